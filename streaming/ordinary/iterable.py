@@ -136,6 +136,7 @@ class IterableLoop(Loop):
         self._num_workers = self._useful_workers()
         self.workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
+        self._handed: tuple[Cursor, ...] = ()  # on to the next pass
         self._goes_on = False  # the dataset has read here before, and no state was loaded since
         self._was_here: bytes | None = None  # its state in this process as the latest pass began
         in_children(self, IterableLoop._leave_behind)
@@ -164,6 +165,7 @@ class IterableLoop(Loop):
             self.order = replace(self.order, seed=seed)
         goes_on, self._goes_on = self._goes_on, not self._num_workers
         if place.samples_seen == 0 and not self.is_counted:
+            cursors = cursors or self._handed  # a new seed drops what the place knew
             cursors = self._unless_changed(_beginning(cursors, place.epoch))
         return _IterableRun(self, self._open(place.epoch, cursors, goes_on=goes_on))
 
@@ -171,6 +173,7 @@ class IterableLoop(Loop):
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
         if self.is_counted:
             return replace(super().after_batch(place, run), detail=run.cursors)
+        self._handed = run.cursors if run.is_last else ()
         return Place(
             epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size,
             detail=run.cursors, is_end=run.is_last,
@@ -207,6 +210,7 @@ class IterableLoop(Loop):
         elif cursors:
             cursors = self._handed_on(state)
         self._goes_on, self._was_here = False, None
+        self._handed = () if state.is_mid_pass else cursors
         self.order = state.order
         self.go_to(Place.of(state, cursors), state.next_seed)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from infra import DeviceMesh
 from streaming import DataLoader, OrdinaryDataset
 from streaming.errors import StateError
-from tests.support.sets.torch_sets import ITERABLES, MAPS, Drawing, DrawingKeeper, OwnNumpy
+from tests.support.sets.torch_sets import ITERABLES, MAPS, SIZE, Drawing, DrawingKeeper, OwnNumpy
 from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -93,11 +93,13 @@ def test_dealt_out_by_one_rank_they_continue_as_well(kind: str, epoch_size: int 
     check(lambda: OrdinaryDataset(ITERABLES[kind](), sharding="dispatch"), some, epoch_size=epoch_size)
 
 
-@pytest.mark.parametrize("kind", ITERABLES)
+OF_THE_PROCESS = ("python's", "numpy's", "torch's", "generator")
+"""Kinds that draw from generators of the process, which the loader seeds."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ITERABLES if not kind.startswith(OF_THE_PROCESS)])
 def test_rows_are_those_of_torchs_loader(kind: str) -> None:
-    """Over all epochs, but for random numbers: those of the process are the loader's own, those of a set in pass 0."""
-    if kind.startswith(("python's", "numpy's", "torch's", "generator")):
-        pytest.skip("they come from the loader's seed")
+    """Over all epochs, but for numbers from generators of a set, which are those of torch's in pass 0."""
     made = ITERABLES[kind]()
     sets = [made() if isinstance(made, type) else made for _ in range(EPOCHS)]
     torchs = [TorchLoader(one, BATCH) for one in sets]
@@ -272,3 +274,18 @@ def test_a_set_that_draws_is_read_again_for_one_sample_and_no_more() -> None:
     _, states = run_with_states(loader(ITERABLES["keeper"]))
     assert {cursor["again"] for *_, state in states for cursor in state["cursors"]} == {0}
     assert not any(cursor["draws"] for *_, state in states for cursor in state["cursors"])
+
+
+@pytest.mark.parametrize("num_workers", first_here([0, 2], 1))
+@pytest.mark.parametrize("make", [ITERABLES["continuing"], MAPS["counting"]])
+def test_a_new_seed_leaves_a_set_its_own_state(make: Any, num_workers: int) -> None:
+    one = loader(make, num_workers=num_workers)
+    list(one)
+    one.seed(7)
+    state = one.state_dict()
+    expected = [rows(batch) for batch in one]
+    one.close()
+    other = loader(make, num_workers=num_workers)
+    other.load_state_dict(state)
+    assert rest_of(other, EPOCHS - 1) == [expected]
+    assert min(row for batch in expected for row in batch) >= SIZE
