@@ -10,21 +10,21 @@ With R data-parallel ranks and W workers each, the dataset is divided into R * W
 4. Otherwise every (R * W)-th sample. Every part reads everything, and in the same order: therefore the random numbers
    of Python, NumPy and torch are the same in all parts while they read.
 
-In cases 1 and 4 the dataset does not see that it runs in a worker, so that it cannot be sharded twice.
+In cases 1 and 4 the dataset does not see that it runs in a worker, so that it cannot be sharded twice. What the other
+functions of users see is decided in ``ordinary.worker_info``.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
@@ -32,7 +32,9 @@ from streaming.arguments import checked_count, is_whole
 from streaming.batches.draw_watch import generator_states, set_generator_states
 from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
+from streaming.ordinary.kinds import read_up
 from streaming.ordinary.options import Collate, Sharding, with_valid
+from streaming.ordinary.worker_info import seen, worker_info
 from streaming.plan.permutation import hash_words
 from streaming.types import LastBatch
 
@@ -140,7 +142,8 @@ class SharedStream(IterableDataset[Packet]):
 
     def __iter__(self) -> Iterator[Packet]:
         info = get_worker_info()
-        cursor = self.cursors[info.id if info is not None else 0]
+        alone = info is None or len(self.cursors) == 1  # this process may be a worker of another loader
+        cursor = self.cursors[0 if alone else self.numbers.index(info.id)]
         if cursor.ended:
             return
         part = _Part(self.dataset, self.settings, cursor)
@@ -149,6 +152,12 @@ class SharedStream(IterableDataset[Packet]):
             if not samples or (len(samples) < self.settings.batch_size and self.settings.last_batch == "drop"):
                 return
             yield Packet(batch=self._collated(samples), after=part.cursor())
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of the worker in each process, as users see it; under "worker_info" counted over all ranks."""
+        first = self.settings.first_part if self.settings.sharding == "worker_info" else 0
+        return tuple(first + cursor.worker for cursor in self.cursors)
 
     def _collated(self, samples: list[Any]) -> Any:
         if self.settings.last_batch != "pad":
@@ -177,7 +186,7 @@ class _Part:
         Fewer come only at the end of a pass, never if passes are endless.
         """
         samples: list[Any] = []
-        with self._rng, _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset):
+        with self._rng, self._seen():
             while len(samples) < count:
                 sample = next(self._samples, _END)
                 if sample is not _END:
@@ -188,6 +197,16 @@ class _Part:
                 else:
                     self._next_pass()
         return samples
+
+    def _seen(self) -> AbstractContextManager[None]:
+        """Make ``get_worker_info`` return, inside the block, what the dataset shall see."""
+        settings, info = self._settings, get_worker_info()
+        if settings.sharding == "auto":
+            return seen(None)
+        if settings.sharding == "self" or (info is None and settings.num_parts == 1):
+            return nullcontext()
+        seed = torch.initial_seed() if info is None else info.seed
+        return seen(worker_info(self._number, settings.num_parts, seed, self._dataset))
 
     def cursor(self) -> Cursor:
         """Return the position of this part."""
@@ -216,13 +235,15 @@ class _Part:
         if state is not None and has_state(self._dataset):
             self._dataset.load_state_dict(of_dataset)
         self._iterator = iter(self._dataset)
-        if state is not None and has_state(self._iterator) and (is_both or not has_state(self._dataset)):
+        begins_anew = self._iterator is self._dataset  # and may have forgotten its state in ``iter``
+        if state is not None and has_state(self._iterator) and (begins_anew or is_both or not has_state(self._dataset)):
             self._iterator.load_state_dict(of_iterator)
         if state is None:
-            for _, _ in zip(range(self._num_items), self._iterator, strict=False):
-                pass
+            for _ in range(self._num_items):
+                if next(self._iterator, _END) is _END:
+                    break
         self._any = self._num_items > 0
-        for item in self._iterator:
+        while (item := next(self._iterator, _END)) is not _END:  # "for" would begin such an iterator again
             mine = self._num_items % self._stride == self._offset
             self._num_items += 1
             if mine:
@@ -230,6 +251,8 @@ class _Part:
                 yield item
 
     def _next_pass(self) -> None:
+        if self._iterator is self._dataset and not self._num_items:
+            raise read_up(self._dataset)
         if not self._any:
             raise DataError(
                 f"part {self._number} of {self._settings.num_parts} (data-parallel ranks times workers) has no sample "
@@ -313,22 +336,3 @@ class _Rng:
         self._own = generator_states()
         if self._outer is not None:
             set_generator_states(self._outer)
-
-
-@contextmanager
-def _seen_as(sharding: Sharding, part: int, num_parts: int, dataset: Any) -> Iterator[None]:
-    """Make ``get_worker_info`` return, inside the block, None or a worker that is one of ``num_parts``.
-
-    Under "self" it is left alone.
-    """
-    module: Any = torch_worker
-    before = module._worker_info
-    if sharding == "worker_info":
-        seed = torch.initial_seed() if before is None else before.seed
-        module._worker_info = torch_worker.WorkerInfo(id=part, num_workers=num_parts, seed=seed, dataset=dataset)
-    elif sharding == "auto":
-        module._worker_info = None
-    try:
-        yield
-    finally:
-        module._worker_info = before
