@@ -356,10 +356,10 @@ class RetryingDataset(Dataset[Any]):
         return RetryingDataset, (_retries(self),)
 
     @property
-    def __dict__(self) -> Any:
+    def __dict__(self) -> Any:  # type: ignore[override]
         return _retries(self).dataset.__dict__
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         own: Any = type(_retries(self).dataset)
         return RetryingDataset if issubclass(own, MapDataPipe) else own  # torch's loader wraps those once more

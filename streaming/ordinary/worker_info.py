@@ -61,14 +61,14 @@ class BeginWorker:
         _torch._worker_info = worker_info(number, self.num_workers, seed, self.dataset)
         if self.then is None:
             return
-        before = _attributes(self.dataset) if self.is_shared_out else {}
+        before = _attributes(shown(self.dataset)) if self.is_shared_out else {}
         self.then(number)
-        if self.is_shared_out and (changed := _changes(before, _attributes(self.dataset))):
+        if self.is_shared_out and (changed := _changes(before, _attributes(shown(self.dataset)))):
             raise ConfigError(
-                f"worker_init_fn sets {', '.join(changed)} of the iterable data set, of which each worker keeps only "
-                "its share of samples. If that gives each worker samples of its own, write "
-                'OrdinaryDataset(dataset, sharding="worker_info"): each worker then keeps all it reads, and '
-                'get_worker_info() counts the workers of all ranks. If it does not, write sharding="auto"'
+                f"worker_init_fn sets {', '.join(changed)} of an iterable data set. If that deals samples to workers, "
+                'pass OrdinaryDataset(dataset, sharding="worker_info"): each worker then keeps all that it reads, and '
+                "get_worker_info() counts the workers of all ranks. If it opens files or the like, pass "
+                'sharding="auto": each worker reads everything that worker_init_fn leaves, and keeps its share'
             )
 
 
@@ -84,9 +84,13 @@ def seen(info: Any) -> Iterator[None]:
 
 
 def worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
-    """Return torch's description of a worker; of a function that makes iterators, the function is the dataset."""
-    shown = dataset.make if isinstance(dataset, Again) else dataset
-    return _torch.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=shown)
+    """Return torch's description of a worker."""
+    return _torch.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=shown(dataset))
+
+
+def shown(dataset: Any) -> Any:
+    """Return what users gave as ``dataset``: the function, of iterators that are made anew for each pass."""
+    return dataset.make if isinstance(dataset, Again) else dataset
 
 
 def _attributes(dataset: object) -> dict[tuple[int, str], tuple[object, int]]:

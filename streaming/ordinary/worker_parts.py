@@ -142,8 +142,10 @@ class SharedStream(IterableDataset[Packet]):
 
     def __iter__(self) -> Iterator[Packet]:
         info = get_worker_info()
-        alone = info is None or len(self.cursors) == 1  # this process may be a worker of another loader
-        cursor = self.cursors[0 if alone else self.numbers.index(info.id)]
+        if info is None or len(self.cursors) == 1:  # this process may be a worker of another loader
+            cursor = self.cursors[0]
+        else:
+            cursor = self.cursors[self.numbers.index(info.id)]
         if cursor.ended:
             return
         part = _Part(self.dataset, self.settings, cursor)
@@ -264,10 +266,12 @@ class _Part:
 
 def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
     """Return the dataset of a part, and whether it holds only that part (otherwise take every n-th sample)."""
-    if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
+    if settings.num_parts == 1:
         return dataset, True
-    if has_sharding_filter(dataset):
+    if has_sharding_filter(dataset):  # torch's loader does so, too, whatever else divides them
         apply_sharding(dataset, settings.num_parts, part)
+        return dataset, True
+    if settings.sharding in {"worker_info", "self"}:
         return dataset, True
     if can_shard(dataset, settings.num_parts):
         return dataset.shard(num_shards=settings.num_parts, index=part), True
