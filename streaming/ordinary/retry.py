@@ -298,7 +298,8 @@ class RetrySampler(Sampler[Any]):
             if isinstance(given, Sequence):
                 yield [Candidates(index, _others(given, place, near, count)) for place, index in enumerate(given)]
             else:
-                yield Candidates(int(given), _others([given], 0, near, count))
+                index = _index(given)
+                yield Candidates(index, _others([index], 0, near, count))
 
 
 def _check_pair(sampler: object, dataset: object) -> None:
@@ -311,6 +312,16 @@ def _check_pair(sampler: object, dataset: object) -> None:
         raise ConfigError(
             f"dataset: expected a map-style data set (__getitem__ and __len__), got a {type(dataset).__name__}"
         )
+
+
+def _index(given: Any) -> int:
+    try:
+        return int(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"sampler: expected one that yields indices or lists of them, got a {type(given).__name__}; "
+            "RetrySampler(sampler, dataset) takes the sampler first"
+        ) from error
 
 
 class RetryingDataset(Dataset[Any]):

@@ -319,6 +319,13 @@ class OfFunction:
         made_by.number, made_by.seen = number, 7
 
 
+@pytest.mark.parametrize("make", [*MAPS.values(), *ITERABLES.values()])
+def test_the_set_of_a_loader_is_the_users(make: Callable[[], Any]) -> None:
+    dataset = make()
+    with ours(dataset, 0, None) as loader:
+        assert loader.dataset is dataset
+
+
 # --- the three recipes of torch's documentation ---
 
 
@@ -598,6 +605,14 @@ def test_a_list_has_no_attributes_to_set() -> None:
 def test_swapped_arguments_are_named(dataset: Any, sampler: Any) -> None:
     with pytest.raises(ConfigError, match=r"the sampler first: write RetrySampler\(sampler, dataset\), not Retry"):
         RetrySampler(dataset, sampler)
+
+
+def test_a_sampler_that_yields_no_indices_is_named() -> None:
+    sampler = RetrySampler([{"row": 1}, {"row": 2}], [0, 1])
+    with pytest.raises(
+        ConfigError, match=r"sampler: expected one that yields indices .* got a dict; RetrySampler\(sam"
+    ):
+        list(sampler)
 
 
 def test_what_has_no_rows_by_number_is_no_set_to_retry() -> None:
