@@ -34,9 +34,10 @@ from torch.utils.data import (
 from torch.utils.data.graph_settings import apply_sharding
 
 from infra import DeviceMesh
-from streaming import DataLoader, DeviceMeshSampler, OrdinaryDataset, RetrySampler
+from streaming import Broadcast, DataLoader, DeviceMeshSampler, OrdinaryDataset, RetrySampler
 from streaming.errors import ConfigError, DataError
 from tests.support.processes.leftovers import leftovers
+from tests.support.processes.played_ranks import played
 from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -280,6 +281,18 @@ def test_a_method_of_the_set_is_a_function_to_begin_with(kind: Any, method: str 
     rows = under_ours(dataset, 2, dataset.begin, sharding=sharding, multiprocessing_context=method)
     assert seen(rows)[1] == {(number, 2, "Begins") for number in range(2)}
     assert dataset.begun is None
+
+
+def test_the_worker_that_reads_for_all_ranks_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(here: DeviceMesh) -> list[Any]:
+        options = {"sharding": "dispatch", "device_mesh": here, "replicate": Broadcast(timeout_s=60)}
+        with ours(Iterated(), 1, set_up, gathered, **options) as loader:
+            return flat(loader)
+
+    ranks = played(monkeypatch)(run, dp_size=2)
+    _, begun, collate = workers(1, "Iterated")
+    assert [seen(rows) for rows in ranks] == [({None}, begun, collate)] * 2
+    assert numbers(flat(ranks)) == list(range(SIZE))
 
 
 def test_kept_workers_keep_their_set() -> None:
