@@ -142,10 +142,8 @@ class SharedStream(IterableDataset[Packet]):
 
     def __iter__(self) -> Iterator[Packet]:
         info = get_worker_info()
-        if info is None or len(self.cursors) == 1:  # this process may be a worker of another loader
-            cursor = self.cursors[0]
-        else:
-            cursor = self.cursors[self.numbers.index(info.id)]
+        is_only = info is None or len(self.cursors) == 1  # this process may be a worker of another loader
+        cursor = self.cursors[0 if is_only else self.numbers.index(info.id)]  # type: ignore[union-attr]
         if cursor.ended:
             return
         part = _Part(self.dataset, self.settings, cursor)
