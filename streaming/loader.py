@@ -33,7 +33,8 @@ from streaming.loops.options import (
     without_torchs_defaults,
 )  # fmt: skip
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
-from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
+from streaming.ordinary.kinds import is_iterable, resolve_dataset
+from streaming.ordinary.map_style import open_ordinary
 from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule

@@ -30,7 +30,9 @@ from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.forks import in_children
+from streaming.ordinary.kinds import read_up
 from streaming.ordinary.options import Collate, OrdinaryConfig, TorchLoader, Workers, leave_behind, shut_down
+from streaming.ordinary.worker_info import BeginWorker
 from streaming.ordinary.worker_parts import (
     Cursor,
     Packet,
@@ -120,6 +122,8 @@ class IterableLoop(Loop):
     """Whether ranks ask each other if all have another batch."""
     workers: Workers
     """Its worker processes."""
+    has_read: bool
+    """Whether it has read samples of the dataset."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         super().__init__(config.shape)
@@ -139,6 +143,7 @@ class IterableLoop(Loop):
         self._handed: tuple[Cursor, ...] = ()  # on to the next pass
         self._goes_on = False  # the dataset has read here before, and no state was loaded since
         self._was_here: bytes | None = None  # its state in this process as the latest pass began
+        self.has_read = False
         in_children(self, IterableLoop._leave_behind)
         self._warn()
 
@@ -281,7 +286,7 @@ class IterableLoop(Loop):
             seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
             loader = TorchLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
-                **self.workers.torch_options(self.dataset, config.collate_fn),
+                **self.workers.torch_options(self._begin(stream)),
             )  # fmt: skip
             with self.workers.blamed():
                 self._packets = _Packets(iter(loader), cursors)
@@ -301,6 +306,16 @@ class IterableLoop(Loop):
             goes_on=goes_on and not self.is_counted,
         )
         return SharedStream(self.dataset, settings, cursors, Collate(config))
+
+    def _begin(self, stream: SharedStream) -> BeginWorker:
+        """Return how a worker of the stream begins."""
+        settings, config = stream.settings, self.config
+        unasked = settings.sharding == "auto" and not config.says_sharding
+        return BeginWorker(
+            dataset=self.dataset, numbers=stream.numbers, then=config.worker_init_fn,
+            num_workers=settings.num_parts if settings.sharding == "worker_info" else len(stream.cursors),
+            is_shared_out=unasked and settings.num_parts > 1 and not has_sharding_filter(self.dataset),
+        )  # fmt: skip
 
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
         """Read a packet from the beginning of this rank's pass, for a rank that continues after its own has ended."""
@@ -513,7 +528,7 @@ class _IterableRun:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        packet, self._ahead = self._ahead if self._has_begun else next(self._stream, None), None
+        packet, self._ahead = self._ahead if self._has_begun else self._first(), None
         self._has_begun = True
         if packet is not None:
             try:
@@ -521,6 +536,15 @@ class _IterableRun:
             except Exception as error:  # noqa: BLE001  a user's dataset may raise anything
                 self._failure = error
         self.is_last = self._ahead is None and self._failure is None
+        return packet
+
+    def _first(self) -> Packet | None:
+        """Return the first packet, None if there is none."""
+        loop, begins = self._loop, not any(cursor.num_items for cursor in self.cursors)
+        packet = next(self._stream, None)
+        if packet is None and begins and loop.has_read and hasattr(loop.dataset, "__next__"):
+            raise read_up(loop.dataset)
+        loop.has_read |= packet is not None
         return packet
 
 
@@ -538,16 +562,6 @@ def _beginning(cursors: tuple[Cursor, ...], epoch: int) -> tuple[Cursor, ...]:
         return cursors
     ordered = sorted(cursors, key=lambda cursor: cursor.worker)
     return tuple(Cursor(worker=cursor.worker, pass_number=epoch, first=cursor.first) for cursor in ordered)
-
-
-class Again:
-    """An iterable over what a function returns, called once per pass."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._make())
 
 
 def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:

@@ -13,7 +13,7 @@ from itertools import starmap
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.epochs.iterator import Loop, Run
@@ -21,7 +21,8 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError
 from streaming.forks import in_children
 from streaming.ordinary.dispatch import DispatchLoop
-from streaming.ordinary.iterable import Again, IterableLoop
+from streaming.ordinary.iterable import IterableLoop
+from streaming.ordinary.kinds import is_iterable, is_map_style, reads_once, resolve_dataset
 from streaming.ordinary.map_states import BringsStates, MapState, StatesOfCopies, WithState
 from streaming.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
 from streaming.ordinary.options import (
@@ -34,6 +35,7 @@ from streaming.ordinary.options import (
     with_valid,
 )
 from streaming.ordinary.retry import RetrySampler
+from streaming.ordinary.worker_info import BeginWorker
 from streaming.ordinary.worker_parts import Cursor, has_state
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
@@ -43,29 +45,6 @@ from streaming.types import override
 _log = logging.getLogger(__name__)
 
 
-def is_map_style(dataset: object) -> bool:
-    """Tell whether samples can be accessed by number."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable(dataset)
-
-
-def is_iterable(dataset: object) -> bool:
-    """Tell whether samples can only be iterated."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
-
-
-def resolve_dataset(dataset: Any) -> Any:
-    """Return the dataset itself, or what a callable returns.
-
-    A callable that makes iterators is kept, and called for every pass.
-    """
-    if isinstance(dataset, type) or (callable(dataset) and not is_map_style(dataset) and not is_iterable(dataset)):
-        made = dataset()
-        return Again(dataset) if hasattr(made, "__next__") else made
-    return dataset
-
-
 def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
     """Return the loop for a map-style or iterable dataset, or for one that a callable returns.
 
@@ -73,9 +52,10 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
         ConfigError: It is neither, or the options are inconsistent.
     """
     dataset = resolve_dataset(dataset)
-    if hasattr(dataset, "__next__"):
+    if reads_once(dataset):
         raise ConfigError(
-            f"dataset: this {type(dataset).__name__} can be read only once; give the function that makes it"
+            f"dataset: this {type(dataset).__name__} can be read only once; give the function that makes it, which is "
+            "called for every pass"
         )
     if isinstance(dataset, (str, bytes, Mapping)):
         raise ConfigError(f"dataset: expected a StreamingDataset or a torch data set, got a {type(dataset).__name__}")
@@ -249,15 +229,20 @@ class MapLoop(Loop):
             shut_down(self._loader._iterator)
             self._loader._iterator = None
         if self._loader is None:
-            seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
-            collate: Any = Collate(self.config)
+            config = self.config
+            seed = hash_words(self.sampler.order.seed, config.mesh.data_rank) >> 1
+            begin = BeginWorker(
+                dataset=self.dataset, numbers=tuple(range(config.num_workers)), num_workers=config.num_workers,
+                then=config.worker_init_fn,
+            )  # fmt: skip
+            collate: Any = Collate(config)
             self._loader = TorchLoader(
                 self._retry.dataset,
                 batch_sampler=self._retry if self.states is None else BringsStates(self._retry, self.states),
                 collate_fn=collate if self.states is None else WithState(collate, self.dataset),
-                persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
+                persistent_workers=config.persistent_workers and config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
-                **self.workers.torch_options(self.dataset, self.config.collate_fn),
+                **self.workers.torch_options(begin),
             )
         return self._loader
 

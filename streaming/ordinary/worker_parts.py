@@ -10,14 +10,15 @@ With R data-parallel ranks and W workers each, the dataset is divided into R * W
 4. Otherwise every (R * W)-th sample. Every part reads everything, and in the same order: therefore the random numbers
    of Python, NumPy and torch are the same in all parts while they read.
 
-In cases 1 and 4 the dataset does not see that it runs in a worker, so that it cannot be sharded twice.
+In cases 1 and 4 the dataset does not see that it runs in a worker, so that it cannot be sharded twice. What the other
+functions of users see is decided in ``ordinary.worker_info``.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Self
@@ -25,14 +26,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from streaming.arguments import checked_count, is_whole
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.ordinary.generators import SetGenerators
+from streaming.ordinary.kinds import read_up
 from streaming.ordinary.options import Collate, Sharding, with_valid
+from streaming.ordinary.worker_info import seen, worker_info
 from streaming.plan.state import LoaderState
 from streaming.types import LastBatch
 
@@ -225,7 +227,8 @@ class SharedStream(IterableDataset[Packet]):
 
     def __iter__(self) -> Iterator[Packet]:
         info = get_worker_info()
-        after = self.cursors[info.id if info is not None else 0]
+        is_only = info is None or len(self.cursors) == 1  # this process may be a worker of another loader
+        after = self.cursors[0 if is_only else self.numbers.index(info.id)]  # type: ignore[union-attr]
         part = None if after.ended else _Part(self.dataset, self.settings, after)
         while part is not None:
             samples, after = part.take(self.settings.batch_size)
@@ -233,6 +236,12 @@ class SharedStream(IterableDataset[Packet]):
                 break
             yield Packet(batch=self._collated(samples), after=after)
         yield Packet(batch=None, after=after, is_end=True)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of the worker in each process, as users see it; under "worker_info" counted over all ranks."""
+        first = self.settings.first_part if self.settings.sharding == "worker_info" else 0
+        return tuple(first + cursor.worker for cursor in self.cursors)
 
     def _collated(self, samples: list[Any]) -> Any:
         if self.settings.last_batch != "pad":
@@ -264,8 +273,7 @@ class _Part:
         Fewer come only at the end of a pass, never if passes are endless.
         """
         samples: list[Any] = []
-        parts = _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset)
-        with self._generators.drawing(), parts:
+        with self._generators.drawing(), self._seen():
             while len(samples) < count:
                 if len(samples) == count - 1:
                     self._look_back()
@@ -278,6 +286,16 @@ class _Part:
                 else:
                     self._next_pass()
             return samples, self._cursor()
+
+    def _seen(self) -> AbstractContextManager[None]:
+        """Make ``get_worker_info`` return, inside the block, what the dataset shall see."""
+        settings, info = self._settings, get_worker_info()
+        if settings.sharding == "auto":
+            return seen(None)
+        if settings.sharding == "self" or (info is None and settings.num_parts == 1):
+            return nullcontext()
+        seed = torch.initial_seed() if info is None else info.seed
+        return seen(worker_info(self._number, settings.num_parts, seed, self._dataset))
 
     def _look_back(self) -> None:
         """Note where the last sample of a batch begins, if it may draw random numbers.
@@ -371,6 +389,8 @@ class _Part:
             item = next(self._iterator, _END)
 
     def _next_pass(self) -> None:
+        if self._iterator is self._dataset and not self._num_items:
+            raise read_up(self._dataset)
         if not self._any:
             raise DataError(
                 f"part {self._number} of {self._settings.num_parts} (data-parallel ranks times workers) has no sample "
@@ -383,10 +403,12 @@ class _Part:
 
 def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
     """Return the dataset of a part, and whether it holds only that part (otherwise take every n-th sample)."""
-    if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
+    if settings.num_parts == 1:
         return dataset, True
-    if has_sharding_filter(dataset):
+    if has_sharding_filter(dataset):  # torch's loader does so, too, whatever else divides them
         apply_sharding(dataset, settings.num_parts, part)
+        return dataset, True
+    if settings.sharding in {"worker_info", "self"}:
         return dataset, True
     if can_shard(dataset, settings.num_parts):
         return dataset.shard(num_shards=settings.num_parts, index=part), True
@@ -430,22 +452,3 @@ class _End:
 
 
 _END = _End()
-
-
-@contextmanager
-def _seen_as(sharding: Sharding, part: int, num_parts: int, dataset: Any) -> Iterator[None]:
-    """Make ``get_worker_info`` return, inside the block, None or a worker that is one of ``num_parts``.
-
-    Under "self" it is left alone.
-    """
-    module: Any = torch_worker
-    before = module._worker_info
-    if sharding == "worker_info":
-        seed = torch.initial_seed() if before is None else before.seed
-        module._worker_info = torch_worker.WorkerInfo(id=part, num_workers=num_parts, seed=seed, dataset=dataset)
-    elif sharding == "auto":
-        module._worker_info = None
-    try:
-        yield
-    finally:
-        module._worker_info = before

@@ -124,6 +124,17 @@ class OwnIterator(Rows, IterableDataset[int]):
         return self
 
 
+class OwnIteratorAnew(Rows, IterableDataset[int]):
+    """It is its own iterator, which begins anew each time."""
+
+    def __init__(self) -> None:
+        Rows.__init__(self)
+
+    def __iter__(self) -> Self:
+        self.i = 0
+        return self
+
+
 def _python() -> int:
     return random.randrange(10**6)
 
@@ -224,7 +235,8 @@ ITERABLES: dict[str, Callable[[], Any]] = {
     "continuing": Continuing,
     "stateful iterator": StatefulIterator,
     "both": Both,
-    "own iterator, made anew": lambda: OwnIterator,
+    "iterator of its own, made anew": lambda: OwnIterator,
+    "iterator of its own, begins anew": OwnIteratorAnew,
     "python's": lambda: Drawing(_python),
     "numpy's": lambda: Drawing(_numpy),
     "torch's": lambda: Drawing(_torch),
