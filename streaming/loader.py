@@ -37,7 +37,8 @@ from streaming.loops.options import (
 )  # fmt: skip
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
 from streaming.ordinary.as_torch import called_as_torchs, check_whole, refuse_whole
-from streaming.ordinary.map_style import is_iterable, open_ordinary, resolve_dataset
+from streaming.ordinary.kinds import is_iterable, resolve_dataset
+from streaming.ordinary.map_style import open_ordinary
 from streaming.ordinary.options import OrdinaryDataset
 from streaming.packing.balance import Balance, Cost
 from streaming.plan.schedule import Schedule

@@ -39,7 +39,7 @@ from streaming.loops.options import (
     streaming_config,
 )  # fmt: skip
 from streaming.loops.streamed import StreamedLoop
-from streaming.ordinary.map_style import resolve_dataset
+from streaming.ordinary.kinds import resolve_dataset
 from streaming.plan.order import ENDLESS
 from streaming.plan.schedule import Schedule
 from streaming.plan.settings import Shape

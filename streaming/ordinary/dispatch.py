@@ -249,6 +249,7 @@ def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
         config, mesh=DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1), sharding="auto",
         num_workers=min(1, config.num_workers) if reads else 0,
         timeout=config.timeout if reads else 0,
+        worker_init_fn=config.worker_init_fn if reads else None,
     )  # fmt: skip
     if config.mesh.world_size == 1:
         return alone

@@ -6,15 +6,18 @@
 - The position is exact to the batch. Resuming is O(1) if the dataset (or its iterator) has ``state_dict``; otherwise
   the stream is read again up to the position. In mid-epoch it requires the same number of ranks and workers, and every
   rank saves and loads its own state.
+- What a dataset with ``state_dict`` keeps from pass to pass is handed on, from one worker process to the next and in
+  states between epochs.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -27,10 +30,13 @@ from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.forks import in_children
+from streaming.ordinary.kinds import read_up
 from streaming.ordinary.options import Collate, OrdinaryConfig, TorchLoader, Workers, leave_behind, shut_down
+from streaming.ordinary.worker_info import BeginWorker
 from streaming.ordinary.worker_parts import (
     Cursor,
     Packet,
+    PartsState,
     SharedStream,
     ShareSettings,
     can_shard,
@@ -49,41 +55,32 @@ AHEAD = 2
 """How many batches ahead ranks ask each other, so that the answer has arrived when it is needed."""
 _PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
 _FINGERPRINT = "iterable"
-_EXTRA = ("cursors", "data_rank", "data_world_size")
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by job, by ranks
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterableState(LoaderState):
+class IterableState(PartsState):
     """The state of one rank over an iterable dataset.
 
-    Attributes:
-        cursors: Position of each worker's part, in the order in which they deliver next; empty between epochs that are
-            whole passes, and at their ends.
-        data_rank: Data rank whose state this is.
-        data_world_size: Number of data ranks.
+    At the end of an epoch that is a whole pass, and behind it, ``cursors`` are the beginning of the next pass, if
+    anything is handed on to it, else none.
     """
-
-    cursors: tuple[Cursor, ...] = ()
-    data_rank: int = 0
-    data_world_size: int = 1
 
     @property
     def is_end(self) -> bool:
         """See ``LoaderState``: of a pass of unknown length, nothing is left to read."""
-        nothing_left = not self.cursors if self.epoch_size is None else self.samples_seen == self.epoch_size
-        return self.samples_seen > 0 and nothing_left
+        if self.epoch_size is not None:
+            return self.samples_seen > 0 and self.samples_seen == self.epoch_size
+        return self.samples_seen > 0 and all(cursor.pass_number > self.epoch for cursor in self.cursors)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict, which is JSON-serializable if the dataset's own state is."""
-        return {
-            **LoaderState.to_dict(self),
-            "cursors": [cursor.to_dict() for cursor in self.cursors],
-            "data_rank": self.data_rank,
-            "data_world_size": self.data_world_size,
-        }
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether samples of the pass were read that come before it; with ``epoch_size`` also between epochs."""
+        if self.epoch_size is not None:
+            return bool(self.cursors)
+        return bool(self.cursors) and self.samples_seen > 0 and not self.is_end
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -92,15 +89,9 @@ class IterableState(LoaderState):
         Raises:
             StateError: The dict is malformed.
         """
-        if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
+        if not isinstance(data, Mapping) or "cursors" not in data:
             raise StateError("state: expected the state of an iterable data set, with the positions of its workers")
-        base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
-        return cls(
-            **{one.name: getattr(base, one.name) for one in fields(LoaderState)},
-            cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),
-            data_rank=data["data_rank"],
-            data_world_size=data["data_world_size"],
-        )
+        return cls._from_parts(data)
 
 
 class IterableLoop(Loop):
@@ -131,6 +122,8 @@ class IterableLoop(Loop):
     """Whether ranks ask each other if all have another batch."""
     workers: Workers
     """Its worker processes."""
+    has_read: bool
+    """Whether it has read samples of the dataset."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         super().__init__(config.shape)
@@ -147,6 +140,10 @@ class IterableLoop(Loop):
         self._num_workers = self._useful_workers()
         self.workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
+        self._handed: tuple[Cursor, ...] = ()  # on to the next pass
+        self._goes_on = False  # the dataset has read here before, and no state was loaded since
+        self._was_here: bytes | None = None  # its state in this process as the latest pass began
+        self.has_read = False
         in_children(self, IterableLoop._leave_behind)
         self._warn()
 
@@ -171,17 +168,20 @@ class IterableLoop(Loop):
         cursors: tuple[Cursor, ...] = place.detail or ()
         if seed is not None:
             self.order = replace(self.order, seed=seed)
+        goes_on, self._goes_on = self._goes_on, not self._num_workers
         if place.samples_seen == 0 and not self.is_counted:
-            cursors = ()
-        return _IterableRun(self, self._open(place.epoch, cursors))
+            cursors = cursors or self._handed  # a new seed drops what the place knew
+            cursors = self._unless_changed(_beginning(cursors, place.epoch))
+        return _IterableRun(self, self._open(place.epoch, cursors, goes_on=goes_on))
 
     @override
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
         if self.is_counted:
             return replace(super().after_batch(place, run), detail=run.cursors)
+        self._handed = run.cursors if run.is_last else ()
         return Place(
             epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size,
-            detail=None if run.is_last else run.cursors, is_end=run.is_last,
+            detail=run.cursors, is_end=run.is_last,
         )  # fmt: skip
 
     @override
@@ -204,15 +204,20 @@ class IterableLoop(Loop):
         if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
             raise StateError("this state does not belong to an iterable data set")
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
-        if state.cursors:
+        cursors = state.cursors
+        if state.is_mid_pass:
             self._check_place(state)
-            if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
+            if not (has_state(self.dataset) or any(cursor.state is not None for cursor in cursors)):
                 _log.warning(
                     "%s has no state_dict: what this pass has already read is read again and skipped. Give the data "
                     "set state_dict and load_state_dict methods", type(self.dataset).__name__,
                 )  # fmt: skip
+        elif cursors:
+            cursors = self._handed_on(state)
+        self._goes_on, self._was_here = False, None
+        self._handed = () if state.is_mid_pass else cursors
         self.order = state.order
-        self.go_to(Place.of(state, state.cursors), state.next_seed)
+        self.go_to(Place.of(state, cursors), state.next_seed)
 
     def report(self) -> dict[str, Any]:
         """Return all metrics."""
@@ -256,7 +261,19 @@ class IterableLoop(Loop):
 
     # --- epochs ---
 
-    def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
+    def _unless_changed(self, cursors: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
+        """Return where a pass begins in worker processes, unless its owner has changed the dataset here meanwhile."""
+        if not self._num_workers or not has_state(self.dataset):
+            return cursors
+        was, self._was_here = self._was_here, _pickled(self.dataset.state_dict())
+        if was in {None, self._was_here} or not any(cursor.state is not None for cursor in cursors):
+            return cursors
+        _log.info(
+            "the state of %s was changed in this process: worker processes begin from it", type(self.dataset).__name__
+        )
+        return tuple(replace(cursor, state=None) for cursor in cursors)
+
+    def _open(self, epoch: int, cursors: tuple[Cursor, ...], *, goes_on: bool) -> _Packets:
         """Return the stream from ``cursors`` on: the current one if it is there, or a new one."""
         if self._packets is not None and self._packets.cursors is not cursors:
             self.close_stream()
@@ -265,17 +282,17 @@ class IterableLoop(Loop):
             cursors = cursors or tuple(
                 Cursor(worker=number, pass_number=epoch) for number in range(max(1, self._num_workers))
             )
-            stream = self._stream(cursors)
+            stream = self._stream(cursors, goes_on=goes_on)
             seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
             loader = TorchLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
-                **self.workers.torch_options(self.dataset, config.collate_fn),
+                **self.workers.torch_options(self._begin(stream)),
             )  # fmt: skip
             with self.workers.blamed():
                 self._packets = _Packets(iter(loader), cursors)
         return self._packets
 
-    def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:
+    def _stream(self, cursors: tuple[Cursor, ...], *, goes_on: bool = False) -> SharedStream:
         """Return what this rank's workers read from ``cursors`` on."""
         config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
         settings = ShareSettings(
@@ -286,24 +303,58 @@ class IterableLoop(Loop):
             endless=self.is_counted,
             seed=self.order.seed,
             sharding=config.sharding,
+            goes_on=goes_on and not self.is_counted,
         )
         return SharedStream(self.dataset, settings, cursors, Collate(config))
+
+    def _begin(self, stream: SharedStream) -> BeginWorker:
+        """Return how a worker of the stream begins."""
+        settings, config = stream.settings, self.config
+        unasked = settings.sharding == "auto" and not config.says_sharding
+        return BeginWorker(
+            dataset=self.dataset, numbers=stream.numbers, then=config.worker_init_fn,
+            num_workers=settings.num_parts if settings.sharding == "worker_info" else len(stream.cursors),
+            is_shared_out=unasked and settings.num_parts > 1 and not has_sharding_filter(self.dataset),
+        )  # fmt: skip
 
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
         """Read a packet from the beginning of this rank's pass, for a rank that continues after its own has ended."""
         begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
-        return next((packet for begin in begins for packet in islice(self._stream((begin,)), 1)), None)
+        packets = (packet for begin in begins for packet in islice(self._stream((begin,)), 1))
+        return next((packet for packet in packets if not packet.is_end), None)
 
     def _check_place(self, state: IterableState) -> None:
-        mesh, workers = self.config.mesh, max(1, self._num_workers)
-        was = (state.data_rank, state.data_world_size, len(state.cursors))
-        if was != (mesh.data_rank, mesh.data_world_size, workers):
+        if other := self._other_place(state):
             raise StateError(
-                f"an iterable data set resumes only where it was saved: the state is of data rank {was[0]} of {was[1]} "
-                f"with {was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save "
-                "and load it on every rank, with the same num_workers; or start a new epoch with "
-                f"set_epoch({state.epoch + 1})"
+                f"an iterable data set resumes only where it was saved: {other}. Save and load it on every rank, with "
+                f"the same num_workers; or start a new epoch with set_epoch({state.epoch + 1})"
             )
+
+    def _handed_on(self, state: IterableState) -> tuple[Cursor, ...]:
+        """Return where the pass begins that follows a whole one, from a state that lies between the two."""
+        name, epoch = type(self.dataset).__name__, state.onward.epoch
+        was_left = any(cursor.pass_number < epoch for cursor in state.cursors)
+        if was_left and has_state(self.dataset) and not self._num_workers:
+            _log.warning(
+                "epoch %d was left before its end: %s begins epoch %d as it was made, without the state that it had "
+                "there. Save a state before an epoch is left, to continue in it", epoch - 1, name, epoch,
+            )  # fmt: skip
+        other = self._other_place(state)
+        if not other:
+            return state.cursors
+        if not was_left and any(cursor.state is not None for cursor in state.cursors):
+            _log.warning(
+                "the state of a %s is that of its copy where it was saved: %s. Epoch %d begins with data sets as they "
+                "were made. For their states, save and load on every rank, with the same num_workers", name, other,
+                epoch,
+            )  # fmt: skip
+        first = {name: text for cursor in state.cursors for name, text in cursor.first.items()}
+        workers = range(max(1, self._num_workers))
+        return tuple(Cursor(worker=number, pass_number=epoch, first=first) for number in workers)
+
+    def _other_place(self, state: IterableState) -> str:
+        mesh = self.config.mesh
+        return state.other_place(mesh.data_rank, mesh.data_world_size, max(1, self._num_workers))
 
     # --- parts ---
 
@@ -392,13 +443,24 @@ class _Packets:
 
     def __init__(self, source: Any, cursors: tuple[Cursor, ...]) -> None:
         self._source, self.cursors = source, cursors
+        self._ends: dict[int, Cursor] = {}
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Packet:
         packet: Packet = next(self._source)
+        while packet.is_end:
+            self._ends[packet.after.worker] = packet.after
+            packet = next(self._source)
         return packet
+
+    @property
+    def next_pass(self) -> tuple[Cursor, ...]:
+        """Positions at the beginning of the next pass; none if nothing is handed on to it."""
+        ends = [self._ends.get(cursor.worker, cursor).in_next_pass for cursor in self.cursors]
+        handed_on = any(cursor.state is not None or cursor.first for cursor in ends)
+        return tuple(sorted(ends, key=lambda cursor: cursor.worker)) if handed_on else ()
 
     def advance(self, packet: Packet) -> None:
         """Record that ``packet`` is handed out."""
@@ -421,8 +483,7 @@ class _IterableRun:
     """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to recognize the last one.
 
     Attributes:
-        cursors: Positions after the latest batch.
-        is_last: Whether that batch is the epoch's last one; only without ``epoch_size``.
+        is_last: Whether the latest batch is the epoch's last one; only without ``epoch_size``.
     """
 
     def __init__(self, loop: IterableLoop, packets: _Packets) -> None:
@@ -435,8 +496,8 @@ class _IterableRun:
 
     @property
     def cursors(self) -> tuple[Cursor, ...]:
-        """Positions after the latest batch."""
-        return self._packets.cursors
+        """Positions after the latest batch; after the epoch's last one, those where the next pass begins."""
+        return self._packets.next_pass if self.is_last else self._packets.cursors
 
     def __next__(self) -> Any:
         """Return the next batch."""
@@ -467,7 +528,7 @@ class _IterableRun:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        packet, self._ahead = self._ahead if self._has_begun else next(self._stream, None), None
+        packet, self._ahead = self._ahead if self._has_begun else self._first(), None
         self._has_begun = True
         if packet is not None:
             try:
@@ -477,15 +538,30 @@ class _IterableRun:
         self.is_last = self._ahead is None and self._failure is None
         return packet
 
+    def _first(self) -> Packet | None:
+        """Return the first packet, None if there is none."""
+        loop, begins = self._loop, not any(cursor.num_items for cursor in self.cursors)
+        packet = next(self._stream, None)
+        if packet is None and begins and loop.has_read and hasattr(loop.dataset, "__next__"):
+            raise read_up(loop.dataset)
+        loop.has_read |= packet is not None
+        return packet
 
-class Again:
-    """An iterable over what a function returns, called once per pass."""
 
-    def __init__(self, make: Any) -> None:
-        self._make = make
+def _pickled(state: object) -> bytes | None:
+    """Return a state as bytes, to compare it; None if it cannot be."""
+    try:
+        return pickle.dumps(state)
+    except Exception:  # noqa: BLE001  a user's state may raise anything
+        return None
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._make())
+
+def _beginning(cursors: tuple[Cursor, ...], epoch: int) -> tuple[Cursor, ...]:
+    """Return where the pass of an epoch begins; from a pass before it that was left, only its generators are known."""
+    if all(cursor.pass_number == epoch and not cursor.num_items for cursor in cursors):
+        return cursors
+    ordered = sorted(cursors, key=lambda cursor: cursor.worker)
+    return tuple(Cursor(worker=cursor.worker, pass_number=epoch, first=cursor.first) for cursor in ordered)
 
 
 def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:

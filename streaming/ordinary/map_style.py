@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.epochs.iterator import Loop, Run
@@ -20,7 +21,9 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError
 from streaming.forks import in_children
 from streaming.ordinary.dispatch import DispatchLoop
-from streaming.ordinary.iterable import Again, IterableLoop
+from streaming.ordinary.iterable import IterableLoop
+from streaming.ordinary.kinds import is_iterable, is_map_style, reads_once, resolve_dataset
+from streaming.ordinary.map_states import BringsStates, MapState, StatesOfCopies, WithState
 from streaming.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
 from streaming.ordinary.options import (
     Collate,
@@ -32,35 +35,14 @@ from streaming.ordinary.options import (
     with_valid,
 )
 from streaming.ordinary.retry import RetrySampler
+from streaming.ordinary.worker_info import BeginWorker
+from streaming.ordinary.worker_parts import Cursor, has_state
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
 from streaming.types import override
 
 _log = logging.getLogger(__name__)
-
-
-def is_map_style(dataset: object) -> bool:
-    """Tell whether samples can be accessed by number."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable(dataset)
-
-
-def is_iterable(dataset: object) -> bool:
-    """Tell whether samples can only be iterated."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
-
-
-def resolve_dataset(dataset: Any) -> Any:
-    """Return the dataset itself, or what a callable returns.
-
-    A callable that makes iterators is kept, and called for every pass.
-    """
-    if isinstance(dataset, type) or (callable(dataset) and not is_map_style(dataset) and not is_iterable(dataset)):
-        made = dataset()
-        return Again(dataset) if hasattr(made, "__next__") else made
-    return dataset
 
 
 def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
@@ -70,9 +52,10 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
         ConfigError: It is neither, or the options are inconsistent.
     """
     dataset = resolve_dataset(dataset)
-    if hasattr(dataset, "__next__"):
+    if reads_once(dataset):
         raise ConfigError(
-            f"dataset: this {type(dataset).__name__} can be read only once; give the function that makes it"
+            f"dataset: this {type(dataset).__name__} can be read only once; give the function that makes it, which is "
+            "called for every pass"
         )
     if isinstance(dataset, (str, bytes, Mapping)):
         raise ConfigError(f"dataset: expected a StreamingDataset or a torch data set, got a {type(dataset).__name__}")
@@ -98,10 +81,13 @@ class MapLoop(Loop):
 
     Attributes:
         workers: Its worker processes.
+        states: The own states of the dataset; None if it has none.
 
     Raises:
         ConfigError: The options are inconsistent.
     """
+
+    state_type = MapState
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         self.dataset = dataset
@@ -118,6 +104,7 @@ class MapLoop(Loop):
             max_bad_samples=config.max_bad_samples, metrics=self.metrics,
         )  # fmt: skip
         self.workers = Workers(config, config.num_workers)
+        self.states = StatesOfCopies(dataset, config.num_workers) if has_state(dataset) else None
         self._loader: DataLoader[Any] | None = None
         in_children(self, MapLoop._leave_behind)
 
@@ -126,14 +113,49 @@ class MapLoop(Loop):
         return self.sampler.batches_left(samples_seen)
 
     @override
+    def left_behind(self, place: Place) -> int:
+        num_samples = self.shape.epoch_size or self.sampler.samples_at(place)
+        return self.shape.batches_in(num_samples - place.samples_seen)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches in the epoch in progress, or in the next one if none is."""
+        return len(self.sampler)
+
+    @override
     def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``.
+
+        Raises:
+            ConfigError: The dataset is empty by now, or too small for one batch.
+            AgreementError: It has another length on other ranks.
+        """
         self.sampler.use_seed(seed)
+        is_new = self.sampler.follow_length(place)
+        self.samples_per_epoch = self.sampler.epoch_samples
+        keeps = self.config.persistent_workers or not self.config.num_workers
+        if is_new or not keeps:
+            self._drop_workers()  # they have copies of the dataset as it was
+        if self.states is not None:
+            line: tuple[Cursor, ...] = place.detail or (self.states.line if seed is not None else ())
+            is_beginning = place.samples_seen == 0
+            if is_beginning:
+                line = tuple(sorted(line, key=lambda cursor: cursor.worker))
+            self.states.begin(line, as_made=is_beginning and not keeps)
         self._rows.plan = plan = self.sampler.plan(place)
         return _MapRun(self, plan, self._retry.follow(self._open()))
 
     @override
+    def after_batch(self, place: Place, run: Any) -> Place:
+        after = super().after_batch(place, run)
+        return after if self.states is None else replace(after, detail=self.states.line)
+
+    @override
     def state_at(self, place: Place) -> LoaderState:
-        return self.sampler.state_at(place)
+        """See ``Loop``; of this rank only, if the dataset has a state of its own."""
+        state = self.sampler.state_at(place)
+        mesh = self.config.mesh
+        return MapState.of(state, place.detail or (), mesh.data_rank, mesh.data_world_size) if place.detail else state
 
     def load(self, state: LoaderState) -> None:
         """Continue from ``state``.
@@ -141,8 +163,33 @@ class MapLoop(Loop):
         Raises:
             StateError: It belongs to another dataset, epoch size or kind of order.
         """
-        if self.sampler.load(state):
+        line = self._own_states(state)
+        if self.sampler.load(state, line):
             self.stop()
+        self.samples_per_epoch = self.sampler.epoch_samples
+        if self.states is not None:
+            self.states.load(line)
+
+    def _own_states(self, state: LoaderState) -> tuple[Cursor, ...]:
+        """Return the states of the copies of the dataset, if a state has them and this is where they belong."""
+        cursors = state.cursors if isinstance(state, MapState) else ()
+        name, mesh = type(self.dataset).__name__, self.config.mesh
+        if self.states is None:
+            if cursors:
+                _log.warning("%s has no load_state_dict: what the state holds of it is not loaded", name)
+            return ()
+        if not isinstance(state, MapState) or not cursors:
+            if state.samples_seen:
+                _log.warning("%s has a state_dict, of which this state holds nothing: it continues as it is", name)
+            return ()
+        other = state.other_place(mesh.data_rank, mesh.data_world_size, self.states.num_copies)
+        if other:
+            _log.warning(
+                "the state of a %s is that of its copy where it was saved: %s. The samples come in their order, from a "
+                "data set as it was made. For its state, save and load on every rank, with the same num_workers", name,
+                other,
+            )  # fmt: skip
+        return () if other else cursors
 
     def report(self) -> dict[str, Any]:
         """Return all metrics, and the bad samples of this epoch by index."""
@@ -157,12 +204,15 @@ class MapLoop(Loop):
     @override
     def clean_up(self) -> None:
         """See ``Loop``: after an error, torch's loader is in an unknown state."""
+        self._drop_workers()
+        self.workers.close()
+        self._retry.close()
+
+    def _drop_workers(self) -> None:
         loader, self._loader = self._loader, None
         if loader is not None:
             shut_down(loader._iterator)
             loader._iterator = None
-        self.workers.close()
-        self._retry.close()
 
     def _leave_behind(self) -> None:
         """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
@@ -179,14 +229,20 @@ class MapLoop(Loop):
             shut_down(self._loader._iterator)
             self._loader._iterator = None
         if self._loader is None:
-            seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
+            config = self.config
+            seed = hash_words(self.sampler.order.seed, config.mesh.data_rank) >> 1
+            begin = BeginWorker(
+                dataset=self.dataset, numbers=tuple(range(config.num_workers)), num_workers=config.num_workers,
+                then=config.worker_init_fn,
+            )  # fmt: skip
+            collate: Any = Collate(config)
             self._loader = TorchLoader(
                 self._retry.dataset,
-                batch_sampler=self._retry,
-                collate_fn=Collate(self.config),
-                persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
+                batch_sampler=self._retry if self.states is None else BringsStates(self._retry, self.states),
+                collate_fn=collate if self.states is None else WithState(collate, self.dataset),
+                persistent_workers=config.persistent_workers and config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
-                **self.workers.torch_options(self.dataset, self.config.collate_fn),
+                **self.workers.torch_options(begin),
             )
         return self._loader
 
@@ -200,8 +256,12 @@ class _Rows:
 
     def __init__(self, sampler: DeviceMeshSampler) -> None:
         self._sampler = sampler
-        self.epoch_samples = sampler.epoch_samples
         self.plan: Plan | None = None
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of the epoch, over all ranks."""
+        return self._sampler.epoch_samples
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -215,7 +275,7 @@ class _Rows:
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        return len(self._sampler)
+        return self._sampler.batches_left(0)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate without substitutes."""
@@ -248,6 +308,9 @@ class _MapRun:
             with self._loop.metrics.timed("wait_for_batch_s"), self._loop.workers.blamed():
                 batch = next(self._batches)
             self._waiting = False
+            if self._loop.states is not None:
+                self._loop.states.received(batch)
+                batch = batch.batch
             finished = self._finished(batch)
         except StopIteration:
             raise

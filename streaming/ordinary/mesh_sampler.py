@@ -15,6 +15,7 @@ sampler on its own cannot know how many batches were consumed.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
@@ -29,6 +30,8 @@ from streaming.arguments import checked_int, checks_names, is_whole
 from streaming.arrays import rows_by
 from streaming.epochs.position import Lasting, Place, Position, Turn
 from streaming.errors import ConfigError, StateError
+from streaming.job.agreement import DEFAULT_TIMEOUT_S, agree
+from streaming.job.store import job_store, job_world_size
 from streaming.ordinary.retry import RetrySampler
 from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import Permutation, substitutes
@@ -45,6 +48,7 @@ _END: Any = object()
 _BLOCK_ROWS = 8192  # rows planned at once, to amortise NumPy's call overhead; 0.5 MiB
 _CHUNK = 2**30  # a plan counts samples of a chunk in 32 bits
 _MAX_SAMPLES = 2**50
+_log = logging.getLogger(__name__)
 
 
 @checks_names()
@@ -63,6 +67,9 @@ class DeviceMeshSampler(Sampler[Any]):
     Each ``iter`` begins the next epoch. The first one after construction, ``set_epoch`` or ``load_state_dict`` begins
     where these say; ``set_epoch`` keeps a loaded position if the epoch is the same. If an iteration is left early, the
     state points to the batch that would have come next.
+
+    The length of a dataset is read again as each epoch begins, so that one that grows is followed; an epoch keeps the
+    length that it began with, also after a resume. All ranks must find the same length.
 
     Use it from one thread.
 
@@ -87,6 +94,7 @@ class DeviceMeshSampler(Sampler[Any]):
     Attributes:
         shape: Shape of the batches: global batch size, number of ranks, last batch, epoch size.
         position: Current position.
+        num_samples: Samples of the dataset, in the epoch in progress.
         epoch_samples: Samples of a whole epoch, over all ranks.
 
     Raises:
@@ -113,7 +121,8 @@ class DeviceMeshSampler(Sampler[Any]):
         self._sizes = (1, None) if self.is_single else (batch_size, global_batch_size)
         if self.is_single and last_batch == "partial" and drop_last is None:
             raise ConfigError('last_batch="partial": ranks get equal numbers of single indices; use "drop" or "pad"')
-        self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
+        self._dataset = dataset
+        self.num_samples = _checked_length(dataset)
         self._tail: dict[str, Any] = {"last_batch": last_batch, "drop_last": drop_last, "epoch_size": epoch_size}
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
         self.position = Position()
@@ -123,9 +132,12 @@ class DeviceMeshSampler(Sampler[Any]):
         self._deal_to(self._finder.mesh)
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch; it is the same on every rank."""
+        """Return the number of batches in a whole epoch; it is the same on every rank.
+
+        Of the epoch in progress, or of the next one if none is.
+        """
         self._look_again()
-        return self.shape.batches_in(self.epoch_samples)
+        return self.shape.batches_in(self.shape.epoch_size or self.samples_at(self.position.place))
 
     @property
     def epoch(self) -> int:
@@ -225,9 +237,10 @@ class DeviceMeshSampler(Sampler[Any]):
 
     def state_at(self, place: Place) -> LoaderState:
         """Return the state that continues from a place."""
+        num_samples = self.samples_at(place) or self.num_samples
         return LoaderState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
-            fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.shape.epoch_size,
+            fingerprint=f"map:{num_samples}", num_samples=num_samples, epoch_size=self.shape.epoch_size,
             has_begun=place.has_begun,
         )  # fmt: skip
 
@@ -258,27 +271,84 @@ class DeviceMeshSampler(Sampler[Any]):
         """
         self.load(LoaderState.from_dict(state))
 
-    def load(self, state: LoaderState) -> bool:
-        """Load a state object; see ``load_state_dict``. Return whether this ends an iteration in progress."""
-        if state.fingerprint != f"map:{self.num_samples}":
-            raise StateError(
-                f"this state belongs to another data set: {state.num_samples} samples, {state.fingerprint!r}; this is "
-                f"a map-style one of {self.num_samples} samples"
-            )
+    def load(self, state: LoaderState, detail: Any = None) -> bool:
+        """Load a state object; see ``load_state_dict``. Return whether this ends an iteration in progress.
+
+        ``detail`` is that of its place.
+        """
+        self._check_length(state)
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         self.order = state.order
-        place = Place.of(state)
+        self._take_length(state.num_samples)
+        place = Place.of(state, detail)
         if not self.batches_left(state.samples_seen):
-            place = self.end_of(state.epoch)
+            place = self.end_of(state.epoch, detail)
         return self.position.load(place, state.next_seed)
+
+    def _check_length(self, state: LoaderState) -> None:
+        """Refuse a state of a larger dataset or of none of this kind; say that this one has grown since.
+
+        Raises:
+            StateError: It is refused.
+        """
+        now, was = _length(self._dataset), state.num_samples
+        if state.fingerprint != f"map:{was}":
+            raise StateError(
+                f"this state belongs to another data set: {was} samples, {state.fingerprint!r}; this is a map-style "
+                f"one of {now} samples"
+            )
+        if now < was:
+            raise StateError(
+                f"this state belongs to another data set, or to this one when it was larger: {was} samples; this one "
+                f"has {now}. Give it the same samples again, and those that came later behind them"
+            )
+        if now > was:
+            _log.warning(
+                "the data set has %d samples, and had %d when the state was saved: an epoch that has begun continues "
+                "with those, the next one has all", now, was,
+            )  # fmt: skip
 
     def batches_left(self, samples_seen: int) -> int:
         """Return the number of batches of an epoch after its first ``samples_seen`` samples."""
         return self.shape.batches_in(self.epoch_samples - samples_seen)
 
-    def end_of(self, epoch: int) -> Place:
+    def end_of(self, epoch: int, detail: Any = None) -> Place:
         """Return the place behind the last batch of an epoch."""
-        return Place(epoch=epoch, samples_seen=self.epoch_samples, is_end=True)
+        return Place(epoch=epoch, samples_seen=self.epoch_samples, is_end=True, detail=detail)
+
+    def follow_length(self, place: Place) -> bool:
+        """Adopt the length that the dataset has as an epoch begins; return whether it has changed.
+
+        Raises:
+            ConfigError: The dataset is empty, or too small for one batch.
+            AgreementError: Other ranks found another length.
+        """
+        was, now = self.num_samples, self.samples_at(place)
+        if now == was:
+            return False
+        _checked_length(self._dataset)
+        self.shape.check_enough(self.shape.epoch_size or now)
+        _agree_on_length(self.mesh, place.epoch, now, type(self._dataset).__name__)
+        _log.log(
+            logging.INFO if now > was else logging.WARNING,
+            "the data set has %d samples as epoch %d begins, and had %d before", now, place.epoch, was,
+        )  # fmt: skip
+        self._take_length(now)
+        return True
+
+    def samples_at(self, place: Place) -> int:
+        """Return the samples of the dataset in the epoch of a place: those it has now, if that epoch has not begun."""
+        ahead = self.position.handed_out
+        is_ahead = ahead.epoch == place.epoch and ahead.samples_seen
+        if place.samples_seen or place.has_begun or is_ahead:
+            return self.num_samples
+        return _length(self._dataset)
+
+    def _take_length(self, num_samples: int) -> None:
+        if num_samples != self.num_samples:
+            self._permutations.clear()
+        self.num_samples = num_samples
+        self.epoch_samples = self.shape.epoch_size or num_samples
 
     def use_seed(self, seed: int | None) -> None:
         """Adopt the seed of an epoch that begins; None keeps the current one."""
@@ -308,6 +378,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self._look_again(to_read=True)
         place, seed = self.position.begin(turn)
         self.use_seed(seed)
+        self.follow_length(place)
         plan = self.plan(place)
         self._check_tail(plan)
         self._latest = _Run(plan, place, self.end_of(place.epoch), turn, is_followed=self._is_followed)
@@ -350,7 +421,7 @@ class DeviceMeshSampler(Sampler[Any]):
         if self.is_single and shape.last_batch == "partial":  # as torch has it with drop_last=False
             shape = replace(shape, last_batch="pad")
         self.shape = shape
-        self.epoch_samples = shape.epoch_size or self.num_samples
+        self._take_length(self.num_samples)
         shape.check_enough(self.epoch_samples)
 
     def _check_tail(self, plan: Plan) -> None:
@@ -454,16 +525,34 @@ def _mesh_of(device_mesh: Any, num_replicas: int | None, rank: int | None) -> An
     return DeviceMesh.from_sizes(dp_size=ranks, rank=checked_int("rank", own, 0, ranks - 1))
 
 
+def _agree_on_length(mesh: DeviceMesh, epoch: int, num_samples: int, name: str) -> None:
+    """Compare a length that has changed over the ranks of the job, if they can ask each other.
+
+    Raises:
+        AgreementError: They differ. Ranks that do not come are a warning: for them it may not have changed.
+    """
+    if not 1 < mesh.world_size <= job_world_size():
+        return
+    rank, board = job_store("")
+    if rank == mesh.rank:
+        facts, subject = {"epoch": epoch, "samples of the data set": num_samples}, f"length of a {name}"
+        agree(board, rank, mesh.ranks, facts, subject=subject, timeout_s=DEFAULT_TIMEOUT_S, required=False)
+
+
+def _checked_length(dataset: Sized | int) -> int:
+    length = _length(dataset)
+    if length < 1 and not is_whole(dataset):
+        raise ConfigError(f"dataset: this {type(dataset).__name__} is empty")
+    return checked_int("dataset", length, 1, _MAX_SAMPLES)
+
+
 def _length(dataset: Sized | int) -> int:
     if is_whole(dataset):
         return dataset
     try:
-        length = len(cast("Sized", dataset))
+        return len(cast("Sized", dataset))
     except TypeError as error:
         raise ConfigError(
             f"dataset: expected a map-style data set with a length, or the length; {type(dataset).__name__} has none. "
             f"For iterable data sets use streaming.DataLoader"
         ) from error
-    if length < 1:
-        raise ConfigError(f"dataset: this {type(dataset).__name__} is empty")
-    return length

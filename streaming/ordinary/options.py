@@ -37,6 +37,7 @@ from streaming.engine.workers.main import BeginProcess
 from streaming.engine.workers.surroundings import Surroundings
 from streaming.errors import ConfigError
 from streaming.ordinary.retry import NoRow
+from streaming.ordinary.worker_info import BeginWorker
 from streaming.plan.settings import Shape
 from streaming.platforms import check_open_files
 from streaming.replicas.options import Broadcast, Replicas
@@ -93,7 +94,8 @@ class OrdinaryDataset:
         persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
             True).
         timeout: Seconds that a batch from worker processes may take (default 0: no limit); see also ``stall_report_s``.
-        worker_init_fn: Called in each worker process when it starts.
+        worker_init_fn: Called in each worker process when it starts, with its number.
+            ``torch.utils.data.get_worker_info().dataset`` is the dataset of that process (docs/coming-from/torch.md).
     """
 
     dataset: Any = field(kw_only=False)
@@ -138,7 +140,7 @@ class OrdinaryDataset:
         building["jagged"] = checked_jagged(building.get("jagged"), building.get("collate_fn"))
         if isinstance(replicas.replicate, Broadcast):
             building["broadcast"] = replicas.replicate
-        return OrdinaryConfig(mesh=mesh, **chosen, **building)
+        return OrdinaryConfig(mesh=mesh, says_sharding="sharding" in chosen, **chosen, **building)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,7 @@ class OrdinaryConfig:
             torch's.
         jagged: Fields of such dicts whose values are concatenated, and the form of each.
         broadcast: How the reading rank sends batches to the others, with ``sharding="dispatch"``.
+        says_sharding: Whether ``sharding`` was chosen by the user.
     """
 
     shape: Shape
@@ -170,6 +173,7 @@ class OrdinaryConfig:
     max_retries: int = 2
     max_bad_samples: float = 0.001
     sharding: Sharding = "auto"
+    says_sharding: bool = False
     broadcast: Broadcast = field(default_factory=Broadcast)
     multiprocessing_context: str | multiprocessing.context.BaseContext | None = None
     persistent_workers: bool = True
@@ -227,12 +231,13 @@ class Workers:
         self._surroundings: Surroundings | None = None
         self._end = weakref.finalize(self, _give_back, self._server)
 
-    def torch_options(self, *shared: object) -> dict[str, Any]:
-        """Return arguments for a new ``torch.utils.data.DataLoader``, whose workers all get ``shared``.
+    def torch_options(self, begin: BeginWorker) -> dict[str, Any]:
+        """Return arguments for a new ``torch.utils.data.DataLoader``, whose workers ``begin``.
 
         Workers are forked, with a warning, where something cannot be sent to another process.
         """
         self.forget()
+        shared = (begin.dataset, self._config.collate_fn)
         config, num_workers = self._config, self._num_workers
         if self._from_server:
             try:
@@ -258,7 +263,7 @@ class Workers:
             "pin_memory": config.pin_memory and torch.cuda.is_available(),
             "multiprocessing_context": self._context or (method if num_workers else None),
             "timeout": config.timeout if num_workers else 0,
-            "worker_init_fn": config.worker_init_fn if self._context is None else self._begin(),
+            "worker_init_fn": begin if self._context is None else BeginProcess(begin),
         }
 
     def lag_behind(self) -> bool:
@@ -293,9 +298,6 @@ class Workers:
         """Let go in a forked child: all of it is the parent's."""
         self._end.detach()
         self._context = self._server = self._surroundings = None
-
-    def _begin(self) -> BeginProcess:
-        return BeginProcess(self._config.worker_init_fn)
 
     def forget(self) -> None:
         """Let go of what was sent to workers that are gone."""

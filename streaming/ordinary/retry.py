@@ -9,8 +9,8 @@
     sampler.bad        # what was replaced, and why
 
 A sample is fetched once, by the worker that puts it into its batch. The sampler attaches possible substitutes to each
-index, and ``sampler.dataset`` (a thin wrapper around the dataset) uses them only if the dataset raises or returns
-None.
+index, and ``sampler.dataset`` uses them only if the dataset raises or returns None. In all else that wrapper is the
+dataset: its attributes, also those that ``worker_init_fn`` sets, its class and its text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from itertools import islice
 from multiprocessing import context, reduction
 from typing import Any, Protocol, Self, TypeVar
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, MapDataPipe, Sampler
 
 from infra import DeviceMesh
 from streaming.arguments import check_choice, checked_int, checked_limit, checks_names, is_number, most_bad
@@ -37,12 +37,14 @@ from streaming.counters import Metrics
 from streaming.epochs.position import Lasting
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally
+from streaming.ordinary.kinds import is_map_style
 from streaming.platforms import unnamed_file
 
 _BATCH = TypeVar("_BATCH")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 _MAX_REASON = 300  # characters
 _LISTED = 5
+_OWN = "_retries_of_shardstream"  # the one attribute that is not the dataset's
 _NEAR = 8  # single indices looked ahead and back
 _jitter = random.Random()  # noqa: S311  not a secret; the generator that all share is the training's
 _FATES = {
@@ -79,6 +81,18 @@ class Candidates(int):
 
 class StandIn(Candidates):
     """An index in place of a row that this rank does not have: its sample shows what a row looks like."""
+
+
+class Brought(list[Any]):
+    """The indices of a batch, and the state that the dataset has before it reads them.
+
+    Attributes:
+        state: What ``load_state_dict`` is called with.
+    """
+
+    def __init__(self, indices: Iterable[Any], state: Any) -> None:
+        super().__init__(indices)
+        self.state = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +134,11 @@ class RetrySampler(Sampler[Any]):
         metrics: Where to count ``bad_samples``; default: a new ``Metrics``.
 
     Attributes:
-        dataset: The dataset for the ``DataLoader``.
+        dataset: The dataset for the ``DataLoader``. Attributes are read from and set on the dataset that was given, in
+            ``worker_init_fn``, too, and ``isinstance`` tells that one's class.
 
     Raises:
+        ConfigError: An argument is invalid, or the first two are swapped.
         TooManyBadSamplesError: From the loop, once ``max_bad_samples`` is exceeded; the message lists the latest ones.
     """
 
@@ -138,6 +154,7 @@ class RetrySampler(Sampler[Any]):
         max_bad_samples: float = 0.001,
         metrics: Metrics | None = None,
     ) -> None:
+        _check_pair(sampler, dataset)
         check_choice("on_error", on_error, _FATES)
         if not is_number(backoff_s) or backoff_s < 0:
             raise ConfigError(f"backoff_s: expected seconds, got {backoff_s!r}")
@@ -158,8 +175,9 @@ class RetrySampler(Sampler[Any]):
         self.metrics.add("bad_samples", 0)
         self._reports = Reports()
         self.dataset: Dataset[Any] = RetryingDataset(
-            dataset, max_retries=max_retries, backoff_s=backoff_s, reports=self._reports, skips=on_error == "skip"
-        )
+            Retries(dataset, max_retries=max_retries, backoff_s=backoff_s, reports=self._reports,
+                    skips=on_error == "skip")
+        )  # fmt: skip
 
     def __len__(self) -> int:
         """Return the length of the sampler."""
@@ -292,11 +310,95 @@ class RetrySampler(Sampler[Any]):
             if isinstance(given, Sequence):
                 yield [Candidates(index, _others(given, place, near, count)) for place, index in enumerate(given)]
             else:
-                yield Candidates(int(given), _others([given], 0, near, count))
+                index = _index(given)
+                yield Candidates(index, _others([index], 0, near, count))
+
+
+def _check_pair(sampler: object, dataset: object) -> None:
+    if isinstance(sampler, Dataset) or (is_map_style(sampler) and not is_map_style(dataset)):
+        raise ConfigError(
+            f"RetrySampler takes the sampler first: write RetrySampler(sampler, dataset), not "
+            f"RetrySampler({type(sampler).__name__}, {type(dataset).__name__})"
+        )
+    if not is_map_style(dataset):
+        raise ConfigError(
+            f"dataset: expected a map-style data set (__getitem__ and __len__), got a {type(dataset).__name__}"
+        )
+
+
+def _index(given: Any) -> int:
+    try:
+        return int(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"sampler: expected one that yields indices or lists of them, got a {type(given).__name__}; "
+            "RetrySampler(sampler, dataset) takes the sampler first"
+        ) from error
 
 
 class RetryingDataset(Dataset[Any]):
-    """A map-style dataset that retries, and takes substitutes from the index. Made by ``RetrySampler``."""
+    """Stand for a map-style dataset: its samples are retried, all else is the dataset's. Made by ``RetrySampler``.
+
+    torch's loader shows it to functions in workers, as ``get_worker_info().dataset``. It has no attributes of its own:
+    they are read from, set on and deleted from the dataset, and ``isinstance`` tells the dataset's class.
+    """
+
+    __slots__ = (_OWN,)
+
+    def __init__(self, retries: Retries) -> None:
+        object.__setattr__(self, _OWN, retries)
+
+    def __len__(self) -> int:
+        """Return that of the dataset."""
+        return len(_retries(self).dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the sample, or one in its place."""
+        return _retries(self).one(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return many samples; fewer than asked for, where some are to be skipped."""
+        return _retries(self).many(indices)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_retries(self).dataset, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_retries(self).dataset, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_retries(self).dataset, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_retries(self).dataset)
+
+    def __repr__(self) -> str:
+        return repr(_retries(self).dataset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RetryingDataset, (_retries(self),)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return _retries(self).dataset.__dict__
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        own: Any = type(_retries(self).dataset)
+        return RetryingDataset if issubclass(own, MapDataPipe) else own  # torch's loader wraps those once more
+
+
+def _retries(dataset: RetryingDataset) -> Retries:
+    own: Retries = object.__getattribute__(dataset, _OWN)
+    return own
+
+
+class Retries:
+    """Fetch samples of a map-style dataset, with retries and with substitutes from the index.
+
+    Attributes:
+        dataset: The dataset.
+    """
 
     def __init__(
         self, dataset: MapStyle, *, max_retries: int, backoff_s: float, reports: Reports, skips: bool = False
@@ -304,26 +406,24 @@ class RetryingDataset(Dataset[Any]):
         self.dataset = dataset
         self._max_retries, self._backoff_s, self._reports, self._skips = max_retries, backoff_s, reports, skips
 
-    def __len__(self) -> int:
-        """Return that of the dataset."""
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        """Return the sample, or one in its place."""
+    def one(self, index: int) -> Any:
+        """Return a sample, or one in its place."""
         if isinstance(index, StandIn):
-            return NoRow(self[Candidates(int(index), index.substitutes)])
+            return NoRow(self.one(Candidates(int(index), index.substitutes)))
         sample, error = self._found(index)
         if error is not None:
             raise error
         return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def many(self, indices: Sequence[int]) -> list[Any]:
         """Return many samples, at once where the dataset can; one by one where that fails or gives None.
 
         Fewer than asked for, where some are to be skipped.
         """
+        if isinstance(indices, Brought):
+            self.dataset.load_state_dict(indices.state)  # type: ignore[attr-defined]  # only sets that have it get one
         if any(isinstance(index, StandIn) for index in indices):
-            return [self[index] for index in indices]
+            return [self.one(index) for index in indices]
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return self._kept(indices, [None] * len(indices))

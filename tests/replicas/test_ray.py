@@ -24,7 +24,7 @@ import ray
 import torch
 from click.testing import CliRunner
 from ray.util import placement_group, remove_placement_group
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import infra
 from infra import DeviceMesh
@@ -480,6 +480,32 @@ def test_an_ordinary_data_set_too(warm_readers: None) -> None:
         with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, rank), shuffle=True) as local:
             ranks.append([batch.tolist() for batch in local])
     assert got == steps(ranks)
+
+
+def test_workers_of_readers_set_up_their_own_set(warm_readers: None) -> None:
+    class Own(Dataset[Any]):
+        begun: Any = None
+
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            info: Any = get_worker_info()
+            return index, info.dataset is self, self.begun
+
+    def create() -> Own:
+        return Own()
+
+    def set_up(number: int) -> None:
+        info: Any = get_worker_info()
+        info.dataset.begun = number
+
+    with DataLoader(
+        create, batch_size=8, device_mesh=mesh_of(1, 0), remote_group=AWAY, shuffle=False, num_workers=2,
+        worker_init_fn=set_up, collate_fn=torch.utils.data.default_collate,
+    ) as loader:  # fmt: skip
+        got = [[column.tolist() for column in batch.get()] for batch in loader]
+    assert got == [[list(range(8)), [True] * 8, [0] * 8], [list(range(8, 16)), [True] * 8, [1] * 8]]
 
 
 # ------------------------------------------------------------------------------------------------- position
