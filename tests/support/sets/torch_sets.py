@@ -224,7 +224,7 @@ ITERABLES: dict[str, Callable[[], Any]] = {
     "continuing": Continuing,
     "stateful iterator": StatefulIterator,
     "both": Both,
-    "own iterator, made anew": lambda: OwnIterator,
+    "iterator of its own, made anew": lambda: OwnIterator,
     "python's": lambda: Drawing(_python),
     "numpy's": lambda: Drawing(_numpy),
     "torch's": lambda: Drawing(_torch),
