@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from infra import DeviceMesh
@@ -289,3 +290,27 @@ def test_a_new_seed_leaves_a_set_its_own_state(make: Any, num_workers: int) -> N
     other.load_state_dict(state)
     assert rest_of(other, EPOCHS - 1) == [expected]
     assert min(row for batch in expected for row in batch) >= SIZE
+
+
+def _numbers(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        for number in range(6):
+            yield {"id": 10 * shard + number}
+
+
+@pytest.mark.parametrize("num_workers", first_here([0, 2], 1))
+@pytest.mark.parametrize("epoch_size", first_here([None, 24], 1))
+def test_streams_of_hugging_face_continue_from_every_state(epoch_size: int | None, num_workers: int) -> None:
+    """Their state behind an end is a place where nothing is left, of that epoch."""
+    datasets = pytest.importorskip("datasets")
+
+    def make() -> Any:
+        stream = datasets.IterableDataset.from_generator(_numbers, gen_kwargs={"shards": list(range(4))})
+        return stream.shuffle(seed=3, buffer_size=1)
+
+    options = {"collate_fn": _ids, "epoch_size": epoch_size, "num_workers": num_workers}
+    check(make, some if num_workers else list, **options)
+
+
+def _ids(samples: list[dict[str, int]]) -> torch.Tensor:
+    return torch.tensor([sample["id"] for sample in samples])
