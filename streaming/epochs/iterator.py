@@ -117,6 +117,8 @@ class Loop(ABC):
     """Whether ``batches_left`` is known before the end of the epoch is reached."""
     state_type: Any = LoaderState
     """Class of the loop's states: ``from_dict`` reads what their ``to_dict`` returns."""
+    can_seek = True
+    """Whether a place alone says what comes from there on, without the state of a dataset or of readers."""
     no_remesh = (
         "it works with a StreamingDataset or a Mixture only. For this data set make a new DataLoader with the new "
         "device_mesh and call load_state_dict(state)"

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from streaming.errors import ConfigError
 from streaming.loader import DataLoader
-from streaming.plan.state import LoaderState
 
 __all__ = ["batches_seen", "begin_at"]
 
@@ -50,7 +49,7 @@ def begin_at(loader: DataLoader, number: int) -> int:
                 "of the run that saved it; or load no state"
             )
         return 0
-    can_seek = loop.state_type is LoaderState and not loader.has_ramp and loop.position.next_seed is None
+    can_seek = loop.can_seek and not loader.has_ramp and loop.position.next_seed is None
     if not number or not can_seek:
         return number
     there = loop.settled(replace(place, samples_seen=number * loader.global_batch_size))

@@ -114,6 +114,7 @@ class IterableLoop(Loop):
     """
 
     state_type = IterableState
+    can_seek = False
     no_remesh = (
         "this data set was cut into parts for its ranks and workers. Deal it out with "
         'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards'

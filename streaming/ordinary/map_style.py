@@ -118,6 +118,11 @@ class MapLoop(Loop):
         return self.shape.batches_in(num_samples - place.samples_seen)
 
     @property
+    def can_seek(self) -> bool:  # type: ignore[override]
+        """See ``Loop``: a dataset with a state of its own has to be read up to there."""
+        return self.states is None
+
+    @property
     def num_batches(self) -> int:
         """Number of batches in the epoch in progress, or in the next one if none is."""
         return len(self.sampler)

@@ -200,6 +200,7 @@ class RemoteLoop(Loop):
     """
 
     state_type = RemoteState
+    can_seek = False
     is_counted = False  # only by the readers
     no_remesh = (
         "the readers of a remote_group are made for one world. Close this loader, make a new DataLoader with the new "

@@ -324,6 +324,30 @@ def test_what_is_skipped_is_not_read(kinds: Kinds) -> None:
         assert len(loader.dataset.read) == 2 * SIZE
 
 
+class Counting(list[int]):
+    """Samples that say how many were read before them, which is its state."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return self.num_read
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+
+def test_a_set_with_a_state_is_read_up_to_the_batch() -> None:
+    def batches(number: int) -> list[list[int]]:
+        with DataLoader(Counting(range(50)), SIZE) as loader:
+            return [batch.tolist() for batch in skip_first_batches(loader, number)]
+
+    assert batches(4) == batches(0)[4:]
+
+
 @pytest.mark.parametrize("kind", first_here([*KINDS, "map-style, partial"], 4))
 def test_a_loaded_state_and_the_number_skipped_have_to_agree(kinds: Kinds, kind: str) -> None:
     with kinds.loader(kind) as loader:
