@@ -121,7 +121,7 @@ def test_fields_decode_as_webdataset_and_datasets_decode_them(home: Path) -> Non
                 assert same(example[f"{name}.gz"], ours[f"{name}.gz"]), name
 
 
-STORED = gzip.compress(b"12")
+STORED = gzip.compress(b"12", mtime=0)
 
 
 def double(data: bytes) -> bytes:
@@ -185,7 +185,7 @@ def test_packed_pickles_are_refused_with_cures_that_work(field: str) -> None:
 
 def test_webdataset_handlers_get_what_is_packed() -> None:
     handler = wds.handle_extension("txt", bytes.upper)
-    assert from_webdataset(handler).decoder_for("a.txt.gz")(gzip.compress(b"abc")) == b"ABC"
+    assert from_webdataset(handler).decoder_for("a.txt.gz")(gzip.compress(b"abc", mtime=0)) == b"ABC"
     assert from_webdataset(handler).decoder_for("cls.gz")(STORED) == 12
 
 
@@ -193,12 +193,14 @@ def test_webdataset_handlers_get_what_is_packed() -> None:
 
 
 def bomb(num_bytes: int) -> bytes:
-    return gzip.compress(bytes(num_bytes), 9)
+    return gzip.compress(bytes(num_bytes), 9, mtime=0)
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflate, "HARMLESS_BYTES", 1 << 16)
-    big = [(f"{number}.txt.gz", bomb(1 << 18) if number == 1 else gzip.compress(b"fine")) for number in range(4)]
+    big = [
+        (f"{number}.txt.gz", bomb(1 << 18) if number == 1 else gzip.compress(b"fine", mtime=0)) for number in range(4)
+    ]
     write_tar(tmp_path / "000000.tar", big)
     run("index", tmp_path)
     with pytest.raises(Exception, match=r"more than 200 times as many.*max_gzip_ratio="):
@@ -230,13 +232,13 @@ def test_no_more_is_made_of_a_bomb_than_is_allowed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (gzip.compress(b"a") + gzip.compress(b"b"), b"ab"),
-        (gzip.compress(b""), b""),
-        (gzip.compress(b"a") + bytes(512), b"a"),
+        (gzip.compress(b"a", mtime=0) + gzip.compress(b"b", mtime=0), b"ab"),
+        (gzip.compress(b"", mtime=0), b""),
+        (gzip.compress(b"a", mtime=0) + bytes(512), b"a"),
         (b"", None),
         (b"plain", None),
-        (gzip.compress(b"abc")[:-5], None),
-        (gzip.compress(b"abc") + b"rest", None),
+        (gzip.compress(b"abc", mtime=0)[:-5], None),
+        (gzip.compress(b"abc", mtime=0) + b"rest", None),
     ],
 )
 def test_streams_of_every_form(data: bytes, expected: bytes | None) -> None:
@@ -266,7 +268,7 @@ def test_tools_see_what_is_packed(home: Path, tmp_path: Path) -> None:
 def test_writers_pack_and_functions_get_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ShardWriter(f"{tmp_path}/a/{{:06d}}.tar", columns={"n": "json.gz.n"}) as writer:
         for number in range(3):
-            fields = {"json.gz": {"n": number}, "npy.gz": np.ones(2), "bin.gz": gzip.compress(b"x")}
+            fields = {"json.gz": {"n": number}, "npy.gz": np.ones(2), "bin.gz": gzip.compress(b"x", mtime=0)}
             writer.write({"__key__": f"{number}", **fields})
     for one in StreamingDataset(f"{tmp_path}/a", where="n = 2"):
         assert (one["json.gz"], one["npy.gz"].tolist(), one["bin.gz"]) == ({"n": 2}, [1, 1], b"x")
