@@ -194,7 +194,8 @@ class ObjectAdapter:
                 if self._forgot:  # a client parses all certificates; the C library keeps 1 MB of that for each thread
                     trim_heap()
                     self._forgot = False
-                found = self._stores[root, patient] = store, replace(place, proxy=_proxy_before(place.endpoint))
+                place = replace(place, proxy=_proxy_before(place.endpoint), authorities=_authorities(self._options))
+                found = self._stores[root, patient] = store, place
                 if len(self._stores) > _MAX_STORES:
                     self._stores.popitem(last=False)
             else:
@@ -222,7 +223,10 @@ class ObjectAdapter:
             "retry_config": self._retry_config(patient=patient),
         }
         bucket = root.partition("://")[2]
-        place = RequestPlace(url=root, endpoint=redact(root), source="none", secrets=self._secrets)
+        place = RequestPlace(
+            url=root, endpoint=redact(root), source="none", secrets=self._secrets,
+            authorities=_authorities(self._options),
+        )  # fmt: skip
         with object_errors(place, CONNECTING):
             if scheme in HTTP_SCHEMES:
                 bare, header = without_user(root)
@@ -306,6 +310,12 @@ class ObjectAdapter:
                 "base": GROWTH,
             },
         }
+
+
+def _authorities(options: StorageOptions) -> str:
+    """Return the file of further certificate authorities, and what names it, in words; "": none."""
+    path, name = ca_bundle(options)
+    return f"{path} ({name})" if path else ""
 
 
 def _shared(make: Callable[[], Any], *parts: object) -> Any:
