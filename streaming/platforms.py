@@ -174,7 +174,7 @@ def working_folder() -> str:
             name = f" ({os.readlink('/proc/self/cwd').removesuffix(' (deleted)')})"
         raise ConfigError(
             f"the working directory of this process{name} was deleted, and other processes cannot start in it. "
-            "os.chdir() to one that is there, or start the program from one; num_workers=0 starts no processes"
+            "os.chdir() to one that is there, or start the program from one; num_workers=0 starts no process"
         ) from error
 
 

@@ -329,7 +329,8 @@ def test_functions_run_in_the_gradient_mode_of_the_loop_and_make_tensors_to_trai
     ):
         batches = list(loader)
         assert torch.is_inference_mode_enabled() == (mode == "inference_mode")
-    assert {tuple(one) for batch in batches for one in batch["seen"]} == {(mode == "enable_grad", False, "torch.float32")}
+    seen = {tuple(one) for batch in batches for one in batch["seen"]}
+    assert seen == {(mode == "enable_grad", False, "torch.float32")}
     for batch in batches:
         batch["scaled"] += 1  # refused of tensors of inference
         (batch["scaled"] * WEIGHT).sum().backward()
