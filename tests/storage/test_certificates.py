@@ -96,6 +96,19 @@ def test_a_file_without_certificates_is_refused_by_name(
     assert f"no certificate in {path} ({named_by}): expected a PEM file" in str(caught.value)
 
 
+@pytest.mark.parametrize("named_by", ["storage option ca_file", "AWS_CA_BUNDLE"])
+def test_fsspec_refuses_such_a_file_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str) -> None:
+    path = tmp_path / "authorities"
+    path.write_text("")
+    options: dict[str, object] = {**IMPATIENT, "client": "fsspec", "key": "k", "secret": "s"}
+    if named_by == "AWS_CA_BUNDLE":
+        monkeypatch.setenv(named_by, str(path))
+    else:
+        options["ca_file"] = str(path)
+    with pytest.raises(ConfigError, match=rf"no certificate in {path} \({named_by}\)"):
+        Storage(options).info("s3://b/x")
+
+
 def test_a_damaged_certificate_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "authorities"
     path.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")

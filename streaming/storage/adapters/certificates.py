@@ -1,4 +1,4 @@
-"""Say why a certificate was refused, or a file of authorities, and what makes one that is accepted."""
+"""Read files of authorities, and say why one or a certificate was refused, and what makes one that is accepted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
-from streaming.errors import shell_word
+from streaming.errors import ConfigError, shell_word
 
 REFUSED = "InvalidCertificate"
 """Name of the error in obstore's text for a connection; a reason of the TLS library follows."""
 _PRESENTED = re.compile(r'(?:DnsName\(\\?"|IpAddress\()([^"\\)]{1,253})')
 _MOST_NAMES = 5
+_BEGINS = b"-----BEGIN CERTIFICATE-----"
 
 
 def why_refused(said: str, endpoint: str, authorities: str) -> str:
@@ -55,18 +56,34 @@ def _authority_as_server(host: str, authorities: str) -> str:
     )
 
 
+def read_authorities(path: str, name: str) -> bytes:
+    """Read a file of further authorities.
+
+    Args:
+        path: The file.
+        name: The option or variable that names it.
+
+    Raises:
+        ConfigError: It cannot be read, or holds no certificate.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if _BEGINS not in data:
+        raise ConfigError(
+            f"no certificate in {path} ({name}): expected a PEM file with {_BEGINS.decode()} in it. Name the file of "
+            "the authority's certificate, not of a key; `openssl x509 -inform der -in FILE` makes PEM of DER"
+        )
+    return data
+
+
 def why_unusable(said: str, authorities: str) -> str:
     """Return why a client cannot be made with these further authorities; "": they are not the reason."""
-    if not authorities:
+    if not authorities or "builder error" not in said:
         return ""
-    if "No certificates found" in said:
-        return (
-            f"no certificate in {authorities}: expected a PEM file with -----BEGIN CERTIFICATE----- in it. Name the "
-            "file of the authority's certificate, not of a key; `openssl x509 -inform der -in FILE` makes PEM of DER"
-        )
-    if "builder error" in said:
-        return (
-            f"a certificate in {authorities} is damaged, or cut off; `openssl x509 -in FILE -noout -text` reads its "
-            "first one. Get the file anew"
-        )
-    return ""
+    return (
+        f"a certificate in {authorities} is damaged, or cut off; `openssl x509 -in FILE -noout -text` reads its first "
+        "one. Get the file anew"
+    )

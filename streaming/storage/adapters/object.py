@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.platforms import trim_heap
+from streaming.storage.adapters.certificates import read_authorities
 from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
 from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
@@ -292,11 +293,7 @@ class ObjectAdapter:
         }
         path, name = ca_bundle(self._options)
         if path:
-            try:
-                with open(path, "rb") as file:
-                    found["root_certificate"] = file.read()
-            except OSError as error:
-                raise ConfigError(f"{name}: {error}") from error
+            found["root_certificate"] = read_authorities(path, name)
         return found
 
     def _retry_config(self, *, patient: bool) -> dict[str, Any]:
