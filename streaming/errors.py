@@ -35,8 +35,8 @@ translated in one place, the adapter that called them, and remain available as `
 
 No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
 Control characters are spelled out then, too, and the middle of long keys and values is left out.
-Names in a command that a message suggests are quoted for the shell (:func:`shell_place`, :func:`shell_word`), so a name
-cannot be a command.
+Names in a command that a message suggests are quoted for the shell (:func:`shell_place`, :func:`shell_spec`,
+:func:`shell_word`), so a name cannot be a command.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ start: messages repeat keys of strangers, of any length."""
 _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000
+SEVERAL = re.compile(r"[{}]|::")
+"""What stands for several URLs, where commands take one (``streaming.catalog.urls``)."""
 _AFTER_URL = ".,:;)]"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _SHOWN = 10
@@ -108,10 +110,27 @@ def shell_word(text: str) -> str:
     return f"$'{''.join(map(_spelled, text))}'"
 
 
-def shell_place(url: str) -> str:
-    """Return a URL or path without secrets as one word of a shell; see :func:`shell_word`."""
+def shell_spec(url: str) -> str:
+    """Return what a user gave as a URL, path or pattern, without secrets, as one word of a shell."""
     shown = redact(url) or "."
     return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # otherwise it would be an option
+
+
+def shell_place(url: str) -> str:
+    """Return a file or folder as one word of a shell, without secrets, that commands read as this one.
+
+    Braces and ``::`` stand for several URLs. A local path that is there is read as it is. A web server is asked for the
+    same object if they are encoded. Of an object in a store, the folder is named.
+    """
+    scheme = found[1].lower() if (found := _SCHEME.match(url)) else "file"
+    special = None if scheme == "file" else SEVERAL.search(url)
+    if special is None:
+        return shell_spec(url)
+    if scheme in {"http", "https"}:
+        path, mark, query = url.partition("?")
+        encoded = SEVERAL.sub(lambda one: "".join(f"%{ord(letter):02X}" for letter in one[0]), path)
+        return shell_spec(encoded + mark + query)
+    return shell_spec(url[: url.rfind("/", 0, special.start()) + 1])
 
 
 def _spelled(letter: str) -> str:

@@ -160,6 +160,24 @@ def oom_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
+def working_folder() -> str:
+    """Return the working directory, for processes that start there.
+
+    Raises:
+        ConfigError: It was deleted. Libraries of a new process cannot be loaded from there, which says nothing of it.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        name = ""
+        with suppress(OSError):
+            name = f" ({os.readlink('/proc/self/cwd').removesuffix(' (deleted)')})"
+        raise ConfigError(
+            f"the working directory of this process{name} was deleted, and other processes cannot start in it. "
+            "os.chdir() to one that is there, or start the program from one; num_workers=0 starts no process"
+        ) from error
+
+
 def how_it_ended(name: str, code: int, oom_kills_before: int | None = None) -> str:
     """Return words for how the process called ``name`` ended.
 

@@ -16,6 +16,7 @@ from shard_tools.sets.open_set import OpenSet, table_of
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from streaming.decode import resolve_decoders
 from streaming.errors import ConfigError, ShardstreamError
+from streaming.platforms import working_folder
 from streaming.storage import Storage
 from streaming.types import Decoder
 
@@ -77,6 +78,7 @@ def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: fl
         threads = [_together(pool, samples, share_s, cores) for _ in range(_ROUNDS)]
     processes: list[float] = []
     if cores > 1:
+        working_folder()  # multiprocessing asks for it
         context = multiprocessing.get_context("forkserver")
         with ProcessPoolExecutor(cores, mp_context=context) as workers:
             _together(workers, samples, 0.0, cores)  # they start

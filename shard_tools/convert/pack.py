@@ -54,7 +54,7 @@ from shard_tools.write.above import meet_above, tell_above
 from shard_tools.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.write.mark import TargetMark, Writers, digest_of_work
 from shard_tools.write.recorder import IndexRecorder
-from shard_tools.write.writer import UnmarkedWriter
+from shard_tools.write.writer import UnmarkedWriter, refuse_several
 from streaming.arguments import counted
 from streaming.catalog.build import read_chunks, read_schema
 from streaming.catalog.urls import is_shard
@@ -395,9 +395,10 @@ class Destination:
         """Return the destination for a user's ``target``: a folder or prefix, or a pattern.
 
         Raises:
-            ConfigError: It is the name of a single shard.
+            ConfigError: It is the name of a single shard, or one that readers take for several.
         """
         directory, name = split_url(target)
+        refuse_several(target, directory)
         if "{" in name:
             return cls(directory=directory or ".", name=name)
         if name.endswith((".tar", ".gz", ".tgz")):

@@ -22,6 +22,7 @@ import numpy as np
 
 from streaming import errors
 from streaming.errors import ConfigError
+from streaming.platforms import working_folder
 
 _SHOWN = 16  # hex digits
 _MAIN_OF_A_CHILD = "__mp_main__"
@@ -42,15 +43,16 @@ def imported(spec: str, option: str) -> Callable[..., Any]:
     module, colon, name = spec.partition(":")
     if not colon or not module or not name:
         raise ConfigError(f"{option}: expected a function as module:function, got {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file here shadows nothing
+    folder = working_folder()
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file here shadows nothing
     try:
         found: Any = import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{option} {spec}: {error}. Modules are looked for where Python looks (PYTHONPATH), then in {os.getcwd()}"
+            f"{option} {spec}: {error}. Modules are looked for where Python looks (PYTHONPATH), then in {folder}"
         ) from error
     if not callable(found):
         raise ConfigError(f"{option} {spec}: expected {name} to be a function, got a {type(found).__name__}")

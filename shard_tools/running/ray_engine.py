@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from infra import RayCluster, ray_cluster
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
+from streaming.platforms import working_folder
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,7 +53,7 @@ class RayExecutor(Executor):
         self._connected = not ray.is_initialized()
         if self._connected:
             _connect(ray_cluster())
-        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_calling_from(os.getcwd()))
+        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_calling_from(working_folder()))
         self._stored: dict[int, tuple[object, Any]] = {}
         self._room = threading.BoundedSemaphore(workers)
         self._under_way: set[Any] = set()

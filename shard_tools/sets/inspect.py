@@ -27,7 +27,7 @@ from shard_tools.sets.open_set import (
 )
 from streaming.arguments import counted
 from streaming.catalog.build import home_of, read_chunks, read_schema
-from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError, shell_place
+from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_spec
 from streaming.filters.select import late_names
 from streaming.filters.views import View, list_views
 from streaming.index.columns import Values
@@ -296,7 +296,7 @@ def _add(before: FieldInfo | None, name: str, sizes: Int64Array) -> FieldInfo:
 
 def _where(shards: OpenSet, urls: Sequence[str]) -> str:
     if shards.scanned is not None:
-        places = " ".join(map(shell_place, urls))
+        places = " ".join(map(shell_spec, urls))
         return f"none stored (the shards were read); make one with `shard_tools index {places}`"
     return redact(shards.index_url or "") or "beside the shards"
 

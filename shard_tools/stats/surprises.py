@@ -13,7 +13,7 @@ from shard_tools.stats.sketches import Top
 from shard_tools.stats.totals import Adjacent, FieldTotals, Totals
 from streaming.arguments import counted, format_bytes
 from streaming.decode.images import MAX_PIXELS
-from streaming.errors import shell_place, shell_word
+from streaming.errors import shell_spec, shell_word
 from streaming.storage import redact
 from streaming.types import Int64Array
 
@@ -79,7 +79,7 @@ class Facts:
     @property
     def place(self) -> str:
         """The set, as commands in cures name it."""
-        return " ".join(map(shell_place, self.urls))
+        return " ".join(map(shell_spec, self.urls))
 
     @property
     def reshard(self) -> str:

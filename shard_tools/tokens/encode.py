@@ -19,6 +19,7 @@ from shard_tools.tokens.adapters import Ids
 from shard_tools.tokens.chat import ChatTemplate, Pieces
 from shard_tools.tokens.messages import Conversation, RejectedError
 from shard_tools.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
+from streaming.platforms import working_folder
 
 
 class Encoded(NamedTuple):
@@ -135,6 +136,7 @@ def open_processes(num_processes: int) -> ProcessPoolExecutor:
     They are spawned rather than forked, since this process has threads. They leave Ctrl-C to this process, and end when
     it ends, however it does.
     """
+    working_folder()  # multiprocessing asks for it
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin_worker)
 

@@ -21,10 +21,10 @@ from shard_tools.write.recorder import IndexRecorder, TarRecord
 from shard_tools.write.sample_runs import SampleRun, sample_run
 from streaming.arguments import checks_names, is_list, is_whole, parse_bytes
 from streaming.catalog.unfinished import WRITER
-from streaming.errors import ConfigError, ShardstreamError, StorageError
+from streaming.errors import SEVERAL, ConfigError, ShardstreamError, StorageError
 from streaming.forks import Maker
 from streaming.schema.value import Schema, class_schema
-from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
+from streaming.storage import Storage, StoreWriter, join_url, redact, scheme_of, split_url
 from streaming.tar.blocks import is_meta
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
@@ -473,6 +473,22 @@ def _positive(value: int | None, name: str) -> int | None:
     return value
 
 
+def refuse_several(target: str, *parts: str) -> None:
+    """Refuse parts of a target's name in a store that its readers would take for several URLs.
+
+    Local files and folders are read by their exact names.
+
+    Raises:
+        ConfigError: There are braces, or ``::``.
+    """
+    special = next((found[0] for part in parts if (found := SEVERAL.search(part))), "")
+    if special and scheme_of(target) != "file":
+        raise ConfigError(
+            f"{redact(target)}: no object can be read by a name with {special!r}, which stands for several URLs; leave "
+            "braces and '::' out of the names of folders and shards"
+        )
+
+
 def _parse_pattern(pattern: str | os.PathLike[str]) -> _Pattern:
     pattern = os.fspath(pattern)
     directory, name = split_url(pattern)
@@ -488,9 +504,11 @@ def _parse_pattern(pattern: str | os.PathLike[str]) -> _Pattern:
             "(compressed ones have no random access)"
         )
     (match,) = matches
+    stem, suffix = name[: match.start()], name[match.end() :]
+    refuse_several(pattern, directory, stem, suffix)
     return _Pattern(
         directory=directory,
-        stem=name[: match.start()],
-        suffix=name[match.end() :],
+        stem=stem,
+        suffix=suffix,
         num_digits=int(match[1] or 0),
     )

@@ -32,7 +32,7 @@ from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import is_sealed, read_footer
 from streaming.index.layout import SCHEMA_FILE, chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
-from streaming.platforms import num_cores
+from streaming.platforms import num_cores, working_folder
 from streaming.schema.value import Schema
 from streaming.storage import Reader, Storage, WrongBytesError, join_url, redact, split_url
 from streaming.tar.passed_over import OnPassedOver, PassedOver
@@ -172,6 +172,7 @@ def index_shards(
     with ExitStack() as closing:
         told = None
         if executor is None and processes and workers > 1:
+            working_folder()  # multiprocessing asks for it
             executor = closing.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("forkserver")))
         elif executor is None:
             executor = closing.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="index"))

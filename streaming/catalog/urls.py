@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
-from streaming.errors import ConfigError, NotFoundError
+from streaming.errors import SEVERAL, ConfigError, NotFoundError
 from streaming.storage import HTTP_SCHEMES, ObjectInfo, as_url, local_path, looked_for, redact, scheme_of, split_query
 from streaming.storage.adapters.local import is_directory
 from streaming.storage.facade import Storage
@@ -21,6 +21,7 @@ INDEX_DIRECTORY = "_shardstream"
 MAX_BRACE_URLS = 5_000_000
 """Maximum number of URLs in one pattern: a petabyte in shards of 256 MB, and half a minute to expand."""
 _MAX_DEPTH = 20
+_MAX_PATH = 4096
 _DECOMPRESSORS = {
     **dict.fromkeys((".tar.bz2", ".tbz2", ".tbz"), "bunzip2"),
     **dict.fromkeys((".tar.xz", ".txz"), "unxz"),
@@ -39,7 +40,8 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
     """Return the shard URLs that ``spec`` names, in its order (listings sorted).
 
-    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; ``*``, ``?`` and ``[0-9]``
+    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; a local file or folder of
+    exactly this name is itself. ``*``, ``?`` and ``[0-9]``
     stand for what the store lists (``part-*/*.tar``; ``**`` also for folders); ``::`` joins several URLs; a prefix or
     directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and folders (whose
     names begin with a dot). Different spellings of a URL, and symbolic links, are recognized as the same shard.
@@ -99,7 +101,9 @@ class _Identity:
 
 def _expand_one(spec: str | os.PathLike[str], storage: Storage) -> Iterator[str]:
     text = as_url(spec)
-    parts = text.split("::") if isinstance(spec, str) else [text]
+    there = _there(text)
+    first, *others = text[len(there) :].split("::") if isinstance(spec, str) else [text[len(there) :]]
+    parts = [there + first, *others]
     for part in parts:
         if not part:
             raise ConfigError(f"{redact(text)!r}: an empty part beside '::'; remove the extra '::'")
@@ -112,16 +116,26 @@ def _braces(pattern: str) -> Iterator[str]:
     if "{" not in path and "}" not in path:
         yield pattern
         return
+    there = _there(path)
     try:
-        _refuse_many(path, redact(pattern))
-        for url in braceexpand(path, escape=False):
-            yield url + query
+        _refuse_many(path[len(there) :], redact(pattern))
+        for rest in braceexpand(path[len(there) :], escape=False):
+            yield there + rest + query
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(
             f"{redact(pattern)!r}: unbalanced braces; write them as in 's3://b/{{000..099}}.tar'"
         ) from error
+
+
+def _there(path: str) -> str:
+    """Return the longest beginning of a local path that is there by a name with braces or ``::``; "": none is."""
+    special = SEVERAL.search(path)
+    if special is None or scheme_of(path) != "file":
+        return ""
+    slashes = [at for at in range(min(len(path), _MAX_PATH), special.start(), -1) if path[at : at + 1] == "/"]
+    return next((path[:end] for end in (len(path), *slashes) if os.path.exists(local_path(path[:end]))), "")
 
 
 def _refuse_many(pattern: str, shown: str) -> None:

@@ -17,7 +17,7 @@ from streaming.arguments import check_choice, checked_number, checks_names, show
 from streaming.arrays import sums
 from streaming.catalog.lines import RecordStarts, json_line, scan_lines
 from streaming.catalog.open import digest_of
-from streaming.errors import ConfigError, DataError, shell_place
+from streaming.errors import ConfigError, DataError, shell_spec
 from streaming.job.shared_results import shared
 from streaming.job.store import job_peers
 from streaming.storage import Storage, redact, scheme_of
@@ -177,7 +177,7 @@ def _kind_of(url: str, kind: str | None) -> str:
     raise ConfigError(
         f"{redact(url)}: "
         + ("compressed files cannot be read out of order; unpack it" if compressed else f"expected {', '.join(_KINDS)}")
-        + f", or pack it into shards: shard_tools convert {shell_place(url)} TARGET"
+        + f", or pack it into shards: shard_tools convert {shell_spec(url)} TARGET"
         + ("" if compressed else "; for a file of another name give kind=")
     )
 

@@ -500,7 +500,8 @@ class Delivery(ABC):
             _log.warning(
                 "memory_limit: a batch of %s is too large for it. Two batches that the loop holds, one ahead and the "
                 "one being made take up to %s, but batches get only %s of the limit, so memory may exceed the limit by "
-                'the difference. Use memory_limit="%dMiB", or a smaller batch',
+                'the difference. Use memory_limit="%dMiB" (by the batches made so far; larger ones need more), or a '
+                "smaller batch",
                 format_bytes(num_bytes), format_bytes(least_bytes), format_bytes(self._batch_bytes),
                 enough_for_batches_mib(least_bytes),
             )  # fmt: skip

@@ -20,7 +20,7 @@ from streaming.engine.status import request_line
 from streaming.engine.threads.pace import WorkerPace
 from streaming.engine.workers.portable import Redefinitions
 from streaming.engine.workers.ring import PageLocker
-from streaming.engine.workers.surroundings import Surroundings
+from streaming.engine.workers.surroundings import Surroundings, ordinary_tensors
 from streaming.epochs.iterator import Loop, Run, RunOver, Stage
 from streaming.epochs.position import Place
 from streaming.forks import in_children
@@ -310,7 +310,8 @@ class _Accounted(RunOver):
 
     def __next__(self) -> Any:
         """Return the next batch."""
-        batch = next(self._run)
+        with ordinary_tensors():
+            batch = next(self._run)
         self._bad.check()
         self._num_batches += 1
         return batch

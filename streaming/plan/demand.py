@@ -262,7 +262,7 @@ class SlicesDemand(Demand):
                 f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: where samples are "
                 f"largest, the {self.plan.shape.most_rows} of one rank in a batch take {format_bytes(num_bytes)}, and "
                 f'chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.needed_mib(num_bytes)}'
-                'MiB", or a smaller batch'
+                f'MiB", or a smaller batch{budget.BATCHES_BESIDE}'
             )
 
 
@@ -359,7 +359,7 @@ class LiveDemand(Demand):
                 f"{format_bytes(int(room_bytes.mean()))} ({plan.chunk_samples.mean():.0f} samples) and a window of "
                 f"{plan.settings.window} samples it needs up to {format_bytes(self.live_bytes)} of chunks at the same "
                 f"time, and chunks get {budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="
-                f'"{budget.needed_mib(self.least_bytes)}MiB"{cures}'
+                f'"{budget.needed_mib(self.least_bytes)}MiB"{cures}{budget.BATCHES_BESIDE}'
             )
         if budget.most_of_rows(plan, self.sizes) > memory.chunks_bytes < self._batch_bytes:
             raise MemoryLimitError(
@@ -367,5 +367,5 @@ class LiveDemand(Demand):
                 f"{plan.shape.most_rows} rows of one rank, and in some epoch these may be the largest ones, which take "
                 f"up to {format_bytes(self._batch_bytes)} with what is read beside them. Chunks get "
                 f'{budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.least_mib(self._batch_bytes)}MiB", '
-                "or a smaller batch"
+                f"or a smaller batch{budget.BATCHES_BESIDE}"
             )

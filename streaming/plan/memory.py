@@ -38,6 +38,11 @@ MOST_FOR_PACKS = 256 << 20
 """Half of it are the packs of a thousand groups of 256 packs of 8,192 tokens, documents of 600 tokens each."""
 CHUNKS_SHARE = 0.75
 """Fraction of memory_limit for chunks; the rest is for batches that are built but not handed out."""
+BATCHES_BESIDE = (
+    ". That is for chunks; batches get the rest of the limit, and their size is known once they are made: if "
+    "they prove too large for it, a warning names a larger limit"
+)
+"""What a refusal adds to the limit that it names."""
 EPOCHS_VARY = 0.9
 """Safety margin of recommendations: other epochs combine other chunks, and chunks differ in size."""
 

@@ -759,6 +759,7 @@ class TestMemoryLimit:
     def test_memory_limit_of_an_unshuffled_set_names_what_is_enough(self, large: str) -> None:
         text = refused(MemoryLimitError, lambda: self.attempt(large, memory_limit="1MiB", shuffle=False))
         assert "ShuffleConfig(lanes=" not in text
+        assert "That is for chunks; batches get the rest of the limit" in text
         found = re.search(r'memory_limit="(\w+)"', text)
         assert found
         assert len(self.attempt(large, memory_limit=found[1], shuffle=False)) == 400 // 32

@@ -9,17 +9,12 @@ import json
 import os
 import pickle
 import re
-import socket
-import ssl
 import subprocess
 import sys
 import tarfile
-import threading
 import tomllib
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +46,7 @@ from streaming.tar.headers import member_header, padding
 from streaming.tar.samples import inflated
 from tests.support.code.folders import ROOT
 from tests.support.servers.on_loopback import HttpServer
+from tests.support.servers.tls import openssl, self_signed, served_over_tls
 from tests.support.sets.index_files import parquet_bytes, with_facts, write_parquet
 from tests.support.sets.tars import write_tar
 
@@ -746,83 +742,36 @@ def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.M
 # --- TLS -------------------------------------------------------------------------------------------------------------
 
 
-class _Quiet(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    body = b""
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        spec = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        first, last = (int(spec[1]), min(int(spec[2]), len(self.body) - 1)) if spec else (0, len(self.body) - 1)
-        self.send_response(206 if spec else 200)
-        self.send_header("Content-Length", str(last + 1 - first))
-        self.send_header("ETag", '"1"')
-        if spec:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(self.body)}")
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(self.body[first : last + 1])
-
-    do_HEAD = do_GET
+@pytest.fixture
+def shard(tmp_path: Path) -> bytes:
+    return (write_set(tmp_path / "set") / "00.tar").read_bytes()
 
 
 @pytest.fixture
-def tls(tmp_path: Path) -> Iterator[tuple[str, str]]:
+def tls(tmp_path: Path, shard: bytes) -> Iterator[tuple[str, str]]:
     """URL of a shard behind a certificate that nobody knows, and the certificate of its authority."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     leaf, request, names = tmp_path / "leaf.pem", tmp_path / "leaf.csr", tmp_path / "names"
     names.write_text("subjectAltName=DNS:localhost")
-    make = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-subj"]
-    sign = ["openssl", "x509", "-req", "-in", str(request), "-days", "2", "-CA", str(cert), "-CAkey", str(key)]
-    for arguments in (
-        [*make, "/CN=Nobody", "-x509", "-days", "2", "-keyout", str(key), "-out", str(cert)],
-        [*make, "/CN=localhost", "-keyout", str(leaf.with_suffix(".key")), "-out", str(request)],
-        [*sign, "-CAcreateserial", "-extfile", str(names), "-out", str(leaf)],
-    ):
-        try:
-            subprocess.run(arguments, check=True, capture_output=True)
-        except FileNotFoundError:
-            pytest.skip("no openssl program here")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(leaf, leaf.with_suffix(".key"))
-    _Quiet.body = (write_set(tmp_path / "set") / "00.tar").read_bytes()
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = False
-
-        def handle_error(self, *_: object) -> None:  # a client that hangs up over the certificate
-            pass
-
-        def finish_request(self, request: Any, address: Any) -> None:
-            with context.wrap_socket(request, server_side=True) as secure:
-                kept_open.append(secure)
-                super().finish_request(secure, address)
-
-    kept_open: list[ssl.SSLSocket] = []
-    server = Server(("127.0.0.1", 0), _Quiet)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"https://localhost:{server.server_address[1]}/00.tar", str(cert)
-    server.shutdown()
-    thread.join()
-    for one in kept_open:
-        with suppress(OSError):  # the client has closed it
-            one.shutdown(socket.SHUT_RDWR)
-    server.server_close()
+    cert, key = self_signed(tmp_path, "Nobody")
+    own = leaf.with_suffix(".key")
+    make = ("req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", str(own))
+    openssl(*make, "-out", str(request))
+    sign = ("x509", "-req", "-in", str(request), "-days", "2", "-CA", str(cert), "-CAkey", str(key))
+    openssl(*sign, "-CAcreateserial", "-extfile", str(names), "-out", str(leaf))
+    with served_over_tls(shard, leaf, own) as url:
+        yield f"{url}/00.tar", str(cert)
 
 
-def test_certificates_are_checked(tls: tuple[str, str]) -> None:
+def test_certificates_are_checked(tls: tuple[str, str], shard: bytes) -> None:
     url, cert = tls
     with pytest.raises(StorageError, match="certificate is not trusted"):
         Storage({"unreachable_s": 0.2, "max_retries": 0}).info(url)
-    assert Storage({"ca_file": cert}).info(url).size_bytes == len(_Quiet.body)
-    assert bytes(Storage({"ca_file": cert}).read(url, 0, 100)) == _Quiet.body[:100]
+    assert Storage({"ca_file": cert}).info(url).size_bytes == len(shard)
+    assert bytes(Storage({"ca_file": cert}).read(url, 0, 100)) == shard[:100]
 
 
 def test_authorities_are_named_as_aws_does_and_to_commands(
-    tls: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    tls: tuple[str, str], shard: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, cert = tls
     doctor = ["doctor", url, "--no-imports", "--json", "--storage-option", "unreachable_s=0.2"]
@@ -833,12 +782,12 @@ def test_authorities_are_named_as_aws_does_and_to_commands(
     assert "certificate is not trusted; give its authority as ca_file, or --ca-file" in trouble()
     assert "certificate" not in trouble("--ca-file", cert)
     monkeypatch.setenv("AWS_CA_BUNDLE", cert)
-    assert Storage().info(url).size_bytes == len(_Quiet.body)
+    assert Storage().info(url).size_bytes == len(shard)
     assert "certificate" not in trouble()
     monkeypatch.setenv("AWS_CA_BUNDLE", f"{cert}.gone")
     with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE: .*gone"):
         Storage().info(url)
-    assert Storage({"ca_file": cert}).info(url).size_bytes == len(_Quiet.body)
+    assert Storage({"ca_file": cert}).info(url).size_bytes == len(shard)
 
 
 @pytest.mark.parametrize("name", ["verify", "ssl_verify", "allow_invalid_certificates", "use_ssl"])

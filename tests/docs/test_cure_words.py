@@ -70,7 +70,7 @@ def test_errors_spell_control_characters() -> None:
 _COMMAND = re.compile(r"shard_tools [a-z]+[^`;\n]*")
 _OTHER = re.compile(r"`[^`\n]+`")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[ =][^\s`;,]*")
-_QUOTES = {"shell_word", "shell_place"}
+_QUOTES = {"shell_word", "shell_place", "shell_spec"}
 
 # What stands in a command without being quoted, and why it may.
 OURS = {

@@ -67,7 +67,11 @@ FOREIGN_FLAGS = {
     "--transform": "tar",
     "--ulimit": "docker",
 }
-FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA", "HF_DATASETS_CACHE": "datasets"}
+FOREIGN_VARIABLES = {
+    "AZURE_STORAGE_ACCOUNT_NAME": "obstore",
+    "CUDA_VISIBLE_DEVICES": "CUDA",
+    "HF_DATASETS_CACHE": "datasets",
+}
 
 # Commands that a message names and that no scenario below runs, each with the test that does.
 NOT_RUN = {

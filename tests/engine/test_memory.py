@@ -137,7 +137,7 @@ def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
     if told:
         assert "a batch of 2.0 MiB" in told[0]
         assert "take up to 10.0 MiB, but batches get only 4.0 MiB of the limit" in told[0]
-        assert 'Use memory_limit="48MiB"' in told[0]
+        assert 'Use memory_limit="48MiB" (by the batches made so far; larger ones need more)' in told[0]
 
 
 @pytest.mark.parametrize("num_workers", [0, more(2), 8])

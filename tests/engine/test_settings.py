@@ -165,6 +165,11 @@ CASES = [
     Case("NumPy's print options", lambda: np.set_printoptions(precision=2), lambda: str(np.array([1 / 3]))),
     Case("torch's default dtype", lambda: torch.set_default_dtype(torch.float64), lambda: torch.tensor([1 / 3])),
     Case("torch's default device", lambda: torch.set_default_device("meta"), lambda: str(torch.zeros(1).device)),
+    Case("torch's gradient mode", lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    Case(
+        "torch's autocast", lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype),
+    ),
     Case(
         "torch's deterministic algorithms", lambda: torch.set_deterministic_debug_mode("warn"),
         torch.are_deterministic_algorithms_enabled,
@@ -296,6 +301,46 @@ def test_what_changes_in_the_middle_of_a_run_waits_for_the_next_one(url: str, he
         found += held.rest(loader, batches)
         assert {seen for batch in found for seen in batch["seen"]} == {(None, torch.float32)}
         assert {seen for batch in loader for seen in batch["seen"]} == {("later", torch.float64)}
+
+
+def modes() -> tuple[bool, bool, str]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str((WEIGHT * WEIGHT.T).dtype)
+
+
+def shape_modes(sample: dict[str, Any]) -> dict[str, Any]:
+    """Use a parameter as if gradients were off."""
+    return {**sample, "seen": modes(), "scaled": WEIGHT.detach() * 2, "pid": os.getpid()}
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(2, 2))
+LOOPS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "enable_grad": torch.enable_grad}
+
+
+@pytest.mark.parametrize("mode", LOOPS)
+@pytest.mark.parametrize(("num_workers", "num_threads"), [(0, 0), (0, 2), (1, 0)])
+def test_functions_run_in_the_gradient_mode_of_the_loop_and_make_tensors_to_train_on(
+    url: str, mode: str, num_workers: int, num_threads: int
+) -> None:
+    """A first batch of the loop's thread had its mode, batches of other threads and of workers none."""
+    dataset = StreamingDataset(url, transform=shape_modes)
+    with (
+        DataLoader(dataset, BATCH, num_workers=num_workers, num_threads=num_threads) as loader,
+        LOOPS[mode](),
+    ):
+        batches = list(loader)
+        assert torch.is_inference_mode_enabled() == (mode == "inference_mode")
+    seen = {tuple(one) for batch in batches for one in batch["seen"]}
+    assert seen == {(mode == "enable_grad", False, "torch.float32")}
+    for batch in batches:
+        batch["scaled"] += 1  # refused of tensors of inference
+        (batch["scaled"] * WEIGHT).sum().backward()
+    assert WEIGHT.grad is not None
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_that_are_cut_out_of_memory_are_no_tensors_of_inference(url: str, num_workers: int) -> None:
+    with DataLoader(StreamingDataset(url), BATCH, num_workers=num_workers) as loader, torch.inference_mode():
+        assert not any(batch["cls"].is_inference() for batch in loader)
 
 
 @pytest.mark.parametrize("decode", first_here(["pil", "rgb8", "rgb8:8x8"], 1))

@@ -224,7 +224,7 @@ class TestCredentials:
         assert gcs_config(StorageOptions(token=str(path)), {})[0] == {"application_credentials": str(path)}
         assert gcs_config(StorageOptions(token="ya29"), {})[0] == {"bearer_token": "ya29"}
         assert gcs_config(StorageOptions(anon=True), {})[0] == {"skip_signature": True}
-        assert "GOOGLE" in gcs_config(StorageOptions(), {"GOOGLE_APPLICATION_CREDENTIALS": "x"})[1]
+        assert "GOOGLE" in gcs_config(StorageOptions(), {"GOOGLE_APPLICATION_CREDENTIALS": str(path)})[1]
         assert azure_config(StorageOptions(account_name="a", account_key="k"), {})[0] == {
             "account_name": "a", "account_key": "k"}  # fmt: skip
         assert azure_config(StorageOptions(account_name="a", sas_token="?sv=1"), {})[0]["sas_key"] == "sv=1"

@@ -39,6 +39,7 @@ from streaming.forks import (
     renew_lock,
     signals_held_back,
 )
+from streaming.platforms import working_folder
 
 _REQUEST = struct.Struct("<cQ")  # kind of request, number of the worker
 _SPAWN, _SPAWN_PROCESS, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"*", b"?", b"!", b"-"
@@ -75,7 +76,7 @@ class ForkServer:
         self._control.settimeout(None)  # the script may have set another default
         with theirs:
             theirs.settimeout(None)
-            paths = [str(path) or os.getcwd() for path in sys.path]
+            paths = [str(path) or working_folder() for path in sys.path]
             command = [sys.executable, *_flags(), "-P", "-X", "faulthandler", "-c", _START]
             try:
                 with signals_held_back():  # until it has its own settings
@@ -214,7 +215,12 @@ class SharedServer:
         self._knows_forks = False
 
     def borrow(self) -> ForkServer:
-        """Return the server; start it if necessary, or if it has died."""
+        """Return the server; start it if necessary, or if it has died.
+
+        Raises:
+            ConfigError: The working directory was deleted. Workers would not start, or work in another one.
+        """
+        working_folder()
         if not self._knows_forks:
             self._knows_forks = True
             in_children(self, SharedServer._leave_behind)

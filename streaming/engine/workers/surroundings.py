@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -347,6 +347,40 @@ def _lay_deterministic(wanted: tuple[int, bool]) -> None:
     _fills.fill_uninitialized_memory = wanted[1]
 
 
+def _records() -> bool:
+    """Return whether operations are recorded for gradients. ``inference_mode`` counts as ``no_grad``.
+
+    Its tensors could not be trained on later.
+    """
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+@contextmanager
+def _recording(wanted: bool) -> Iterator[None]:  # noqa: FBT001  a setting's value
+    with ordinary_tensors(), torch.set_grad_enabled(wanted):
+        yield
+
+
+def ordinary_tensors() -> AbstractContextManager[Any]:
+    """Return a context whose tensors can be trained on and changed, also in a loop under ``torch.inference_mode``."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+_AUTOCAST_DEVICES: Final = ("cpu", "cuda")
+
+
+def _autocast() -> tuple[Any, ...]:
+    of_devices = tuple((torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _AUTOCAST_DEVICES)
+    return torch.is_autocast_cache_enabled(), of_devices
+
+
+def _lay_autocast(wanted: tuple[Any, ...]) -> None:
+    torch.set_autocast_cache_enabled(wanted[0])
+    for device, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, wanted[1], strict=True):
+        torch.set_autocast_enabled(device, is_enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
 def _flushes_tiny() -> bool:
     """Return whether this thread flushes denormals to zero; torch can set that but not read it."""
     half = float(np.float64(sys.float_info.min)) / 2
@@ -446,6 +480,10 @@ SETTINGS: Final = (
         name="torch's default device", read=torch.get_default_device, lay=_lay_device, reach="thread",
         hold=lambda value: value,  # a device is a context, and the innermost one holds
     ),
+    Setting(
+        name="torch's gradient mode", read=_records, lay=torch.set_grad_enabled, reach="thread", hold=_recording
+    ),
+    Setting(name="torch's autocast", read=_autocast, lay=_lay_autocast, reach="thread"),
     Setting(name="torch's deterministic algorithms", read=_deterministic, lay=_lay_deterministic),
     Setting(
         name="torch.set_float32_matmul_precision", read=torch.get_float32_matmul_precision,

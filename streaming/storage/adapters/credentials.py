@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,13 @@ _KEY_PAIR = "the storage options key and secret"
 _TOKEN = "the storage option token"  # noqa: S105 (words)
 _ACCOUNT_KEY = "the storage option account_key"
 _SAS_TOKEN = "the storage option sas_token"  # noqa: S105 (words)
+_KEY_PAIR_OF_AWS = (("AWS_ACCESS_KEY_ID",), ("AWS_SECRET_ACCESS_KEY",))
+_PRINCIPAL_OF_AZURE = (
+    ("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET"),
+    ("AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID"),
+    ("AZURE_TENANT_ID", "AZURE_STORAGE_TENANT_ID", "AZURE_AUTHORITY_ID", "AZURE_STORAGE_AUTHORITY_ID"),
+)
+"""Parts of keys in the environment, and the variables of each; an id alone chooses a managed identity."""
 GIVEN = frozenset({_ANON, _KEY_PAIR, _TOKEN, _ACCOUNT_KEY, _SAS_TOKEN})
 """Sources whose key never changes; all others may have another key later."""
 
@@ -110,7 +117,8 @@ def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
 ) -> tuple[str, Callable[[], Any] | None, str | None]:
     """Return the source in words, the provider if we have to make it, and the region if the source specifies one."""
     if options.anon:
-        return _ANON, None, None
+        # An obstore client refuses half a key in the environment, also one that signs nothing.
+        return _ANON, _Fixed("none", "none", None) if _half(environ, _KEY_PAIR_OF_AWS) else None, None
     if options.key is not None and options.secret is not None:
         return _KEY_PAIR, _Fixed(options.key, options.secret, options.token), None
     if options.profile is not None:
@@ -121,18 +129,40 @@ def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
         return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", fixed, None
     if name := environ.get("AWS_PROFILE"):
         return _from_profile(name, f"AWS_PROFILE={name}", needed=True)
+    if half := _half(environ, _KEY_PAIR_OF_AWS):
+        raise ConfigError(f"{half}. Set both, neither, or AWS_PROFILE; or give key and secret in storage_options")
     if _has_aws_files(environ):
         found = _from_profile(None, "the default AWS profile", needed=False)
         if found[1] is not None:
             return found
+    return _role(options, environ), None, None
+
+
+def _role(options: StorageOptions, environ: Mapping[str, str]) -> str:
+    """Name the role whose key obstore asks for."""
     for name, words in (
         ("AWS_WEB_IDENTITY_TOKEN_FILE", "web identity (AWS_WEB_IDENTITY_TOKEN_FILE)"),
         ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "the container's role"),
         ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "the container's role"),
     ):
         if environ.get(name):
-            return words, None, None
-    return "the instance's role (no key in the storage options, the environment or ~/.aws)", None, None
+            return words
+    half = "; the storage option token is given without key and secret" if options.token else ""
+    return f"the instance's role (no key in the storage options, the environment or ~/.aws{half})"
+
+
+def _half(environ: Mapping[str, str], parts: Sequence[tuple[str, ...]]) -> str:
+    """Say which part of a key the environment has, and which it lacks; "": it has all, or none.
+
+    Args:
+        environ: The environment.
+        parts: The variables of each part, of which one is enough.
+    """
+    found = [next((name for name in names if environ.get(name)), "") for names in parts]
+    missing = [names[0] for names, name in zip(parts, found, strict=True) if not name]
+    if not missing or not any(found):
+        return ""
+    return f"the environment has {' and '.join(filter(None, found))}, but not {' and '.join(missing)}"
 
 
 class _Fixed:
@@ -185,6 +215,9 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
 def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """Return obstore's configuration for gs, and the source of its credentials in words."""
     environ = os.environ if environ is None else environ
+    named = environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
+    if named and options.token in {None, "anon"} and not os.path.exists(named):  # a client reads it for anon, too
+        raise ConfigError(f"GOOGLE_APPLICATION_CREDENTIALS: no such file: {named}; name the key file, or unset it")
     config: dict[str, Any] = {"base_url": _given_endpoint(options)} if options.endpoint_url else {}
     if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
         return {**config, "skip_signature": True}, _ANON
@@ -193,7 +226,7 @@ def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None
         if os.path.exists(path):
             return {**config, "application_credentials": path}, "the key file of the storage option token"
         return {**config, "bearer_token": options.token}, _TOKEN
-    if environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+    if named:
         return config, "GOOGLE_APPLICATION_CREDENTIALS"
     return (
         config,
@@ -216,7 +249,8 @@ def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = No
         return {**config, "token": options.token}, _TOKEN
     if environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_KEY"):
         return config, "AZURE_STORAGE_ACCOUNT_KEY"
-    return config, "the environment's AZURE_* variables, or the managed identity"
+    half = _half(environ, _PRINCIPAL_OF_AZURE) if any(map(environ.get, _PRINCIPAL_OF_AZURE[0])) else ""
+    return config, f"the environment's AZURE_* variables, or the managed identity{half and f' ({half})'}"
 
 
 def s3_endpoint_of_process(options: StorageOptions) -> str | None:

@@ -24,7 +24,8 @@ from streaming.errors import (
     TransferError,
     redact,
 )
-from streaming.storage.adapters.credentials import s3_endpoint_of_process
+from streaming.storage.adapters.certificates import read_authorities
+from streaming.storage.adapters.credentials import ca_bundle, s3_endpoint_of_process
 from streaming.storage.base.adapter import (
     RESUMED,
     ChangedError,
@@ -221,6 +222,9 @@ def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]
         if endpoint := s3_endpoint_of_process(options):
             found["endpoint_url"] = endpoint
         found["requester_pays"] = options.requester_pays
+        path, name = ca_bundle(options)
+        if path:
+            read_authorities(path, name)  # botocore's error would not name it
         given = {"region_name": options.region, "verify": options.ca_file}
         found["client_kwargs"] = {name: value for name, value in given.items() if value}
         found["config_kwargs"] = {

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.platforms import trim_heap
+from streaming.storage.adapters.certificates import read_authorities
 from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
 from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
@@ -194,7 +195,8 @@ class ObjectAdapter:
                 if self._forgot:  # a client parses all certificates; the C library keeps 1 MB of that for each thread
                     trim_heap()
                     self._forgot = False
-                found = self._stores[root, patient] = store, replace(place, proxy=_proxy_before(place.endpoint))
+                place = replace(place, proxy=_proxy_before(place.endpoint), authorities=_authorities(self._options))
+                found = self._stores[root, patient] = store, place
                 if len(self._stores) > _MAX_STORES:
                     self._stores.popitem(last=False)
             else:
@@ -222,7 +224,10 @@ class ObjectAdapter:
             "retry_config": self._retry_config(patient=patient),
         }
         bucket = root.partition("://")[2]
-        place = RequestPlace(url=root, endpoint=redact(root), source="none", secrets=self._secrets)
+        place = RequestPlace(
+            url=root, endpoint=redact(root), source="none", secrets=self._secrets,
+            authorities=_authorities(self._options),
+        )  # fmt: skip
         with object_errors(place, CONNECTING):
             if scheme in HTTP_SCHEMES:
                 bare, header = without_user(root)
@@ -288,11 +293,7 @@ class ObjectAdapter:
         }
         path, name = ca_bundle(self._options)
         if path:
-            try:
-                with open(path, "rb") as file:
-                    found["root_certificate"] = file.read()
-            except OSError as error:
-                raise ConfigError(f"{name}: {error}") from error
+            found["root_certificate"] = read_authorities(path, name)
         return found
 
     def _retry_config(self, *, patient: bool) -> dict[str, Any]:
@@ -306,6 +307,12 @@ class ObjectAdapter:
                 "base": GROWTH,
             },
         }
+
+
+def _authorities(options: StorageOptions) -> str:
+    """Return the file of further certificate authorities, and what names it, in words; "": none."""
+    path, name = ca_bundle(options)
+    return f"{path} ({name})" if path else ""
 
 
 def _shared(make: Callable[[], Any], *parts: object) -> Any:

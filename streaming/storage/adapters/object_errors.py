@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, ShardstreamError, StorageError, redact
+from streaming.storage.adapters.certificates import REFUSED, why_refused, why_unusable
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
     RESUMED,
@@ -23,7 +24,7 @@ from streaming.storage.base.adapter import (
     ThrottledError,
     UnreachableError,
 )
-from streaming.storage.base.urls import hidden_in, secrets_of, without_secrets
+from streaming.storage.base.urls import hidden_in, scheme_of, secrets_of, without_secrets
 
 CONNECTING = "connecting to"
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -66,6 +67,7 @@ class RequestPlace:
     Attributes:
         forget: Makes the next request look up its keys again; None: there is nowhere to look.
         proxy: The proxy, and the variable that sets it; "": none.
+        authorities: The file of further certificate authorities, and what names it; "": none.
     """
 
     url: str = field(repr=False)
@@ -76,6 +78,7 @@ class RequestPlace:
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     forget: Callable[[], None] | None = field(default=None, repr=False)
     proxy: str = ""
+    authorities: str = ""
 
     @property
     def through(self) -> str:
@@ -164,8 +167,18 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     if status == 416:
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, ValueError) or doing == CONNECTING:  # nothing has been sent yet
-        return ConfigError(f"{where}: {hidden_in(head.strip()[:300], place.secrets)}")
+        return ConfigError(f"{where}: {_why_unsent(place, head)}")
     return _transfer_error(where, place, status, said, text)
+
+
+def _why_unsent(place: RequestPlace, head: str) -> str:
+    """Return why a client cannot be made, or a request."""
+    if "Account must be specified" in head:
+        return (
+            "the storage account has no name; give account_name in storage_options, set AZURE_STORAGE_ACCOUNT_NAME, or "
+            "write az://container@account.blob.core.windows.net/key"
+        )
+    return why_unusable(head, place.authorities) or hidden_in(head.strip()[:300], place.secrets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +277,9 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         return kind(f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}")
     if status:
         return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
+    if REFUSED in debug:
+        why = why_refused(debug, place.endpoint, place.authorities)
+        return UnreachableError(f"{where}: cannot reach {place.endpoint}{place.through}: {why}")
     if "kind: Connect," in debug:  # the comma excludes ConnectionReset
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(_unreachable(where, place, reason))
@@ -297,7 +313,6 @@ _REASONS = (
     ("dns error", "the name does not resolve"),
     ("Name or service not known", "the name does not resolve"),
     ("ConnectionRefused", "connection refused"),
-    ("InvalidCertificate", "its certificate is not trusted; give its authority as ca_file, or --ca-file to a command"),
     ("IncompleteBody", "the answer ended early"),
     ("UnexpectedEof", "the answer ended early"),
     ("ConnectionReset", _RESET),
@@ -365,7 +380,22 @@ def _wrong_region(where: str, place: RequestPlace, text: str, said: str) -> str:
 
 
 def _no_credentials(where: str, place: RequestPlace) -> str:
-    return (
-        f"{where}: no credentials found; tried {place.source}. Give key and secret or profile in storage_options, set "
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS), or anon=True for public data"
-    )
+    cure = next((cure for schemes, cure in _KEYS if scheme_of(place.url) in schemes), _KEYS[0][1])
+    return f"{where}: no credentials found; tried {place.source}. Give {cure}, or anon=True for public data"
+
+
+_KEYS = (
+    (
+        ("s3", "s3a"),
+        "key and secret or profile in storage_options, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    ),
+    (("gs", "gcs"), "token (a key file) in storage_options, set GOOGLE_APPLICATION_CREDENTIALS"),
+    (
+        ("az", "azure", "abfs", "abfss"),
+        (
+            "account_name and account_key or sas_token in storage_options, set AZURE_STORAGE_ACCOUNT_NAME and "
+            "AZURE_STORAGE_ACCOUNT_KEY"
+        ),
+    ),
+)
+"""What gives credentials, by the schemes of a store."""
