@@ -291,7 +291,7 @@ class ObjectAdapter:
             try:
                 with open(path, "rb") as file:
                     found["root_certificate"] = file.read()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a value error: a path with the character NUL
                 raise ConfigError(f"{name}: {error}") from error
         return found
 
