@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from os import PathLike
 
-from streaming.arguments import format_bytes, parse_bytes
+from streaming.arguments import checked_path, format_bytes, parse_bytes
 from streaming.cache.entry import LookupResult, read_entry, write_entry
 from streaming.cache.key import EntryKey
 from streaming.cache.paths import CachePaths

@@ -1,8 +1,8 @@
 """Decide which options a file may set: those that describe data; others only if the caller trusts the file with them.
 
 A description of a mixture may come from a stranger, with the shards. Its options of data are checked like the shards.
-Its options of this machine (the server that gets your keys, a file to write) are refused, and so are files that it names
-elsewhere than in its own folder.
+Its options of this machine (the server that gets your keys, a file to write) are refused, and so are files of any
+content that lie outside its own folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any, Final, TypeAlias
 
 from streaming.arguments import did_you_mean, some_names
 from streaming.errors import ConfigError
-from streaming.storage import STORAGE_OPTIONS, local_path, redact, scheme_of, split_query, split_url, storage_option_name
+from streaming.storage import (
+    STORAGE_OPTIONS,
+    local_path,
+    redact,
+    scheme_of,
+    split_query,
+    split_url,
+    storage_option_name,
+)
 
 Trust: TypeAlias = "bool | Iterable[str]"
 """True: a file may set all options; otherwise the names of those it may set beside options that describe data."""
@@ -34,8 +42,8 @@ OF_THE_MACHINE: Final = {
 }
 """Options of a set or a mixture that do not describe data, and why. All others do: a test lists them."""
 FILES: Final = ("exclude",)
-"""Options whose text is the path or URL of a file of any content, which is read: one of the description's own folder. (The
-index, shards and mirrors are data wherever they lie: only files of their own formats are read there.)"""
+"""Options whose text names a file of any content, which is read: it must lie in the description's own folder or below.
+Index, shards and mirrors are data wherever they lie: only files of their own formats are read there."""
 _OF_A_STORE: Final = {
     "endpoint_url": "your keys are sent there",
     **dict.fromkeys(("region", "account_name"), "with this value, another server would get your keys"),
@@ -86,14 +94,15 @@ def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] 
     """
     if trust is None:
         return
+    url = redact(where)
     for place, name, shown in _beyond_data(content, "", where):
         if name in trust:
             continue
         why = OF_THE_MACHINE.get(name) or _OF_A_STORE.get(name, "it sets how this machine reads")
         if name in FILES:
-            why = f"it names a file outside the folder {redact(split_url(where)[0]) or '.'}, which would be read"
+            why = f"it names a file outside {redact(split_url(where)[0]) or '.'}, which would be read; move it there"
         raise ConfigError(
-            f"{redact(where)}{f', {place!r}' if place else ''}: {shown}: a file may say only what the data is; {why}. Leave "
+            f"{url}{f', {place!r}' if place else ''}: {shown}: a file may say only what the data is; {why}. Leave "
             f'it out there and pass it yourself, or, if you trust this file, write trust=["{name}"] (on the command '
             f"line --trust {name})"
         )

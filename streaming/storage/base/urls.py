@@ -21,7 +21,9 @@ HTTP_SCHEMES = frozenset({"http", "https"})
 _HOST = re.compile(r"[A-Za-z0-9._~-]+")
 _CONTROL, _BLANK = re.compile(r"[\x00-\x1f\x7f]"), re.compile(r"[\x00-\x20\x7f]")
 _AZURE = dict.fromkeys(("az", "azure", "abfs", "abfss"), "account_key or sas_token")
-_KEYS = {**dict.fromkeys(("s3", "s3a"), "key and secret, or profile"), **dict.fromkeys(("gs", "gcs"), "token"), **_AZURE}
+_KEYS = {
+    **dict.fromkeys(("s3", "s3a"), "key and secret, or profile"), **dict.fromkeys(("gs", "gcs"), "token"), **_AZURE,
+}  # fmt: skip
 """Schemes of URLs that name a bucket, and the storage options that hold keys there."""
 
 
@@ -202,8 +204,8 @@ def as_url(url: str | os.PathLike[str]) -> str:
     """Return ``url`` as a string; paths are left as they are.
 
     Raises:
-        ConfigError: It is none, has characters that none has, or names a user where a bucket stands: what messages show of
-            a bucket is not a secret then.
+        ConfigError: It is none, has characters that none has, or names a user where a bucket stands: so what messages
+            show of a bucket is no secret.
     """
     if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
@@ -224,10 +226,10 @@ def _check_bucket(url: str, scheme: str) -> None:
     """
     bucket = url.partition(":")[2].lstrip("/").partition("/")[0]
     if _BLANK.search(bucket):
-        raise ConfigError(f"{redact(url)!r}: there is a blank or a control character in the bucket's name; leave it out")
+        raise ConfigError(f"{redact(url)!r}: the bucket's name has a blank or a control character; leave it out")
     if ":" in bucket or ("@" in bucket and scheme not in _AZURE):
         raise ConfigError(
-            f"{scheme}://…: a ':' or '@' stands where the bucket does; a user, key or password in this URL is not read. "
+            f"{scheme}://…: a ':' or '@' stands in the bucket's name; no user, key or password is read from this URL. "
             f"Write {scheme}://bucket/key, and give keys in storage_options ({_KEYS[scheme]}) or the environment"
         )
 
