@@ -335,6 +335,7 @@ def test_any_weights_work_or_are_refused_by_name(sets: dict[str, SampleSet], way
     """Only ratios count; a share too small to come is never drawn."""
     names = sorted(sets)[:2]
     of = {name: StreamingDataset(sets[name].url) for name in names}
+    refused: list[str] = []
     for odd in ODD:
         try:
             mixture = Mixture(of, weights=dict(zip(names, (odd, other), strict=True)), **WAYS[way])
@@ -342,8 +343,9 @@ def test_any_weights_work_or_are_refused_by_name(sets: dict[str, SampleSet], way
                 next(iter(loader))
                 loader.state_dict()
         except ConfigError as error:
-            assert way in {"first", "all"}, error
-            assert "weights" in str(error)
+            refused.append(str(error))
+    assert way in {"first", "all"} or not refused
+    assert all("weights" in text for text in refused)
 
 
 @pytest.mark.parametrize("odd", ODD)

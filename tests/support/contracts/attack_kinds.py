@@ -367,6 +367,15 @@ def passes_without_end(folder: Path) -> Happened:
     return found
 
 
+@attack("mixture file", "`packed`: rows of a billion tokens, of a set that has a few")
+def rows_without_end(folder: Path) -> Happened:
+    with ShardWriter(f"{folder}/t/%02d.tar", columns={"tokens": lambda _: 32}) as writer:
+        writer.write({"__key__": "k", "tok": bytes(64)})
+    packed = {"length": 2**30, "field": "tok", "dtype": "uint16"}
+    path = described(folder, url=str(folder / "t"), packed=packed)
+    return refused(lambda: Mixture.from_file(path), "a row longer than all 32 tokens of the set together")
+
+
 @attack("mixture file", "weights at the ends of what floats are")
 def odd_weights(folder: Path) -> Happened:
     path = described(folder, at_mixture=True)
