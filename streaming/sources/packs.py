@@ -141,8 +141,9 @@ class PackedDocuments(PackedSource):
         most = max(_LONG_ROW, self.counts.tokens)
         if fields and not rules.padded and rules.length > most:
             raise ConfigError(
-                f"length={rules.length:,}: expected at most {most:,}: a row longer than all {self.counts.tokens:,} tokens "
-                "of the set together is memory for padding. Give a smaller length, or padded=True"
+                f"length={rules.length:,}: expected at most {most:,}: a row longer than all "
+                f"{self.counts.tokens:,} tokens of the set together is memory for padding. Give a smaller length, or "
+                "padded=True"
             )
         super().__init__(read, groups, lengths, rules, fits)
         self.items = self.items.typed(lambda name: self._told_dtype(name, dtype, peers))
