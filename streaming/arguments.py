@@ -408,14 +408,20 @@ def checked_index(index: str | PathLike[str] | None) -> str | None:
         return None
     if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
         raise ConfigError(f"index: expected the URL or path of the directory that holds it, got {index!r}")
-    return os.fspath(index)
+    return _without_nul("index", os.fspath(index))
 
 
 def checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
     """Return a local path as an absolute one."""
     if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
         raise ConfigError(f"{name}: expected a path, got {path!r}")
-    return None if path is None else os.path.abspath(os.path.expanduser(os.fspath(path)))
+    return None if path is None else os.path.abspath(os.path.expanduser(_without_nul(name, os.fspath(path))))
+
+
+def _without_nul(name: str, path: str) -> str:
+    if "\0" in path:
+        raise ConfigError(f"{name}: there is a character NUL in {path!r}, which no path has; leave it out")
+    return path
 
 
 def checked_limit(limit: object) -> float:

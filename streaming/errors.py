@@ -59,6 +59,8 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _URL = re.compile(r"(?<![a-zA-Z0-9+.\-])([0-9+.\-]*+)([a-zA-Z][a-zA-Z0-9+.\-]++://[^\s'\"`]++)")
 """A URL, after a character that cannot belong to its scheme. So each run of scheme letters is tried once, from its
 start: messages repeat keys of strangers, of any length."""
+_SLASHED = re.compile(r"\A([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?:\[]*:(?![0-9]*(?:/|\Z))[^?]*@")
+"""A user and a password with a slash, which nobody has encoded: what follows the first colon is no port."""
 _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000
@@ -81,7 +83,7 @@ def redact(url: str) -> str:
     path, mark, query = url.partition("?")
     if scheme == "file" or (scheme not in {"http", "https"} and "=" not in query):
         path, mark = url, ""
-    path = re.sub(r"(://)[^/?]*@", r"\1…@", path)
+    path = _SLASHED.sub(r"\1…@", re.sub(r"(://)[^/?]*@", r"\1…@", path))
     return f"{path}?…" if mark else path
 
 

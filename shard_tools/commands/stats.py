@@ -23,7 +23,7 @@ from shard_tools.stats.sketches import WORDS, Distribution, Top
 from shard_tools.stats.totals import FieldTotals
 from shard_tools.terminal.options import COUNT, on_shards, on_shards_in_parallel
 from shard_tools.terminal.verbs import emit
-from streaming.arguments import counted, format_bytes
+from streaming.arguments import checked_path, counted, format_bytes
 from streaming.errors import ConfigError
 from streaming.filters.select import parse_subset
 from streaming.storage import Storage, redact_text
@@ -95,6 +95,7 @@ def check_page(path: str) -> None:
     Raises:
         ConfigError: It cannot.
     """
+    checked_path("--html", path)
     with _errors_of(path):
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

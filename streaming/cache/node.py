@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from os import PathLike
 
-from streaming.arguments import format_bytes, parse_bytes
+from streaming.arguments import checked_path, format_bytes, parse_bytes
 from streaming.cache.entry import LookupResult, read_entry, write_entry
 from streaming.cache.key import EntryKey
 from streaming.cache.paths import CachePaths
@@ -289,7 +289,7 @@ def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | N
         if cache_limit is not None:
             raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: also give the folder of the cache")
         return None
-    folder = os.path.abspath(os.path.expanduser(os.fspath(cache_dir)))
+    folder = str(checked_path("cache_dir", cache_dir))
     if cache_limit is not None:
         return NodeCache(folder, parse_bytes(cache_limit, name="cache_limit"))
     there = folder

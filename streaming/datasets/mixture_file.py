@@ -63,7 +63,7 @@ def read_description(
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{redact(where)}: not a description of a mixture in JSON: {error}") from error
     described = _mixture(content, redact(where))
-    check_trusted(described, redact(where), trusted)
+    check_trusted(described, where, trusted)
     return described
 
 

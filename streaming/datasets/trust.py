@@ -1,18 +1,28 @@
 """Decide which options a file may set: those that describe data; others only if the caller trusts the file with them.
 
 A description of a mixture may come from a stranger, with the shards. Its options of data are checked like the shards.
-Its options of this machine (the server that gets your keys, a file to write) are refused.
+Its options of this machine (the server that gets your keys, a file to write) are refused, and so are files of any
+content that lie outside its own folder.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from streaming.arguments import did_you_mean, some_names
 from streaming.errors import ConfigError
-from streaming.storage import STORAGE_OPTIONS, storage_option_name
+from streaming.storage import (
+    STORAGE_OPTIONS,
+    local_path,
+    redact,
+    scheme_of,
+    split_query,
+    split_url,
+    storage_option_name,
+)
 
 Trust: TypeAlias = "bool | Iterable[str]"
 """True: a file may set all options; otherwise the names of those it may set beside options that describe data."""
@@ -31,6 +41,9 @@ OF_THE_MACHINE: Final = {
     "max_gzip_ratio": "it bounds what hostile shards may take",
 }
 """Options of a set or a mixture that do not describe data, and why. All others do: a test lists them."""
+FILES: Final = ("exclude",)
+"""Options whose text names a file of any content, which is read: it must lie in the description's own folder or below.
+Index, shards and mirrors are data wherever they lie: only files of their own formats are read there."""
 _OF_A_STORE: Final = {
     "endpoint_url": "your keys are sent there",
     **dict.fromkeys(("region", "account_name"), "with this value, another server would get your keys"),
@@ -65,7 +78,7 @@ def checked_trust(trust: Trust) -> frozenset[str] | None:
 
 def refusable() -> frozenset[str]:
     """Return the options of sets and stores that a file may not set by itself."""
-    return frozenset(OF_THE_MACHINE) | (STORAGE_OPTIONS - {"anon", "mirrors"})
+    return frozenset((*OF_THE_MACHINE, *FILES)) | (STORAGE_OPTIONS - {"anon", "mirrors"})
 
 
 def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] | None) -> None:
@@ -73,7 +86,7 @@ def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] 
 
     Args:
         content: The description of a mixture; each source is a dict.
-        where: The file, for messages.
+        where: Path or URL of the file.
         trust: See :func:`checked_trust`.
 
     Raises:
@@ -81,29 +94,43 @@ def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] 
     """
     if trust is None:
         return
-    for place, name, shown in _beyond_data(content, ""):
+    url = redact(where)
+    for place, name, shown in _beyond_data(content, "", where):
         if name in trust:
             continue
         why = OF_THE_MACHINE.get(name) or _OF_A_STORE.get(name, "it sets how this machine reads")
+        if name in FILES:
+            why = f"it names a file outside {redact(split_url(where)[0]) or '.'}, which would be read; move it there"
         raise ConfigError(
-            f"{where}{f', {place!r}' if place else ''}: {shown}: a file may say only what the data is; {why}. Leave "
+            f"{url}{f', {place!r}' if place else ''}: {shown}: a file may say only what the data is; {why}. Leave "
             f'it out there and pass it yourself, or, if you trust this file, write trust=["{name}"] (on the command '
             f"line --trust {name})"
         )
 
 
-def _beyond_data(content: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, str]]:
+def _beyond_data(content: Mapping[str, Any], place: str, where: str) -> Iterator[tuple[str, str, str]]:
     """Yield source, name, and name in the file, of all options in a description that are not of data."""
     for name, value in content.items():
         if name == "sources":
             for inner, one in value.items():
-                yield from _beyond_data(one, f"{place}/{inner}" if place else inner)
-        elif name in OF_THE_MACHINE:
+                yield from _beyond_data(one, f"{place}/{inner}" if place else inner, where)
+        elif name in OF_THE_MACHINE or (name in FILES and isinstance(value, str) and not _is_beside(value, where)):
             yield place, name, name
         elif name == "storage_options":
             yield from ((place, inner, f"{name}: {shown}") for inner, shown in _of_store(value))
         elif name == "mirrors":
             yield from ((place, inner, f"{name}: {shown}") for inner, shown in _of_mirrors(value))
+
+
+def _is_beside(name: str, where: str) -> bool:
+    """Tell whether a path or URL lies in the folder of a description or below it, however links lead there."""
+    if scheme_of(name) != scheme_of(where):
+        return False
+    if scheme_of(name) == "file":
+        own = os.path.realpath(os.path.dirname(local_path(where)) or ".")
+        return os.path.commonpath([own, os.path.realpath(local_path(name))]) == own
+    folder, path = (split_query(url)[0] for url in (split_url(where)[0], name))
+    return path.startswith(f"{folder}/") and ".." not in path.split("/")
 
 
 def _of_store(options: Any) -> Iterator[tuple[str, str]]:

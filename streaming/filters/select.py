@@ -91,6 +91,7 @@ class Filter:
         where: A condition, or None.
         subset: Two shares (floats) or two sample numbers (ints), or None.
         excluded: Keys to leave out; sorted, without duplicates.
+        keys_file: Path or URL of the file that keys were read from, whose content is not shown; "": of none.
         versions: Required versions of late columns, by name: those of a saved view.
         view: Name and hash of the view, or "".
     """
@@ -98,6 +99,7 @@ class Filter:
     where: Where | None = None
     subset: Subset | None = None
     excluded: tuple[str, ...] = field(default=(), repr=False)
+    keys_file: str = field(default="", repr=False, compare=False)
     versions: Mapping[str, str] = field(default_factory=dict)
     view: str = ""
 
@@ -543,11 +545,13 @@ class _Work:
         unknown = np.flatnonzero(np.unpackbits(left_out, count=len(excluded)) == 0).tolist()
         if not unknown or not all(self._is_asked(shard) or not size for shard, size in enumerate(self._sizes)):
             return
-        shown = ", ".join(repr(excluded[place]) for place in unknown[:3])
+        shown = f"they stand in {redact(self.asked.keys_file)}"  # which may be any file, if a stranger named it
+        if not self.asked.keys_file:
+            shown = ", ".join(repr(excluded[place]) for place in unknown[:3]) + (", …" if len(unknown) > 3 else "")
         _log.warning(
-            "exclude: %s of %s keys are in none of the shards, which leaves nothing out: %s%s. A key is the whole "
+            "exclude: %s of %s keys are in none of the shards, which leaves nothing out: %s. A key is the whole "
             '"__key__" of a sample, without its extension; `shard_tools ls` shows them',
-            f"{len(unknown):,}", f"{len(excluded):,}", shown, ", …" if len(unknown) > 3 else "",
+            f"{len(unknown):,}", f"{len(excluded):,}", shown,
         )  # fmt: skip
 
     def _homes(self) -> list[str]:

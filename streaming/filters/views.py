@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 from streaming.catalog.open import OpenShards, digest_of
@@ -149,10 +149,10 @@ def asked_filter(
     Raises:
         ConfigError: An option is invalid, or both a view and ``subset`` name a range.
     """
-    path = exclude if isinstance(exclude, (str, PathLike)) else None
+    path = fspath(exclude) if isinstance(exclude, (str, PathLike)) else None
     # Keys passed as values are never exchanged: rank 0 alone may open another dataset, whose keys must not be taken.
     keys = excluded_keys(storage, exclude) if exclude is not None and path is None else ()
-    own = Filter(where=as_where(where), subset=checked_subset(subset), excluded=keys)
+    own = Filter(where=as_where(where), subset=checked_subset(subset), excluded=keys, keys_file=path or "")
     if view is None and path is None:
         return None if own.keeps_all else own
     if view is not None and not isinstance(view, str):
@@ -163,7 +163,7 @@ def asked_filter(
         saved = None if view is None else load_view(storage, homes_of(shards.urls, shards.index)[0], view)
         return json.dumps([read, None if saved is None else saved.to_bytes().decode()]).encode()
 
-    name = digest_of([list(shards.urls), shards.index, view, str(path or "")])
+    name = digest_of([list(shards.urls), shards.index, view, path or ""])
     read, saved = json.loads(shared(peers, f"view/{name}", look))
     if saved is None:
         return replace(own, excluded=tuple(read))
@@ -175,4 +175,4 @@ def asked_filter(
         )
     both = found.where if own.where is None else own.where if found.where is None else found.where.also(own.where)
     excluded = tuple(sorted({*found.excluded, *keys, *read}))
-    return replace(found, where=both, subset=found.subset or own.subset, excluded=excluded)
+    return replace(found, where=both, subset=found.subset or own.subset, excluded=excluded, keys_file=own.keys_file)

@@ -359,7 +359,8 @@ class EvenLanes(ExactLanes):
         shares = [entry.weights[leaf] / sum(entry.weights.values()) for entry in self._by_leaf
                   if entry.weights.get(leaf)]  # fmt: skip
         draws = self._laid.mixed_after if leaf == LAID and self._laid is not None else 1
-        return math.ceil((draws + 1) / min(shares, default=1.0))
+        least = min(shares, default=1.0)
+        return math.ceil((draws + 1) / least) if draws + 1 < least * ENDLESS else ENDLESS
 
     @override
     def _stream(self, leaf: str) -> Stream:

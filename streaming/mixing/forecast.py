@@ -11,6 +11,8 @@ from streaming.arguments import some_names
 from streaming.mixing.endless_order import EndlessOrder
 from streaming.mixing.passes import MixedPasses
 from streaming.plan.ledger import Ledger
+from streaming.plan.order import ENDLESS
+from streaming.plan.schedule import moderate
 
 
 def drawn_before(orders: MixedPasses | EndlessOrder, row: int) -> dict[str, int]:
@@ -66,11 +68,12 @@ class Forecast:
 
     def __init__(self, ledger: Ledger, passes: Mapping[str, Passes]) -> None:
         steps = ledger.last.blend.shares(ledger.segments())
-        stops = [*(row for row, _ in steps[1:]), math.inf]
+        rows, mixes = zip(*steps, strict=True)
+        stops = [*rows[1:], math.inf]
         self.passes = dict(passes)
         self._segments = [
             _Segment(row, stop, weights, sum(weights.values()))
-            for (row, weights), stop in zip(steps, stops, strict=True)
+            for row, stop, weights in zip(rows, stops, map(moderate, mixes), strict=True)
         ]
 
     def drawn(self, row: int, num_samples: int) -> dict[str, float]:
@@ -122,7 +125,7 @@ class Forecast:
             if one.stop <= begin or not weight:
                 continue
             needed = missing * one.total / weight
-            if needed <= one.stop - begin:
+            if needed <= min(one.stop - begin, ENDLESS):
                 return begin + math.ceil(needed)
             missing -= (one.stop - begin) * weight / one.total
         return None

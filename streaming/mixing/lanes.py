@@ -90,7 +90,8 @@ class MixedLanes(EndlessOrder):
         self._growths = growths(self._names, self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
         shares = np.where(self._growth.shares > 0, self._growth.shares, np.inf)
-        self.mixed_after = int(np.ceil((self._chunks_between / shares).max()))
+        with np.errstate(over="ignore"):  # by the smallest shares
+            self.mixed_after = int(min(np.ceil((self._chunks_between / shares).max()), ENDLESS))
         self._weigh_absent()
         # What is laid beyond the frontier has not been handed out; the rest is laid out again exactly as before.
         self._kept: dict[int, Drawn] = {}  # separate from those that an order for looking ahead still has

@@ -35,6 +35,8 @@ from streaming.types import Int64Array
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+_MOST_PARTS, _MOST_TIMES = 2**24, 100
+"""So many chunks, or so many times those of the sources, are laid in one pass: 2 GiB for a moment, and some seconds."""
 _KEPT_FROM = 2**14  # chunks: a permutation of fewer takes less than a millisecond
 
 
@@ -392,7 +394,7 @@ class MixedPasses:
             every other pass. Default: its size. 0 leaves a source out.
 
     Raises:
-        ConfigError: A quota is negative or names an unknown source, or a pass would be empty.
+        ConfigError: A quota is negative or names an unknown source, or a pass would be empty or lay too many chunks.
     """
 
     is_endless = False
@@ -409,6 +411,25 @@ class MixedPasses:
         self.samples_per_pass = sum(self.quotas.values())
         if not self.samples_per_pass:
             raise ConfigError("quotas: all are 0, a pass would be empty")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check that a pass can be laid: it lists the chunks of a source as often as it reads them.
+
+        Raises:
+            ConfigError: It has too many.
+        """
+        listings = self.sources.listings
+        parts = {name: -(-self.quotas[name] // one.samples_per_pass) * one.num_chunks for name, one in listings.items()}
+        most = max(_MOST_PARTS, _MOST_TIMES * sum(one.num_chunks for one in listings.values()))
+        if sum(parts.values()) > most:
+            name = max(parts, key=parts.__getitem__)
+            raise ConfigError(
+                f"an epoch of this mixture reads {sum(parts.values()):,} chunks, at most {most:,} can be laid out: "
+                f"{name!r} is read {self.quotas[name] / self.sources.sizes[name]:,.6g} times. Give smaller repeats= "
+                "(weights= that differ less, with ends=), or a mixture without end: weights= without ends=, and "
+                "DataLoader(mixture, epoch_size=…)"
+            )
 
     def of_pass(self, number: int) -> DrawnOrder:
         """Return the order of one pass."""

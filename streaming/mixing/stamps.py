@@ -84,7 +84,8 @@ class Growth:
     def _stamps_in(self, segment: Int64Array, samples: Floats, share: Floats, due: Floats) -> Floats:
         """Return ``stamps`` of samples that are due in given segments, whose shares and dues at the start are given."""
         after = np.full(len(samples), np.inf)
-        np.divide(samples - due, share, out=after, where=share > 0)
+        with np.errstate(over="ignore"):  # with the smallest shares, that is never
+            np.divide(samples - due, share, out=after, where=share > 0)
         ends = np.append(self.times[1:], np.inf)
         stamps: Floats = np.minimum(self.times[segment] + after, ends[segment])
         return stamps

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from streaming.arguments import check_choice, checked_count, checked_int, is_number, is_whole
 from streaming.errors import ConfigError, StateError
@@ -19,6 +19,7 @@ Value: TypeAlias = Mapping[str, float] | float
 """The weights of sources by name, or one number."""
 Shape: TypeAlias = Literal["linear", "root", "cosine", "steps"]
 MAX_SEGMENTS = 2**16
+_MODERATE = 500  # powers of two: products with counts, and quotients of two, are floats, too
 _UNIT = 2**32  # the fraction of the ramp is rounded to this grid, so that cosine gives the same value on every machine
 
 
@@ -280,7 +281,7 @@ class Nested:
         return found
 
     def _weights_at(self, parts: Mapping[str, list[tuple[int, Any]]], row: int) -> dict[str, float]:
-        wanted: Any = self.outer.at(row)
+        wanted = moderate(cast("Mapping[str, float]", self.outer.at(row)))
         made: dict[str, float] = {}
         for name, steps in parts.items():
             within = value_at(steps, row)
@@ -346,6 +347,18 @@ def _borders(over: int, segments: int) -> list[int]:
     """Return the rows at which the parts of a ramp begin, and its end; no part is empty."""
     parts = min(segments, over)
     return [over * number // parts for number in range(parts + 1)]
+
+
+def moderate(weights: Mapping[str, float]) -> Mapping[str, float]:
+    """Return weights of the same ratios that can be multiplied and divided: very large and small ones are scaled.
+
+    They are scaled by a power of two, so that ratios stay the same to the last bit. One that is below 2**-1074 of the
+    largest becomes 0.
+    """
+    _, exponent = math.frexp(max(weights.values()))
+    if abs(exponent) <= _MODERATE:
+        return weights
+    return {name: math.ldexp(weight, -exponent) for name, weight in weights.items()}
 
 
 def _plain(value: Any) -> Value:

@@ -11,6 +11,7 @@ from streaming.errors import ConfigError
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan.blend import Blend
 from streaming.plan.memory import PAGE_BYTES
+from streaming.plan.schedule import moderate
 
 if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arithmetic
     from streaming.sources.packs import PackedDocuments
@@ -95,7 +96,8 @@ def _byte_shares(leaves: Mapping[str, SampleSource | PackedDocuments], blend: Bl
     found = dict.fromkeys(sorted(leaves), 0.0)
     mean_bytes = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in leaves.items()}
     for _, weights in blend.shares(blend.rows()):
-        rates = {name: weights.get(name, 0) * mean_bytes[name] for name in found}
+        mix = moderate(weights)
+        rates = {name: mix.get(name, 0) * mean_bytes[name] for name in found}
         total = sum(rates.values())
         found = {name: max(share, rates[name] / total) for name, share in found.items()}
     return found

@@ -38,6 +38,8 @@ from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
 _REQUESTS = 16
+_LONG_ROW = 2**20
+"""Tokens of a row that a small set may be given, too: some 32 MiB."""
 _FULL_ENOUGH = 0.75
 """Mean fill of a padded batch; below this, a warning gives the reason and what helps."""
 _log = logging.getLogger("streaming")
@@ -136,6 +138,13 @@ class PackedDocuments(PackedSource):
         self.column, self.alike = column, kinds
         self.counts: PackCounts
         groups, self.counts = work.of_all(peers)
+        most = max(_LONG_ROW, self.counts.tokens)
+        if fields and not rules.padded and rules.length > most:
+            raise ConfigError(
+                f"length={rules.length:,}: expected at most {most:,}: a row longer than all "
+                f"{self.counts.tokens:,} tokens of the set together is memory for padding. Give a smaller length, or "
+                "padded=True"
+            )
         super().__init__(read, groups, lengths, rules, fits)
         self.items = self.items.typed(lambda name: self._told_dtype(name, dtype, peers))
         self._lengths = lengths

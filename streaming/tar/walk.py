@@ -95,11 +95,11 @@ class _Walk:
 
     def _check(self, header: bytes) -> tuple[int, int]:
         """Return type and size of a header whose checksum holds."""
-        member = header[:100].split(b"\0", 1)[0]
         if not checksum_matches(header):
             self.where.fail(
-                self.at, "no tar header here (its checksum does not hold)", member=member, cure="damaged shard?"
+                self.at, "no tar header here (its checksum does not hold)", cure="damaged shard, or another file?"
             )
+        member = header[:100].split(b"\0", 1)[0]
         size = 0 if header[156] in DATALESS_TYPES else parse_number(header[124:136])
         if size is None or not 0 <= size < MAX_MEMBER_BYTES:
             self.where.fail(self.at, f"size field {header[124:136]!r} is not a size", member=member)

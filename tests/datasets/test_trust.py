@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from streaming import Balanced, Curriculum, Mixture, Packed, StreamingDataset
 from streaming.arguments import option_names
-from streaming.datasets.trust import DATA_OF_STORES, OF_THE_MACHINE, refusable
+from streaming.datasets.trust import DATA_OF_STORES, FILES, OF_THE_MACHINE, check_trusted, refusable
 from streaming.errors import ConfigError
 from streaming.storage import STORAGE_OPTIONS
 from streaming.storage.base import options as of_stores
@@ -103,6 +105,82 @@ def test_options_of_stores_are_refused_wherever_they_stand(tmp_path: Path, given
         Mixture.from_file(path)
     assert f'trust=["{name}"]' in str(caught.value)
     assert f": {given}: " in str(caught.value)
+
+
+PATHS = set(FILES) | {"index", "urls"}  # an index and shards are read by the names and formats of their files
+
+
+@pytest.mark.parametrize("kind", DATA, ids=lambda kind: kind.__name__)
+def test_every_option_that_takes_a_path_is_known(kind: type) -> None:
+    text = str(inspect.signature(kind.__init__))
+    taken = {part.rpartition(" ")[2] for part in re.split(r": (?=[^:]*PathLike)", text)[:-1]} - {"", "text"}
+    assert taken <= PATHS | set(OF_THE_MACHINE) | {"documents"}, "decide: may a file name any file for it?"
+
+
+OUTSIDE = ("../keys.txt", "{0}/keys.txt", "{0}/in/../keys.txt", "file://{0}/keys.txt", "{0}/in/link", "s3://bucket/keys.txt",
+           "http://127.0.0.1:1/keys.txt", "/dev/zero", "~/keys.txt", "{0}/input/keys.txt")  # fmt: skip
+INSIDE = ("{0}/in/keys.txt", "file://{0}/in/keys.txt", "{0}/in/deep/../keys.txt", "{0}/in/own")
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """Files of keys beside a description, and outside of its folder; links to both."""
+    folder = tmp_path / "in"
+    for name in ("in", "in/deep", "input"):
+        (tmp_path / name).mkdir()
+    for name in ("keys.txt", "in/keys.txt", "input/keys.txt"):
+        (tmp_path / name).write_text("00000001\nsecret = hunter2\n")
+    (folder / "link").symlink_to(tmp_path / "keys.txt")
+    (folder / "own").symlink_to(folder / "keys.txt")
+    return folder
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_files_outside_the_folder_are_not_read(
+    beside: Path, name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(beside)
+    given = name.format(beside.parent)
+    for path in (described(beside, place, exclude=given), Path("mixture.json")):
+        with pytest.raises(
+            ConfigError, match="exclude: a file may say only what the data is; it names a file outside"
+        ) as caught:
+            Mixture.from_file(path)
+        assert 'trust=["exclude"]' in str(caught.value)
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*INSIDE, "keys.txt", "./deep/../keys.txt", "../keys.txt"])
+def test_files_of_the_folder_are_read_and_not_shown(
+    beside: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(beside)
+    trust = ["exclude"] if name.startswith("../") else []
+    left = Mixture.from_file(described(beside, exclude=name.format(beside.parent)), trust=trust).sizes["a"]
+    assert left in {7, 8}
+    assert "keys are in none of the shards" in caplog.text
+    assert "keys.txt" in caplog.text or "own" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize(("where", "name", "is_own"), [
+    ("s3://b/mix/m.json", "s3://b/mix/keys.txt", True), ("s3://b/mix/m.json", "s3://b/mix/a/keys.txt", True),
+    ("s3://b/mix/m.json", "s3://b/other/keys.txt", False), ("s3://b/mix/m.json", "s3://b/mix/../keys.txt", False),
+    ("s3://b/mix/m.json", "s3://b/mixed/keys.txt", False), ("s3://b/mix/m.json", "/etc/passwd", False),
+    ("s3://b/m.json", "s3://b/keys.txt", True), ("s3://b/m.json", "s3://c/keys.txt", False),
+    ("https://h/d/m.json?sig=1", "https://h/d/keys.txt?sig=2", True), ("https://h/m.json", "http://h/keys.txt", False),
+    ("/a/m.json", "s3://b/keys.txt", False),
+])  # fmt: skip
+def test_files_of_a_description_elsewhere(where: str, name: str, is_own: bool) -> None:
+    content = {"sources": {"a": {"url": "s3://b/", "exclude": name}}}
+    for trust in (frozenset({"exclude"}), None):
+        check_trusted(content, where, trust)
+    if is_own:
+        check_trusted(content, where, frozenset())
+        return
+    with pytest.raises(ConfigError, match="it names a file outside"):
+        check_trusted(content, where, frozenset())
 
 
 def test_what_describes_data_is_taken(tmp_path: Path) -> None:

@@ -298,3 +298,64 @@ def test_groups_of_unlike_sizes_pass_evenly(tmp_path: Path, kind: str, quotas: A
     for some in [{2}, {3}]:
         often = [got[f"{number:05d}"] for number, group in enumerate(groups) if group in some]
         assert max(often) - min(often) <= 2
+
+
+@pytest.mark.parametrize("dealt", ["chunks", "samples", "batches"])
+@pytest.mark.parametrize(("chunks", "times", "is_laid"), [
+    (1, 2**24, True), (1, 2**24 + 1, False), (10, 10**9, False), (2**20, 100, True), (2**20, 101, False),
+])  # fmt: skip
+def test_chunks_of_a_pass_are_counted_before_they_are_laid(
+    dealt: Dealt, chunks: int, times: int, is_laid: bool
+) -> None:
+    """However often a source is read: a number in a file of some bytes costs no more than the page of security says."""
+    dealing = {"chunks": ByChunks(), "samples": BySamples(), "batches": ByBatches(batch_size=8)}[dealt]
+    settings = OrderSettings(seed=1, lanes=8, window=0)
+    sources = Sources({"a": np.full(chunks, 8)}, settings)
+    if is_laid:
+        assert dealing.passes(sources, {"a": 8 * chunks * times}).samples_per_pass == 8 * chunks * times
+        return
+    with pytest.raises(
+        ConfigError, match=r"chunks, at most [0-9,]+ can be laid out: 'a' is read .* times\. Give smaller"
+    ):
+        dealing.passes(sources, {"a": 8 * chunks * times})
+
+
+ODD = (5e-324, 1e-300, 1e-20, 1e20, 1e300, 1.7e308, 2**63, 3)
+"""Weights at the ends of what floats are, and whole ones beyond 64 bits."""
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {}, "exact": {"quotas": "exact"}, "batches": {"batches": "one_source"}, "in order": {"shuffle": False},
+    "bytes": {"unit": "bytes"}, "first": {"ends": "first"}, "all": {"ends": "all"},
+    "units": {"quotas": "exact", "fetch_bytes": "1MiB"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other", [1, 5e-324, 1e300])
+def test_any_weights_work_or_are_refused_by_name(sets: dict[str, SampleSet], way: str, other: float) -> None:
+    """Only ratios count; a share too small to come is never drawn."""
+    names = sorted(sets)[:2]
+    of = {name: StreamingDataset(sets[name].url) for name in names}
+    refused: list[str] = []
+    for odd in ODD:
+        try:
+            mixture = Mixture(of, weights=dict(zip(names, (odd, other), strict=True)), **WAYS[way])
+            with DataLoader(mixture, batch_size=8, num_threads=0, epoch_size=64) as loader:
+                next(iter(loader))
+                loader.state_dict()
+        except ConfigError as error:
+            refused.append(str(error))
+    assert way in {"first", "all"} or not refused
+    assert all("weights" in text for text in refused)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_any_weights_are_a_step_of_a_schedule_and_the_share_of_a_mixture_within(
+    sets: dict[str, SampleSet], odd: float
+) -> None:
+    names = sorted(sets)[:2]
+    of = {name: StreamingDataset(sets[name].url) for name in names}
+    steps = Schedule.steps({0: dict(zip(names, (odd, 1), strict=True)), 8: dict(zip(names, (1, odd), strict=True))})
+    inner = Mixture(of, weights=dict(zip(names, (odd, 1), strict=True)))
+    for mixture in (Mixture(of, weights=steps), Mixture({"in": inner, "a": of[names[0]]}, weights={"in": 1, "a": odd})):
+        with DataLoader(mixture, batch_size=8, num_threads=0, epoch_size=64) as loader:
+            assert len([*loader]) == 8

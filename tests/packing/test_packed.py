@@ -299,3 +299,13 @@ def test_what_cannot_be_packed_is_refused_with_the_cure(folder: Path, tmp_path: 
         Packed(StreamingDataset(folder, where="tokens > 64"), 10, overlong="drop")
     with pytest.raises(ConfigError, match="packs cannot be sliced"):
         Packed(dataset, LENGTH)[1:3]
+
+
+def test_rows_are_no_longer_than_their_set(folder: Path) -> None:
+    """Memory of a row is that of its data, or little; rows that are padded to the longest document take no more."""
+    for length in (2**20, 2**15):
+        assert Packed(StreamingDataset(folder), length)
+    assert Packed(StreamingDataset(folder), 2**30, padded=True)
+    for longer in (2**20 + 1, 2**30, Schedule.steps({0: 2**14, 8: 2**28})):
+        with pytest.raises(ConfigError, match=r"expected at most 1,048,576: a row longer than all [0-9,]+ tokens"):
+            Packed(StreamingDataset(folder), longer)

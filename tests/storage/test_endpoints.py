@@ -59,7 +59,7 @@ def test_malformed_endpoints_are_errors_by_name(kind: str, endpoint: str) -> Non
 
 @pytest.mark.parametrize("endpoint", MALFORMED)
 def test_malformed_web_servers_are_errors_by_name(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=MALFORMED[endpoint]):
+    with pytest.raises(ConfigError, match=f"{MALFORMED[endpoint]}|control character"):
         Storage(IMPATIENT).read(f"{endpoint}/x.tar")
 
 
@@ -76,7 +76,7 @@ def test_doctor_says_what_is_wrong_with_an_endpoint(endpoint: str) -> None:
     assert MALFORMED.get(endpoint, "is no name of a host") in json.loads(said.stdout)["store"]["trouble"]
 
 
-@pytest.mark.parametrize("url", ["s3://a b/x", "s3://a\nb/x", "s3://a%zz/x", "s3://\u00e9/x"])
+@pytest.mark.parametrize("url", ["s3://a%zz/x", "s3://\u00e9/x"])
 def test_what_still_panics_is_an_error_of_ours(url: str) -> None:
     options = {**KEYS["s3 by host"][1], **IMPATIENT, "endpoint_url": "http://h.invalid:1"}
     with pytest.raises(StorageError, match="the library obstore failed over it"):

@@ -19,6 +19,12 @@ _LEAST_SECRET = 4
 """Characters of a secret that is looked for outside URLs; shorter ones would hide ordinary words."""
 HTTP_SCHEMES = frozenset({"http", "https"})
 _HOST = re.compile(r"[A-Za-z0-9._~-]+")
+_CONTROL, _BLANK = re.compile(r"[\x00-\x1f\x7f]"), re.compile(r"[\x00-\x20\x7f]")
+_AZURE = dict.fromkeys(("az", "azure", "abfs", "abfss"), "account_key or sas_token")
+_KEYS = {
+    **dict.fromkeys(("s3", "s3a"), "key and secret, or profile"), **dict.fromkeys(("gs", "gcs"), "token"), **_AZURE,
+}  # fmt: skip
+"""Schemes of URLs that name a bucket, and the storage options that hold keys there."""
 
 
 def scheme_of(url: str) -> str:
@@ -31,7 +37,11 @@ def local_path(url: str) -> str:
     """Return the path of a ``file:`` URL (percent-decoded), or the path itself.
 
     ``~`` is the user's home, as in a shell.
+
+    Raises:
+        ConfigError: There is no such path on any machine.
     """
+    as_url(url or ".")
     if not _SCHEME.match(url):
         return os.path.expanduser(url) if url.startswith("~") else url
     rest = url.split(":", 1)[1]
@@ -41,7 +51,7 @@ def local_path(url: str) -> str:
             right = f"file:///{host.rpartition('@')[2]}{slash}{path}"
             raise ConfigError(f"{redact(url)}: a file URL names no host; write {right} or a plain path")
         rest = "/" + path
-    return unquote(rest)
+    return as_url(unquote(rest))
 
 
 def split_query(url: str) -> tuple[str, str]:
@@ -110,7 +120,7 @@ def server_fault(url: str) -> str:
         return "an IPv6 address stands in brackets, as in http://[::1]:9000"
     host, colon, port = re.fullmatch(r"(.*?)(?:(:)([^:\]]*))?", server, re.DOTALL).groups("")  # type: ignore[union-attr]
     if colon and not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
-        return f"port {port[:20]!r} is no number from 1 to 65535"
+        return "its port is no number from 1 to 65535"  # and not shown: it may be a part of a password
     return _host_fault(host)
 
 
@@ -191,10 +201,37 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 
 def as_url(url: str | os.PathLike[str]) -> str:
-    """Return ``url`` as a string; paths are left as they are."""
+    """Return ``url`` as a string; paths are left as they are.
+
+    Raises:
+        ConfigError: It is none, has characters that none has, or names a user where a bucket stands: so what messages
+            show of a bucket is no secret.
+    """
     if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
+    if "\0" in text or (scheme_of(text) in HTTP_SCHEMES and _CONTROL.search(text)):
+        what = "control character" if scheme_of(text) in HTTP_SCHEMES else "character NUL"
+        raise ConfigError(f"{redact(text)!r}: there is a {what} in it, which no such name has; leave it out")
+    for one in text.split("::"):
+        if (scheme := scheme_of(one)) in _KEYS:
+            _check_bucket(one, scheme)
     return text
+
+
+def _check_bucket(url: str, scheme: str) -> None:
+    """Check that a URL names no user before its bucket; Azure's may name ``container@account``.
+
+    Raises:
+        ConfigError: It does; the message shows nothing of the URL, in which a password may have a slash.
+    """
+    bucket = url.partition(":")[2].lstrip("/").partition("/")[0]
+    if _BLANK.search(bucket):
+        raise ConfigError(f"{redact(url)!r}: the bucket's name has a blank or a control character; leave it out")
+    if ":" in bucket or ("@" in bucket and scheme not in _AZURE):
+        raise ConfigError(
+            f"{scheme}://…: a ':' or '@' stands in the bucket's name; no user, key or password is read from this URL. "
+            f"Write {scheme}://bucket/key, and give keys in storage_options ({_KEYS[scheme]}) or the environment"
+        )
 
 
 def looked_for(url: str) -> str:

@@ -326,6 +326,74 @@ def cache_of_a_file(folder: Path) -> Happened:
     return found
 
 
+PASSWORD = "aws_secret_access_key = hunter2"
+
+
+@attack("mixture file", "`exclude`: a file of keys of yours is read, and its lines are shown")
+def keys_file_of_a_file(folder: Path) -> Happened:
+    secrets = folder / "home" / "credentials"
+    secrets.parent.mkdir()
+    secrets.write_text(f"[default]\n{PASSWORD}\n")
+    (folder / "in").mkdir()
+    (folder / "in" / "linked").symlink_to(secrets)
+    for name in (str(secrets), f"file://{secrets}", str(folder / "in" / ".." / "home" / "credentials"),
+                 str(folder / "in" / "linked"), "s3://bucket/credentials"):  # fmt: skip
+        path = described(folder, exclude=name).rename(folder / "in" / "mixture.json")
+        found = refused(lambda path=path: Mixture.from_file(path), f"exclude: {ONLY_DATA}", "it names a file outside")
+    path = described(folder, exclude=str(secrets))
+    with warnings() as told:
+        sizes = Mixture.from_file(path).sizes
+    assert sizes == {"a": 4}
+    assert "2 of 2 keys are in none of the shards" in told[0]
+    assert "hunter2" not in told[0], "a file below the description is read, and not shown"
+    return found
+
+
+@attack("mixture file", "`url` is a file of keys of yours, whose beginning would be shown as the name of a member")
+def keys_as_shard(folder: Path) -> Happened:
+    (folder / "credentials").write_text(f"{PASSWORD}\n" * 40)
+    found = refused(lambda: Mixture.from_file(described(folder, url=str(folder / "credentials"))), "no tar header here")
+    assert "hunter2" not in found.text
+    return found
+
+
+@attack("mixture file", "`repeats`: an epoch of a billion passes is laid out")
+def passes_without_end(folder: Path) -> Happened:
+    ways: tuple[dict[str, Any], ...] = ({}, {"quotas": "exact"}, {"batches": "one_source"})
+    for way in ways:
+        mixture = Mixture.from_file(described(folder, at_mixture=True, repeats={"a": 1e9}, **way))
+        with DataLoader(mixture, batch_size=16, num_threads=0) as loader:
+            found = refused(lambda loader=loader: next(iter(loader)), "chunks, at most 16,777,216 can be laid out")
+    return found
+
+
+@attack("mixture file", "`packed`: rows of a billion tokens, of a set that has a few")
+def rows_without_end(folder: Path) -> Happened:
+    with ShardWriter(f"{folder}/t/%02d.tar", columns={"tokens": lambda _: 32}) as writer:
+        writer.write({"__key__": "k", "tok": bytes(64)})
+    packed = {"length": 2**30, "field": "tok", "dtype": "uint16"}
+    path = described(folder, url=str(folder / "t"), packed=packed)
+    return refused(lambda: Mixture.from_file(path), "a row longer than all 32 tokens of the set together")
+
+
+@attack("mixture file", "weights at the ends of what floats are")
+def odd_weights(folder: Path) -> Happened:
+    path = described(folder, at_mixture=True)
+    source = json.loads(path.read_text())["sources"]["a"]
+    for weights in ((5e-324, 1), (5e-324, 1e308), (1e308, 1), (1e-300, 1e300)):
+        mixed = {"sources": {"a": source, "b": source}, "weights": dict(zip("ab", weights, strict=True))}
+        path.write_text(json.dumps(mixed))
+        with DataLoader(Mixture.from_file(path), batch_size=2, num_threads=0) as loader:
+            next(iter(loader))
+    return Happened(NOTHING)
+
+
+@attack("mixture file", "the character NUL in a path, a line break in a URL")
+def odd_characters(folder: Path) -> Happened:
+    refused(lambda: Mixture.from_file(described(folder, url="http://127.0.0.1:1/a\r\nb.tar")), "control character")
+    return refused(lambda: Mixture.from_file(described(folder, url=f"{folder}/\0x")), "there is a character NUL in it")
+
+
 @attack("mixture file", "`transform`, or a URL `pipe:…`: code")
 def code_of_a_file(folder: Path) -> Happened:
     refused(lambda: Mixture.from_file(described(folder, transform="os.system")), "is code")
