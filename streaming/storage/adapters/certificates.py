@@ -69,7 +69,7 @@ def read_authorities(path: str, name: str) -> bytes:
     try:
         with open(path, "rb") as file:
             data = file.read()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a value error: a path with the character NUL
         raise ConfigError(f"{name}: {error}") from error
     if _BEGINS not in data:
         raise ConfigError(
