@@ -134,6 +134,25 @@ def test_rows_of_map_style_sets_are_those_of_torchs_loader() -> None:
         ours.close()
 
 
+@pytest.mark.parametrize("num_workers", first_here([0, 2], 1))
+@pytest.mark.parametrize("kind", [*MAPS, "keeper", "continuing", "own torch", "torch's, state"])
+def test_a_loader_goes_back_to_the_state_before_its_first_batch(kind: str, num_workers: int) -> None:
+    """The loader that saved it, which has read since, and a new one; taken before and behind ``iter``."""
+    make = (MAPS | ITERABLES)[kind]
+    one = loader(make, num_workers=num_workers, batch_size=5)
+    states = [one.state_dict()]
+    batches = iter(one)
+    states.append(one.state_dict())
+    expected = [rows(batch) for batch in batches]
+    one.load_state_dict(states[0])
+    assert one.state_dict() == states[0], "a state that was loaded is the state"
+    for state in states:
+        for other in (one, loader(make, num_workers=num_workers, batch_size=5)):
+            other.load_state_dict(state)
+            assert [rows(batch) for batch in other] == expected
+            other.close()
+
+
 def test_a_map_style_set_is_told_nothing_but_what_was_saved() -> None:
     """What its owner changes between epochs stays, and nothing is loaded into a set that was not resumed."""
     made = MAPS["counting"]()
