@@ -1,4 +1,4 @@
-"""What torch's loader promises to a program: held here, refused with words, or otherwise, as docs/coming-from/torch.md says.
+"""What torch's loader promises to a program: held, refused with words, or otherwise, as docs/coming-from/torch.md says.
 
 Each promise is a program, which is run with torch's loader and with ours. Promises about random numbers of a set and
 about states are in test_set_states.py, those of ``get_worker_info()`` in test_worker_info.py, lengths that change in
@@ -314,7 +314,9 @@ PROMISES: dict[str, Promise] = {
         batches_of(Where, 3, num_workers=2, collate_fn=as_list)
     ),
     "worker_init_fn may choose cores": Promise(batches_of(Cores, 5, num_workers=1, worker_init_fn=pinned_to_a_core)),
-    "persistent_workers=False of an iterable set": Promise(batches_of(Stream, 4, num_workers=1, persistent_workers=False)),
+    "persistent_workers=False of an iterable set": Promise(
+        batches_of(Stream, 4, num_workers=1, persistent_workers=False)
+    ),
     "a negative num_workers": Promise(error_of(ROWS, num_workers=-1)),
     "a negative timeout": Promise(error_of(ROWS, timeout=-1)),
     "a batch of no samples": Promise(error_of(ROWS, 0)),
@@ -337,7 +339,9 @@ PROMISES: dict[str, Promise] = {
     "a string as a dataset": Promise(batches_of("abc", 2), refused="got the string"),
     "`next` after an error": Promise(behind_an_error, refused="call iter\\(\\) again"),
     # otherwise
-    "the default of `shuffle=`": Promise(bare(batches_of(ROWS, 5)), otherwise="map-style datasets are shuffled by default"),
+    "the default of `shuffle=`": Promise(
+        bare(batches_of(ROWS, 5)), otherwise="map-style datasets are shuffled by default"
+    ),
     "the default of `drop_last=`": Promise(
         bare(batches_of(ROWS, 4, collate_fn=len)), otherwise="is dropped by default"
     ),
