@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import weakref
@@ -144,6 +145,8 @@ class IterableLoop(Loop):
         self._handed: tuple[Cursor, ...] = ()  # on to the next pass
         self._goes_on = False  # the dataset has read here before, and no state was loaded since
         self._was_here: bytes | None = None  # its state in this process as the latest pass began
+        self._as_made: Cursor | None = None  # where the dataset stood before this process read it
+        self._goes_back = False  # a state was loaded that holds nothing of the dataset, which has read here
         self.has_read = False
         in_children(self, IterableLoop._leave_behind)
         self._warn()
@@ -173,10 +176,18 @@ class IterableLoop(Loop):
         if place.samples_seen == 0 and not self.is_counted:
             cursors = cursors or self._handed  # a new seed drops what the place knew
             cursors = self._unless_changed(_beginning(cursors, place.epoch))
+        if self._goes_back and not cursors and self._as_made is not None:
+            cursors = (replace(self._as_made, pass_number=place.epoch),)
+        self._goes_back = False
+        if not self._num_workers and self._as_made is None:
+            state = copy.deepcopy(self.dataset.state_dict()) if has_state(self.dataset) else None
+            self._as_made = Cursor(worker=0, pass_number=0, state=state)
         return _IterableRun(self, self._open(place.epoch, cursors, goes_on=goes_on))
 
     @override
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
+        if self._as_made is not None and run.cursors:  # generators show only when they are drawn from
+            self._as_made = replace(self._as_made, first=run.cursors[0].first)
         if self.is_counted:
             return replace(super().after_batch(place, run), detail=run.cursors)
         self._handed = run.cursors if run.is_last else ()
@@ -216,6 +227,7 @@ class IterableLoop(Loop):
         elif cursors:
             cursors = self._handed_on(state)
         self._goes_on, self._was_here = False, None
+        self._goes_back = not cursors
         self._handed = () if state.is_mid_pass else cursors
         self.order = state.order
         self.go_to(Place.of(state, cursors), state.next_seed)

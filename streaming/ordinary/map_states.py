@@ -61,6 +61,7 @@ class StatesOfCopies:
         self._dataset, self._num_workers = dataset, num_workers
         self.line: tuple[Cursor, ...] = ()
         self._due: tuple[Cursor, ...] = ()
+        self._begun: tuple[Cursor, ...] = ()
         self._has_run = False
 
     @property
@@ -86,7 +87,12 @@ class StatesOfCopies:
         elif self._num_workers or loaded:  # without workers nothing is read ahead: the dataset is where it should be
             self.line = line or (self._made() if self._has_run else ())
             self._due = self.line
+        self._begun = self.line or self._here()
         self._has_run = True
+
+    def before_first_batch(self, *, running: bool) -> tuple[Cursor, ...]:
+        """Return the states from which the first batch of a run is read; none of worker processes that did not say."""
+        return self._begun if running else self._here()
 
     def bring(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """Yield the indices of batches; the first ones with the states from which they are read."""
@@ -103,6 +109,12 @@ class StatesOfCopies:
         """Return states of copies that have read nothing, in processes; here there is only the one that reads."""
         state = copy.deepcopy(self._dataset.state_dict()) if self._num_workers else None
         return tuple(Cursor(worker=number, pass_number=0, state=state) for number in range(self.num_copies))
+
+    def _here(self) -> tuple[Cursor, ...]:
+        """Return the state of the dataset, if this process reads it."""
+        if self._num_workers:
+            return ()
+        return (Cursor(worker=0, pass_number=0, state=copy.deepcopy(self._dataset.state_dict())),)
 
 
 class BringsStates:

@@ -146,7 +146,8 @@ class MapLoop(Loop):
             is_beginning = place.samples_seen == 0
             if is_beginning:
                 line = tuple(sorted(line, key=lambda cursor: cursor.worker))
-            self.states.begin(line, as_made=is_beginning and not keeps)
+            are_new = self.config.num_workers > 0 and self._loader is None and not line
+            self.states.begin(line, as_made=is_beginning and (not keeps or are_new))
         self._rows.plan = plan = self.sampler.plan(place)
         return _MapRun(self, plan, self._retry.follow(self._open()))
 
@@ -159,8 +160,11 @@ class MapLoop(Loop):
     def state_at(self, place: Place) -> LoaderState:
         """See ``Loop``; of this rank only, if the dataset has a state of its own."""
         state = self.sampler.state_at(place)
+        if self.states is None:
+            return state
+        line = place.detail or self.states.before_first_batch(running=self.running is not None)
         mesh = self.config.mesh
-        return MapState.of(state, place.detail or (), mesh.data_rank, mesh.data_world_size) if place.detail else state
+        return MapState.of(state, line, mesh.data_rank, mesh.data_world_size) if line else state
 
     def load(self, state: LoaderState) -> None:
         """Continue from ``state``.
@@ -173,6 +177,9 @@ class MapLoop(Loop):
             self.stop()
         self.samples_per_epoch = self.sampler.epoch_samples
         if self.states is not None:
+            if not line:  # copies that have read are not as they were made
+                self.stop()
+                self._drop_workers()
             self.states.load(line)
 
     def _own_states(self, state: LoaderState) -> tuple[Cursor, ...]:

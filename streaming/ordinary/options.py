@@ -133,8 +133,9 @@ class OrdinaryDataset:
                     f"{name}: OrdinaryDataset(…, {name}={chosen[name]!r}) and DataLoader(…, {name}={value!r}) "
                     "contradict each other; give one of them"
                 )
+        says_what_holds = {"shuffle"} if building["shape"].epoch_size is not None else {"shuffle", "persistent_workers"}
         for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
-            if name in chosen and not (name == "shuffle" and chosen[name] is False):
+            if name in chosen and not (name in says_what_holds and chosen[name] is False):
                 raise ConfigError(f"{name}: {why}")
         replicas.check_plain(dispatch=self.sharding == "dispatch")
         building["jagged"] = checked_jagged(building.get("jagged"), building.get("collate_fn"))

@@ -301,5 +301,18 @@ class Noisy(Map):
         self.generator.set_state(state["generator"])
 
 
-MAPS: dict[str, Callable[[], Any]] = {"map": Map, "counting": Counting, "noisy": Noisy}
+class OfProcess(Map):
+    """Draws from torch's generator of the process, whose state it saves."""
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * int(torch.randint(10**6, ())) + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        torch.set_rng_state(state["generator"])
+
+
+MAPS: dict[str, Callable[[], Any]] = {"map": Map, "counting": Counting, "noisy": Noisy, "of the process": OfProcess}
 """By kind: a function that makes one."""
