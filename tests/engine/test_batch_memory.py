@@ -218,6 +218,7 @@ def noted(
 
 
 HANDS = [{"num_threads": 1}, {"num_workers": 2, "num_threads": 0}, {"num_workers": 2}]
+"""With ``prefetch_factor=1`` these build one, two and two batches ahead."""
 
 
 @pytest.mark.parametrize("hands", HANDS, ids=str)
@@ -239,11 +240,13 @@ def test_batches_use_memory_again_and_kept_ones_stay(
     kept = dict[int, torch.Tensor]()
     with DataLoader(dataset, 4, prefetch_factor=1, **hands, **options) as loader:
         for number, batch in enumerate(loader):
+            ahead = min(hands.get("num_workers", 1), 63 - number)
+            until(lambda ahead=ahead: loader.metrics()["built_ahead"] >= ahead, "as many are built ahead as may be")
             values = batch["npy"].values if "jagged" in options else batch["npy"]
             if number % 16 == 3:
                 kept[number] = values
             del batch, values
-        assert 0 < len(made) < 32, "for 64 batches: first some built here, then some in slots"
+        assert 0 < len(made) < 12, "for 64 batches: four are kept, and some are built here before they are in slots"
         for number, values in kept.items():
             numbers = values.reshape(4, -1).unique(dim=1).flatten().tolist()
             assert numbers == list(range(4 * number, 4 * number + 4))

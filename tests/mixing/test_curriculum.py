@@ -480,7 +480,7 @@ def test_the_log_says_when_the_pool_grows(data: StreamingDataset, caplog: pytest
         (lambda d: Curriculum(d, "tokens", STEPS, by="rank"), "expected one of percentile, value, got 'rank'"),
         (lambda d: Curriculum(d, "tokens", STEPS, buckets=0), "expected 1 to 1024"),
         (lambda d: Curriculum(d, "tokens", STEPS, buckets=True), "expected how many, or a list of borders"),
-        (lambda d: Curriculum(d, "tokens", STEPS, buckets=np.array(0.5)), "expected how many, or a list of borders"),
+        (lambda d: Curriculum(d, "tokens", STEPS, buckets=np.array(0.5)), "got a ndarray of shape (); write 0.5"),
         (lambda d: Curriculum(d, "tokens", STEPS, buckets=b"ab"), "expected how many, or a list of borders"),
         (lambda d: Curriculum(d, "tokens", STEPS, buckets={}), "the keys of metric=, tokens, got the keys none"),
         (lambda d: Curriculum(d, "tokens", STEPS, buckets=[0.5, 0.5]), "expected ascending borders"),
