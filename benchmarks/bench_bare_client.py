@@ -17,9 +17,9 @@ import common
 from obstore.store import S3Store
 
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.memory.chunk_store import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
-from streaming.fetch.read import FetchRange
-from streaming.loops.epoch_loop import FETCH_THREADS
+from streaming.run.engine.memory.chunk_store import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
+from streaming.run.loops.epoch_loop import FETCH_THREADS
+from streaming.shards.fetch.read import FetchRange
 
 BATCH_SIZE = 64
 

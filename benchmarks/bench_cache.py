@@ -21,12 +21,12 @@ import common
 import crc32c
 import numpy as np
 
-from streaming.cache import NodeCache
-from streaming.cache.entry import HEADER_BYTES, file_bytes
-from streaming.cache.key import EntryKey
-from streaming.cache.paths import CachePaths
-from streaming.cache.space import Space
-from streaming.counters import Metrics
+from streaming.common.counters import Metrics
+from streaming.shards.cache import NodeCache
+from streaming.shards.cache.entry import HEADER_BYTES, file_bytes
+from streaming.shards.cache.key import EntryKey
+from streaming.shards.cache.paths import CachePaths
+from streaming.shards.cache.space import Space
 from streaming.storage import Checked
 
 CHUNK_BYTES = 8 << 20

@@ -28,7 +28,7 @@ import common
 import numpy as np
 from PIL import Image
 
-from shard_tools.convert import ConvertOptions, ImageOptions, convert
+from shard_tools.make.convert import ConvertOptions, ImageOptions, convert
 
 
 def make(folder: str, num_images: int, kilobytes: int) -> None:

@@ -21,10 +21,10 @@ from bench_decode import photographs, saved
 from PIL import Image
 
 from streaming import decode
-from streaming.batches import columns
-from streaming.batches.build import BatchBuilder, Part, Recipe
-from streaming.batches.rows import FieldRange, Rows
-from streaming.decode import images
+from streaming.build.batches import columns
+from streaming.build.batches.build import BatchBuilder, Part, Recipe
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import images
 
 SIZE = (224, 224)
 PARTS = 60

@@ -29,7 +29,7 @@ import numpy as np
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
-from streaming.index.chunk_table import ChunkTable, ShardInfo
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 
 SIZES, WORLDS = (10**3, 10**5, 10**7), (1, 8, 64)
 SHARD_SAMPLES, RECORD_BYTES = 10_000, 100

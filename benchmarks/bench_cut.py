@@ -2,8 +2,8 @@
 
 Then 64 images of 68 KB, where the C library gives freed memory back to the system, and where it keeps it.
 
-Run: ``python benchmarks/bench_cut.py``. Behind ``_GATHER_BYTES`` of ``streaming.batches.columns`` and
-``streaming.engine.memory.arena``.
+Run: ``python benchmarks/bench_cut.py``. Behind ``_GATHER_BYTES`` of ``streaming.build.batches.columns`` and
+``streaming.run.engine.memory.arena``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 import common
 import numpy as np
 
-from streaming.batches.columns import cut_in_place, gathered_bytes
-from streaming.batches.rows import FieldRange
-from streaming.engine.memory.arena import keep_freed_memory
+from streaming.build.batches.columns import cut_in_place, gathered_bytes
+from streaming.build.batches.rows import FieldRange
+from streaming.run.engine.memory.arena import keep_freed_memory
 
 ARENA_BYTES, PITCH_BYTES, ROWS, BATCH = 256 << 20, 8 << 10, 25_600, 256
 IMAGES, IMAGE_BATCH, IMAGE_BYTES = 3_840, 64, 68_000

@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 
 from streaming import decode
-from streaming.batches.collate import default_collate
-from streaming.decode import images
+from streaming.build.batches.collate import default_collate
+from streaming.build.decode import images
 
 DEFAULT_LINEAR_UP_TO = images.LINEAR_UP_TO
 

@@ -35,16 +35,16 @@ from tokenizers import Tokenizer
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
-from shard_tools.convert import ConvertOptions, ImageOptions, convert
-from shard_tools.diff import compare, spill
-from shard_tools.plan.report import PlanOptions, plan_table
+from shard_tools.look.diff import compare, spill
+from shard_tools.look.plan.report import PlanOptions, plan_table
+from shard_tools.make.convert import ConvertOptions, ImageOptions, convert
 from streaming import Curriculum, DataLoader, Mixture, Schedule, StreamingDataset
-from streaming.batches.draw_watch import DrawGuard
-from streaming.batches.draws import BatchDraws, OwnGenerator
-from streaming.packing.fit import pack
-from streaming.packing.layout import PackRows
-from streaming.packing.rules import PackRules
-from streaming.packing.shorter import shorter
+from streaming.build.batches.draw_watch import DrawGuard
+from streaming.build.batches.draws import BatchDraws, OwnGenerator
+from streaming.order.packing.fit import pack
+from streaming.order.packing.layout import PackRows
+from streaming.order.packing.rules import PackRules
+from streaming.order.packing.shorter import shorter
 from streaming.storage import Storage
 
 ROWS = 5_000

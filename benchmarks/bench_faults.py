@@ -21,7 +21,7 @@ from unittest import mock
 
 import common
 
-import streaming.fetch.read
+import streaming.shards.fetch.read
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 
 BATCH_SIZE = 256
@@ -117,7 +117,7 @@ def main() -> None:
             proxy.communicate()
 
         def unchecked() -> int:
-            with mock.patch.object(streaming.fetch.read._Read, "_differing", return_value=None):
+            with mock.patch.object(streaming.shards.fetch.read._Read, "_differing", return_value=None):
                 return epochs(url, options)
 
         rates = cpu_turns({"checksums off": unchecked, "checksums on": lambda: epochs(url, options)}, 2 * args.rounds)

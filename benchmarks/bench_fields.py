@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from common import arguments, machine, made_once, s3_copy, show, take_turns, write_shards
 
-import streaming.catalog.source as source_module
+import streaming.shards.catalog.source as source_module
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
 from streaming.storage import Storage

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from streaming.batches.build import BadSample, Part, Recipe
-from streaming.batches.rows import Rows
-from streaming.counters import Metrics
-from streaming.decode import resolve_decoders
-from streaming.engine.builders import Crew
-from streaming.engine.unindexed.gather import pack_samples
-from streaming.engine.unindexed.samples import RawSample
+from streaming.build.batches.build import BadSample, Part, Recipe
+from streaming.build.batches.rows import Rows
+from streaming.build.decode import resolve_decoders
+from streaming.common.counters import Metrics
+from streaming.run.engine.builders import Crew
+from streaming.run.engine.unindexed.gather import pack_samples
+from streaming.run.engine.unindexed.samples import RawSample
 
 
 def sized(sample: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bench_decode import photographs
 from PIL import Image
 
 from streaming import DataLoader, StreamingDataset
-from streaming.decode import resolve_decoders
+from streaming.build.decode import resolve_decoders
 
 SIDE, NUM_BYTES, SIZE, BATCH_SIZE, PER_SHARD = 400, 68_000, 224, 64, 1_250
 MODE = f"rgb8:{SIZE}x{SIZE}"

@@ -29,9 +29,9 @@ from bench_bare_client import ranges_in_order
 from obstore.store import S3Store
 
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.memory.arena import Arena
-from streaming.fetch.read import FetchRange, fetch_unit
-from streaming.loops.epoch_loop import FETCH_THREADS
+from streaming.run.engine.memory.arena import Arena
+from streaming.run.loops.epoch_loop import FETCH_THREADS
+from streaming.shards.fetch.read import FetchRange, fetch_unit
 from streaming.storage import Storage, local_path
 
 SAMPLE_BYTES = 400_000

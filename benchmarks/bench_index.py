@@ -15,10 +15,10 @@ from collections.abc import Callable
 import numpy as np
 from crc32c import crc32c
 
-from streaming.catalog.build import index_shards
-from streaming.catalog.scan import scan_shard
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.scan import scan_shard
+from streaming.shards.tar import parse_chunk
 from streaming.storage import Storage
-from streaming.tar import parse_chunk
 
 READ_BYTES = 16 << 20
 

@@ -25,11 +25,11 @@ import numpy as np
 
 from shard_tools import ShardWriter
 from streaming import Balanced, DataLoader, Mixture, ShuffleConfig, StreamingDataset
-from streaming.mixing.forecast import drawn_before
-from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import Sources, Weights
-from streaming.plan.order import OrderSettings
-from streaming.plan.plan import Plan
+from streaming.order.mixing.forecast import drawn_before
+from streaming.order.mixing.lanes import MixedLanes
+from streaming.order.mixing.passes import Sources, Weights
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.plan import Plan
 
 SOURCES = {"web": 800, "code": 300, "math": 150}
 EQUAL = {"left": 512, "right": 512}

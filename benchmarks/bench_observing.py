@@ -38,7 +38,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 import streaming.metrics
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.metrics.server import told
+from streaming.watch.metrics.server import told
 
 
 def write_tokens(folder: str) -> None:

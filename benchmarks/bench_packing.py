@@ -42,9 +42,9 @@ import torch.multiprocessing
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Packed, StreamingDataset
-from streaming.packing.balance import exchange, idle, order_local, pack_costs
-from streaming.packing.fit import Fit, fit, other_company, pack
-from streaming.packing.rules import PackRules, Packs, cut
+from streaming.order.packing.balance import exchange, idle, order_local, pack_costs
+from streaming.order.packing.fit import Fit, fit, other_company, pack
+from streaming.order.packing.rules import PackRules, Packs, cut
 
 RANKS, MICROBATCHES = 32, 8
 CHUNK = 16  # documents

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 from bench_where import CHUNK_ROWS, SHARD_ROWS, write_index
 
-from shard_tools.plan.keys import keys_at, places_by_order
+from shard_tools.look.plan.keys import keys_at, places_by_order
 from streaming import StreamingDataset
-from streaming.plan.order import OrderSettings, default_lanes, default_window
-from streaming.plan.plan import Plan
+from streaming.order.plan.order import OrderSettings, default_lanes, default_window
+from streaming.order.plan.plan import Plan
 
 
 def main() -> None:

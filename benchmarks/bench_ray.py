@@ -1,4 +1,4 @@
-"""Through Ray's object store: torch tensors as Ray pickles them, and packed as arrays (``streaming.remote.wire``).
+"""Through Ray's object store: torch tensors as Ray pickles them, or packed as arrays (``others/remote/wire.py``).
 
 Prints seconds for one batch of 100 MiB: putting it, and getting it into memory of the process.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import torch
 
-from streaming.remote.wire import pack, unpack
+from streaming.others.remote.wire import pack, unpack
 
 _REPEATS = 5
 

@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from infra import DeviceMesh
-from shard_tools.plan.report import PlanOptions, plan_table
-from streaming.index.chunk_table import ChunkTable, ShardInfo
+from shard_tools.look.plan.report import PlanOptions, plan_table
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 
 CHUNK_BYTES = 8 << 20
 CHUNKS_PER_SHARD = 1000

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import common
 import numpy as np
 
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.index.selection import Everything, Filtered, Kept, SampleGroups, Selection
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
+from streaming.shards.index.selection import Everything, Filtered, Kept, SampleGroups, Selection
 
 PER_SHARD, SAMPLES, CHUNK_BYTES, BLOCK = 100, 100, 4 << 20, 4096
 

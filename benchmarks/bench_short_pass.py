@@ -26,7 +26,7 @@ TURN = """
 import json, resource, sys, time
 import torch
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.workers.fork_server import SHARED
+from streaming.run.engine.workers.fork_server import SHARED
 
 def cpu_s():
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

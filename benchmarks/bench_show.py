@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from shard_tools import ShardWriter  # noqa: E402
-from streaming.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
-from streaming.index.layout import chunks_path, samples_path  # noqa: E402
-from streaming.index.sample_table import SampleTable  # noqa: E402
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
+from streaming.shards.index.layout import chunks_path, samples_path  # noqa: E402
+from streaming.shards.index.sample_table import SampleTable  # noqa: E402
 from streaming.storage import Storage  # noqa: E402
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name  # noqa: E402
 from tests.support.servers.show_pages import Shown  # noqa: E402
@@ -36,8 +36,8 @@ from tests.support.servers.show_pages import Shown  # noqa: E402
 OPENED = """
 import json, time
 begun = time.perf_counter(), time.process_time()
-from shard_tools.show.base.subject import open_subject
-import streaming.datasets.mixture
+from shard_tools.look.show.base.subject import open_subject
+import streaming.sets.datasets.mixture
 ready = time.perf_counter(), time.process_time()
 open_subject((sys.argv[1],)).sets[""].total
 done = time.perf_counter(), time.process_time()

@@ -17,8 +17,8 @@ import pyarrow as pa
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.stats.run import StatsOptions, stats
-from shard_tools.stats.totals import ColumnTotals, FieldTotals, Totals
+from shard_tools.look.stats.run import StatsOptions, stats
+from shard_tools.look.stats.totals import ColumnTotals, FieldTotals, Totals
 from streaming.storage import Storage
 
 

@@ -24,12 +24,12 @@ from common import arguments
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from shard_tools.plan.sources import open_planned, sets_of  # noqa: E402
-from shard_tools.show.base.page import Query  # noqa: E402
-from shard_tools.show.order.asked import asked_of  # noqa: E402
-from shard_tools.show.order.runs import ShownRuns  # noqa: E402
-from streaming.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
-from streaming.index.sample_table import SampleTable  # noqa: E402
+from shard_tools.look.plan.sources import open_planned, sets_of  # noqa: E402
+from shard_tools.look.show.base.page import Query  # noqa: E402
+from shard_tools.look.show.order.asked import asked_of  # noqa: E402
+from shard_tools.look.show.order.runs import ShownRuns  # noqa: E402
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
+from streaming.shards.index.sample_table import SampleTable  # noqa: E402
 from streaming.storage import Storage  # noqa: E402
 from tests.support.servers.on_loopback import MiniS3Server, MotoServer, fresh_name  # noqa: E402
 

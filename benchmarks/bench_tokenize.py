@@ -31,9 +31,9 @@ from pathlib import Path
 import common
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shard_tools.tokens import TokenizeOptions, tokenize
-from shard_tools.tokens.encode import open_processes
-from streaming.platforms import num_cores
+from shard_tools.make.tokens import TokenizeOptions, tokenize
+from shard_tools.make.tokens.encode import open_processes
+from streaming.common.platforms import num_cores
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers"))
 from processes import cpu_s

@@ -27,8 +27,8 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import record_function
 
 from streaming import DataLoader, StreamingDataset
-from streaming.counters import Metrics, Observer
-from streaming.tracing.ranges import ProfilerRanges
+from streaming.common.counters import Metrics, Observer
+from streaming.watch.tracing.ranges import ProfilerRanges
 
 TOKENS, RECORDS = 40_000, 200_000
 

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
-from streaming.batches.rows import FieldRange, Rows
-from streaming.decode import resolve_decoders
-from streaming.engine.memory.arena import Arena
-from streaming.engine.workers.pool import WorkerPool
-from streaming.engine.workers.ring import BatchRing
+from streaming.build.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import resolve_decoders
+from streaming.run.engine.memory.arena import Arena
+from streaming.run.engine.workers.pool import WorkerPool
+from streaming.run.engine.workers.ring import BatchRing
 
 SHAPE = (3, 224, 224)
 SAMPLE_BYTES = 3 * 224 * 224

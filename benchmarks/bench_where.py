@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.columns.join import JoinOptions, join_column
-from shard_tools.columns.target import ColumnTarget
-from streaming.catalog.open import OpenShards
-from streaming.filters.select import Filter, select
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.index.sample_table import SampleTable
-from streaming.index.where import parse_where
+from shard_tools.change.columns.join import JoinOptions, join_column
+from shard_tools.change.columns.target import ColumnTarget
+from streaming.sets.filters.select import Filter, select
+from streaming.shards.catalog.open import OpenShards
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.index.where import parse_where
 from streaming.storage import Storage
 
 SHARD_ROWS = 100_000

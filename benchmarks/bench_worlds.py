@@ -21,10 +21,10 @@ import common
 import numpy as np
 
 from infra import DeviceMesh
-from shard_tools.plan.report import PlanOptions, plan_opened
+from shard_tools.look.plan.report import PlanOptions, plan_opened
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.plan.plan import Plan
+from streaming.order.plan.plan import Plan
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 
 CHUNK_SAMPLES, SAMPLE_BYTES = 10_000, 1 << 10
 BATCH = 256

@@ -67,7 +67,7 @@ SEARCH = """
 import sys, time
 import numpy as np
 from bench_where import CHUNK_ROWS, CONDITIONS, SHARD_ROWS
-from shard_tools.plan.keys import keys_at
+from shard_tools.look.plan.keys import keys_at
 from streaming import StreamingDataset
 
 folder, name = f"{sys.argv[1]}/index", sys.argv[2]

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.export.run import export
+from shard_tools.change.export.run import export
 
 TORCH = "torch==2.13.0"
 PROGRAMS = {

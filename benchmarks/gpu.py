@@ -36,7 +36,7 @@ from torch.nn import functional
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
-from streaming.decode import resolve_decoders
+from streaming.build.decode import resolve_decoders
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDE, NUM_BYTES, SIZE, BATCH_SIZE, CLASSES = 400, 68_000, 224, 256, 1_000

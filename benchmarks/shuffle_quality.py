@@ -30,7 +30,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from streaming.plan.order import EpochOrder, OrderSettings, default_lanes
+from streaming.order.plan.order import EpochOrder, OrderSettings, default_lanes
 
 Order = npt.NDArray[np.int64]  # storage place of the sample at each global position
 RANKS, WORKERS, BATCH = 8, 4, 32

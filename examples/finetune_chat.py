@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from tiny_gpt import GPT, train_step
 
 from infra import DeviceMesh
-from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
+from shard_tools.make.tokens import TokenizeOptions, TokenizeReport, tokenize
 from streaming import DataLoader, Packed, StreamingDataset
 
 LENGTH, BATCH, NUM_CHATS = 128, 8, 300

@@ -25,7 +25,7 @@ from tiny_gpt import GPT, train_step
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from infra import DeviceMesh
-from shard_tools.tokens import TokenizeOptions, tokenize
+from shard_tools.make.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
 
 LENGTH, BATCH, VOCAB_SIZE, SAVE_EVERY = 128, 8, 512, 8

@@ -25,19 +25,19 @@ except ModuleNotFoundError as _error:
         "`python -m package.script`"
     ) from _error
 
-from streaming.elsewhere.names import no_attribute as _no_attribute
+from streaming.common.elsewhere.names import no_attribute as _no_attribute
 
 if TYPE_CHECKING:
-    from shard_tools.columns.chosen import select
-    from shard_tools.functions.inputs import lines
-    from shard_tools.functions.run import optimize
-    from shard_tools.write.writer import ShardWriter
+    from shard_tools.change.columns.chosen import select
+    from shard_tools.change.functions.inputs import lines
+    from shard_tools.change.functions.run import optimize
+    from shard_tools.make.write.writer import ShardWriter
 
 _HOMES = {
-    "ShardWriter": "shard_tools.write.writer",
-    "lines": "shard_tools.functions.inputs",
-    "optimize": "shard_tools.functions.run",
-    "select": "shard_tools.columns.chosen",
+    "ShardWriter": "shard_tools.make.write.writer",
+    "lines": "shard_tools.change.functions.inputs",
+    "optimize": "shard_tools.change.functions.run",
+    "select": "shard_tools.change.columns.chosen",
 }
 
 __all__ = ["ShardWriter", "lines", "optimize", "select"]

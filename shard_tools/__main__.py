@@ -12,7 +12,7 @@ def main() -> None:
         from shard_tools.cli import cli  # noqa: PLC0415  (starts faster when only the entry point is imported)
         from shard_tools.terminal.render import VisibleLines  # noqa: PLC0415
     except (ImportError, AttributeError, OSError, RuntimeError) as error:  # what broken packages raise
-        from shard_tools.doctor.packages import why_not_started  # noqa: PLC0415
+        from shard_tools.look.doctor.packages import why_not_started  # noqa: PLC0415
 
         said = why_not_started(error)
         if not said:

@@ -12,9 +12,16 @@ from typing import Any
 
 import click
 
-from shard_tools.check.recheck import RecheckReport, recheck
-from shard_tools.check.verify import VerifyReport, verify
-from shard_tools.columns.lift import lift_all
+from shard_tools.change.check.recheck import RecheckReport, recheck
+from shard_tools.change.check.verify import VerifyReport, verify
+from shard_tools.change.columns.lift import lift_all
+from shard_tools.change.sets.bad_list import load_bad_list, records_of
+from shard_tools.change.sets.copy import copy
+from shard_tools.change.sets.inspect import cat_field, describe_sample, info, list_samples
+from shard_tools.change.sets.reindex import index
+from shard_tools.change.sets.repair import repair
+from shard_tools.change.sets.rewrite.field_changes import FieldChanges
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.commands.bench import bench_command, trace_group
 from shard_tools.commands.clean import clean_command
 from shard_tools.commands.column import column_group, show_added, view_group
@@ -26,16 +33,10 @@ from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
 from shard_tools.commands.stats import stats_command
 from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
-from shard_tools.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
+from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
+from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
-from shard_tools.sets.bad_list import load_bad_list, records_of
-from shard_tools.sets.copy import copy
-from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.sets.reindex import index
-from shard_tools.sets.repair import repair
-from shard_tools.sets.rewrite.field_changes import FieldChanges
-from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.terminal import render
 from shard_tools.terminal.config_file import load_config
 from shard_tools.terminal.options import (
@@ -64,10 +65,9 @@ from shard_tools.terminal.options import (
     writing_options,
 )
 from shard_tools.terminal.verbs import ToolGroup, emit, finish
-from shard_tools.write.writer import DEFAULT_MAX_BYTES
 from streaming.errors import shell_word
+from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.storage import Storage
-from streaming.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
 
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")

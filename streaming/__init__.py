@@ -28,59 +28,59 @@ except ImportError as _error:
         "script from elsewhere as `python -m package.script`"
     ) from _error
 
-from streaming.elsewhere.names import NamesElsewhere as _NamesElsewhere
-from streaming.elsewhere.names import no_attribute as _no_attribute
+from streaming.common.elsewhere.names import NamesElsewhere as _NamesElsewhere
+from streaming.common.elsewhere.names import no_attribute as _no_attribute
 from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
 
 if TYPE_CHECKING:
-    from streaming.batches.jagged import Jagged
-    from streaming.batches.portion import StageFields
-    from streaming.batches.sequence import SequenceSlice
-    from streaming.datasets.balanced import Balanced
-    from streaming.datasets.curriculum import Curriculum
-    from streaming.datasets.dataset import StreamingDataset
-    from streaming.datasets.mixture import Mixture
-    from streaming.datasets.packed import Packed
-    from streaming.datasets.table_file import TableDataset
-    from streaming.decode.sound import Sound
-    from streaming.decode.video import Video
-    from streaming.device.prefetcher import DevicePrefetcher
+    from streaming.build.batches.jagged import Jagged
+    from streaming.build.batches.portion import StageFields
+    from streaming.build.batches.sequence import SequenceSlice
+    from streaming.build.decode.sound import Sound
+    from streaming.build.decode.video import Video
     from streaming.loader import DataLoader
     from streaming.mesh_fetcher import DeviceMeshFetcher
-    from streaming.ordinary.mesh_sampler import DeviceMeshSampler
-    from streaming.ordinary.options import OrdinaryDataset
-    from streaming.ordinary.retry import RetrySampler
-    from streaming.plan.schedule import Schedule
-    from streaming.plan.settings import ShuffleConfig
-    from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
-    from streaming.replicas.options import Broadcast
+    from streaming.order.plan.schedule import Schedule
+    from streaming.order.plan.settings import ShuffleConfig
+    from streaming.others.ordinary.mesh_sampler import DeviceMeshSampler
+    from streaming.others.ordinary.options import OrdinaryDataset
+    from streaming.others.ordinary.retry import RetrySampler
+    from streaming.others.remote import BatchHandle, RemoteBatch, RemoteGroup
+    from streaming.run.device.prefetcher import DevicePrefetcher
+    from streaming.run.replicas.options import Broadcast
+    from streaming.sets.datasets.balanced import Balanced
+    from streaming.sets.datasets.curriculum import Curriculum
+    from streaming.sets.datasets.dataset import StreamingDataset
+    from streaming.sets.datasets.mixture import Mixture
+    from streaming.sets.datasets.packed import Packed
+    from streaming.sets.datasets.table_file import TableDataset
     from streaming.torch_view import TorchIterable
 
 _HOMES = {
-    "Balanced": "streaming.datasets.balanced",
-    "BatchHandle": "streaming.remote",
-    "Broadcast": "streaming.replicas.options",
-    "Curriculum": "streaming.datasets.curriculum",
+    "Balanced": "streaming.sets.datasets.balanced",
+    "BatchHandle": "streaming.others.remote",
+    "Broadcast": "streaming.run.replicas.options",
+    "Curriculum": "streaming.sets.datasets.curriculum",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.mesh_fetcher",
-    "DeviceMeshSampler": "streaming.ordinary.mesh_sampler",
-    "DevicePrefetcher": "streaming.device.prefetcher",
-    "Jagged": "streaming.batches.jagged",
-    "Mixture": "streaming.datasets.mixture",
-    "OrdinaryDataset": "streaming.ordinary.options",
-    "Packed": "streaming.datasets.packed",
-    "RemoteBatch": "streaming.remote",
-    "RemoteGroup": "streaming.remote",
-    "RetrySampler": "streaming.ordinary.retry",
-    "Schedule": "streaming.plan.schedule",
-    "SequenceSlice": "streaming.batches.sequence",
-    "ShuffleConfig": "streaming.plan.settings",
-    "Sound": "streaming.decode.sound",
-    "StageFields": "streaming.batches.portion",
-    "StreamingDataset": "streaming.datasets.dataset",
-    "TableDataset": "streaming.datasets.table_file",
+    "DeviceMeshSampler": "streaming.others.ordinary.mesh_sampler",
+    "DevicePrefetcher": "streaming.run.device.prefetcher",
+    "Jagged": "streaming.build.batches.jagged",
+    "Mixture": "streaming.sets.datasets.mixture",
+    "OrdinaryDataset": "streaming.others.ordinary.options",
+    "Packed": "streaming.sets.datasets.packed",
+    "RemoteBatch": "streaming.others.remote",
+    "RemoteGroup": "streaming.others.remote",
+    "RetrySampler": "streaming.others.ordinary.retry",
+    "Schedule": "streaming.order.plan.schedule",
+    "SequenceSlice": "streaming.build.batches.sequence",
+    "ShuffleConfig": "streaming.order.plan.settings",
+    "Sound": "streaming.build.decode.sound",
+    "StageFields": "streaming.build.batches.portion",
+    "StreamingDataset": "streaming.sets.datasets.dataset",
+    "TableDataset": "streaming.sets.datasets.table_file",
     "TorchIterable": "streaming.torch_view",
-    "Video": "streaming.decode.video",
+    "Video": "streaming.build.decode.video",
 }
 
 __all__ = [

@@ -65,7 +65,7 @@ _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000
 SEVERAL = re.compile(r"[{}]|::")
-"""What stands for several URLs, where commands take one (``streaming.catalog.urls``)."""
+"""What stands for several URLs, where commands take one (``streaming.shards.catalog.urls``)."""
 _AFTER_URL = ".,:;)]"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _SHOWN = 10

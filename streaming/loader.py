@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from infra import DeviceMesh, as_device_mesh
-from streaming.arguments import check_worker_init_fn, checked_count, checks_names, seconds_or_none
-from streaming.batches.jagged import Form
-from streaming.batches.portion import StageFields
-from streaming.batches.sequence import SequenceSlice
-from streaming.datasets.face import DataSet
-from streaming.device.copiers import page_locked
-from streaming.epochs.watch import STALL_REPORT_S
+from streaming.build.batches.jagged import Form
+from streaming.build.batches.portion import StageFields
+from streaming.build.batches.sequence import SequenceSlice
+from streaming.common.arguments import check_worker_init_fn, checked_count, checks_names, seconds_or_none
+from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.errors import ConfigError
-from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.loops.descriptions import Announcer
-from streaming.loops.options import (
+from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
+from streaming.order.packing.balance import Balance, Cost
+from streaming.order.plan.schedule import Schedule
+from streaming.others.ordinary.as_torch import called_as_torchs, check_whole, refuse_whole
+from streaming.others.ordinary.kinds import is_iterable, resolve_dataset
+from streaming.others.ordinary.map_style import open_ordinary
+from streaming.others.ordinary.options import OrdinaryDataset
+from streaming.others.remote import RemoteGroup, open_remote
+from streaming.run.device.copiers import page_locked
+from streaming.run.epochs.watch import STALL_REPORT_S
+from streaming.run.loops.descriptions import Announcer
+from streaming.run.loops.options import (
     ELSEWHERE,
     balanced,
     check_ordinary,
@@ -35,17 +42,10 @@ from streaming.loops.options import (
     streaming_config,
     without_torchs_defaults,
 )  # fmt: skip
-from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
-from streaming.ordinary.as_torch import called_as_torchs, check_whole, refuse_whole
-from streaming.ordinary.kinds import is_iterable, resolve_dataset
-from streaming.ordinary.map_style import open_ordinary
-from streaming.ordinary.options import OrdinaryDataset
-from streaming.packing.balance import Balance, Cost
-from streaming.plan.schedule import Schedule
-from streaming.remote import RemoteGroup, open_remote
-from streaming.replicas.options import Broadcast, Replicas
-from streaming.tuned.chosen import takes_tuned
+from streaming.run.replicas.options import Broadcast, Replicas
+from streaming.sets.datasets.face import DataSet
 from streaming.types import BatchT
+from streaming.watch.tuned.chosen import takes_tuned
 
 _log = logging.getLogger(__name__)
 _BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
@@ -116,8 +116,8 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             ``num_workers``, ``num_threads``, ``prefetch_factor``, ``memory_limit`` and ``pin_memory`` if you do not
             give these here (None counts as not given). One INFO line names the options it sets, and yours that are
             kept; a WARNING says if it was measured with other cores or another version.
-        stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.epochs.watch`` that says
-            what every stage is waiting for, and again each time the wait has doubled; None: never.
+        stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.run.epochs.watch`` that
+            says what every stage is waiting for, and again each time the wait has doubled; None: never.
         remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the dataset and read it. ``dataset`` must
             then be a function and ``device_mesh`` the mesh of the training processes; the loop yields a ``RemoteBatch``
             (one handle per data rank) instead of a batch (docs/ray.md).

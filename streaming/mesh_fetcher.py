@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import (
+from streaming.common.arguments import (
     checked_int,
     checked_seconds,
     checks_names,
@@ -19,36 +19,36 @@ from streaming.arguments import (
     seconds_or_none,
     shows,
 )
-from streaming.counters import Observation
-from streaming.datasets.face import DataSet
-from streaming.device.copiers import page_locked
-from streaming.elsewhere.methods import OF_LOADERS, look_elsewhere
-from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Batches, Closable, Loop
-from streaming.epochs.position import calling_line
-from streaming.epochs.watch import STALL_REPORT_S, Watchdog
+from streaming.common.counters import Observation
+from streaming.common.elsewhere.methods import OF_LOADERS, look_elsewhere
+from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
+from streaming.common.job.store import tell_of_going_on
 from streaming.errors import ConfigError
-from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.job.store import tell_of_going_on
-from streaming.loops.base import LoopConfig
-from streaming.loops.descriptions import Announcer, what_is_read
-from streaming.loops.epoch_loop import EpochLoop
-from streaming.loops.options import (
+from streaming.order.plan.order import ENDLESS
+from streaming.order.plan.schedule import Schedule
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.state import LoaderState
+from streaming.others.ordinary.kinds import resolve_dataset
+from streaming.run.device.copiers import page_locked
+from streaming.run.engine.workers.ring import PageLocker
+from streaming.run.epochs.iterator import Batches, Closable, Loop
+from streaming.run.epochs.position import calling_line
+from streaming.run.epochs.watch import STALL_REPORT_S, Watchdog
+from streaming.run.loops.base import LoopConfig
+from streaming.run.loops.descriptions import Announcer, what_is_read
+from streaming.run.loops.epoch_loop import EpochLoop
+from streaming.run.loops.options import (
     no_dataset,
     refuse_what_deals,
     streaming_config,
 )  # fmt: skip
-from streaming.loops.streamed import StreamedLoop
-from streaming.ordinary.kinds import resolve_dataset
-from streaming.plan.order import ENDLESS
-from streaming.plan.schedule import Schedule
-from streaming.plan.settings import Shape
-from streaming.plan.state import LoaderState
-from streaming.replicas.options import Replicas
-from streaming.replicas.start_check import StartCheck
-from streaming.tracing.file import TraceFile, checked_steps, here
-from streaming.tracing.recorder import Recorder
+from streaming.run.loops.streamed import StreamedLoop
+from streaming.run.replicas.options import Replicas
+from streaming.run.replicas.start_check import StartCheck
+from streaming.sets.datasets.face import DataSet
 from streaming.types import Sample, SamplesT
+from streaming.watch.tracing.file import TraceFile, checked_steps, here
+from streaming.watch.tracing.recorder import Recorder
 
 _log = logging.getLogger("streaming.loader")  # whichever class it is, by the name that users filter by
 NO_CHECK = "no check"

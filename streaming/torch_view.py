@@ -11,14 +11,14 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import checked_count, checks_names
-from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.face import DataSet
+from streaming.common.arguments import checked_count, checks_names
 from streaming.errors import ConfigError, StateError
 from streaming.mesh_fetcher import DeviceMeshFetcher
-from streaming.ordinary.retry import SharedLog
-from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.sizes import Sizes
+from streaming.others.ordinary.retry import SharedLog
+from streaming.sets.datasets.dataset import StreamingDataset
+from streaming.sets.datasets.face import DataSet
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64

@@ -23,7 +23,7 @@ from obstore.store import S3Store
 from plain_tar import shard_samples
 from sets import SIDE, TOKENS_PER_SEQUENCE, shard_files, tokens_between
 
-from streaming.decode import image
+from streaming.build.decode import image
 
 FLAT, WHERE = "tokens.uint16", "where.npy"
 PIECE_BYTES, AT_ONCE = 8 << 20, 32

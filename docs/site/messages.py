@@ -21,32 +21,57 @@ TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "state": ("Checkpoints and resuming", ("StateError",)),
     "ranks": (
         "Ranks, meshes and replicas",
-        ("infra/", "streaming/replicas/", "streaming/job/", "streaming/torch_view"),
+        ("infra/", "streaming/run/replicas/", "streaming/common/job/", "streaming/torch_view"),
     ),
-    "stores": ("Stores, credentials and the cache", ("streaming/storage/", "streaming/cache/")),
-    "shards": ("URLs, shards and tars", ("streaming/catalog/", "streaming/tar/", "streaming/fetch/")),
-    "index": ("The index", ("streaming/index/",)),
-    "decoding": ("Decoding and collating", ("streaming/decode/", "streaming/batches/")),
+    "stores": ("Stores, credentials and the cache", ("streaming/storage/", "streaming/shards/cache/")),
+    "shards": (
+        "URLs, shards and tars",
+        ("streaming/shards/catalog/", "streaming/shards/tar/", "streaming/shards/fetch/"),
+    ),
+    "index": ("The index", ("streaming/shards/index/",)),
+    "decoding": ("Decoding and collating", ("streaming/build/decode/", "streaming/build/batches/")),
     "selection": (
         "Filters, views and columns",
-        ("streaming/filters/", "streaming/index/where", "streaming/index/columns", "shard_tools/columns/"),
+        (
+            "streaming/sets/filters/",
+            "streaming/shards/index/where",
+            "streaming/shards/index/columns",
+            "shard_tools/change/columns/",
+        ),
     ),
     "mixtures": (
         "Mixtures and schedules",
-        ("streaming/mixing/", "streaming/datasets/mixture", "streaming/sources/mixed"),
+        ("streaming/order/mixing/", "streaming/sets/datasets/mixture", "streaming/sets/sources/mixed"),
     ),
-    "packs": ("Packs", ("streaming/packing/", "streaming/datasets/packed", "streaming/sources/packs")),
+    "packs": ("Packs", ("streaming/order/packing/", "streaming/sets/datasets/packed", "streaming/sets/sources/packs")),
     "loaders": (
         "Datasets, loaders and their options",
-        ("streaming/datasets/", "streaming/sources/", "streaming/loops/", "streaming/epochs/", "streaming/plan/"),
+        (
+            "streaming/sets/datasets/",
+            "streaming/sets/sources/",
+            "streaming/run/loops/",
+            "streaming/run/epochs/",
+            "streaming/order/plan/",
+        ),
     ),
-    "processes": ("Workers, memory and the device", ("streaming/engine/", "streaming/device/", "streaming/forks")),
-    "torch": ("Torch datasets and trainers", ("streaming/ordinary/", "streaming/integrations/")),
-    "ray": ("Ray", ("streaming/remote/", "shard_tools/running/ray_engine")),
-    "seeing": ("Metrics, traces, show and plan", ("streaming/metrics/", "streaming/tracing/", "shard_tools/show/")),
+    "processes": (
+        "Workers, memory and the device",
+        ("streaming/run/engine/", "streaming/run/device/", "streaming/common/forks"),
+    ),
+    "torch": ("Torch datasets and trainers", ("streaming/others/ordinary/", "streaming/integrations/")),
+    "ray": ("Ray", ("streaming/others/remote/", "shard_tools/running/ray_engine")),
+    "seeing": (
+        "Metrics, traces, show and plan",
+        ("streaming/watch/metrics/", "streaming/watch/tracing/", "shard_tools/look/show/"),
+    ),
     "convert": (
         "convert, tokens and writing",
-        ("shard_tools/convert/", "shard_tools/tokens/", "shard_tools/write/", "shard_tools/functions/"),
+        (
+            "shard_tools/make/convert/",
+            "shard_tools/make/tokens/",
+            "shard_tools/make/write/",
+            "shard_tools/change/functions/",
+        ),
     ),
     "tools": ("Other commands", ("shard_tools/",)),
     "general": ("All else", ("",)),
@@ -54,7 +79,7 @@ TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Pages by name: title, and the files whose messages stand there. The longest path that fits decides."""
 
 _NOT_FOR_USERS = {"AssertionError", "SystemExit", "StopIteration", "ChannelClosedError"}
-_HELP = ("shard_tools/commands/", "shard_tools/terminal/options.py", "shard_tools/cli.py", "streaming/metrics/")
+_HELP = ("shard_tools/commands/", "shard_tools/terminal/options.py", "shard_tools/cli.py", "streaming/watch/metrics/")
 _MAKES_ERRORS = re.compile(r"(?:Error|Exception|BadParameter)\(")
 _PROSE = re.compile(r"[a-z]{2,},? [a-z]")
 _ENDS = re.compile(r"(?<=[\w)`\"'…\]])(?:\. (?=[A-Z`])|; (?=[a-z`]))")

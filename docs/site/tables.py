@@ -13,7 +13,7 @@ import click
 import streaming
 from shard_tools import ShardWriter, optimize
 from shard_tools.cli import cli
-from streaming.decode import images, registry
+from streaming.build.decode import images, registry
 from streaming.storage import RetryPolicy, StorageOptions
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from shard_tools.bench.prices import load_prices
-from shard_tools.bench.run import BenchOptions, BenchReport, bench
-from shard_tools.bench.tune import TuneReport, check_out, plan_here, tune, write_tuned
+from shard_tools.look.bench.prices import load_prices
+from shard_tools.look.bench.run import BenchOptions, BenchReport, bench
+from shard_tools.look.bench.tune import TuneReport, check_out, plan_here, tune, write_tuned
+from shard_tools.look.trace.merge import MergeReport, RankReport, merge_traces
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain, plain_place
 from shard_tools.terminal.options import (
@@ -22,10 +23,9 @@ from shard_tools.terminal.options import (
     with_storage_options,
 )
 from shard_tools.terminal.verbs import emit
-from shard_tools.trace.merge import MergeReport, RankReport, merge_traces
-from streaming.arguments import counted, format_bytes
+from streaming.common.arguments import counted, format_bytes
 from streaming.storage import Storage
-from streaming.tuned.file import DEFAULT_NAME
+from streaming.watch.tuned.file import DEFAULT_NAME
 
 _OF_DATASET = ("cache_dir", "cache_limit")
 

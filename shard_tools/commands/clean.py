@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from shard_tools.sets.clean import CleanReport, clean
+from shard_tools.change.sets.clean import CleanReport, clean
 from shard_tools.terminal.options import as_storage_options, json_option, quiet_option, with_storage_options
 from shard_tools.terminal.verbs import emit
-from streaming.arguments import counted, format_bytes
+from streaming.common.arguments import counted, format_bytes
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 

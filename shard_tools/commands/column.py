@@ -8,16 +8,16 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from shard_tools.columns.compute import ComputeOptions, compute_column
-from shard_tools.columns.join import JoinOptions, Missing, join_column
-from shard_tools.columns.lift import lift_column
-from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
-from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
+from shard_tools.change.columns.compute import ComputeOptions, compute_column
+from shard_tools.change.columns.join import JoinOptions, Missing, join_column
+from shard_tools.change.columns.lift import lift_column
+from shard_tools.change.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
+from shard_tools.change.columns.views import ViewReport, ViewsReport, save, show, show_all
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal.options import SIZE, names, on_named, on_shards, on_shards_in_parallel, writing_options
 from shard_tools.terminal.verbs import emit
-from streaming.arguments import counted
+from streaming.common.arguments import counted
 from streaming.storage import Storage
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from shard_tools.diff.compare import ChangedSample, DiffOptions, DiffReport, diff
+from shard_tools.look.diff.compare import ChangedSample, DiffOptions, DiffReport, diff
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.terminal.options import (
@@ -20,7 +20,7 @@ from shard_tools.terminal.options import (
     with_storage_options,
 )
 from shard_tools.terminal.verbs import emit, finish
-from streaming.arguments import counted, format_bytes
+from streaming.common.arguments import counted, format_bytes
 from streaming.storage import Storage
 
 _SHOWN, _LISTED = 20, 100_000

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from shard_tools.doctor.machine import SHM, Machine
-from shard_tools.doctor.packages import PackageState
-from shard_tools.doctor.run import DoctorReport, doctor
-from shard_tools.doctor.store import StoreLook
+from shard_tools.look.doctor.machine import SHM, Machine
+from shard_tools.look.doctor.packages import PackageState
+from shard_tools.look.doctor.run import DoctorReport, doctor
+from shard_tools.look.doctor.store import StoreLook
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.terminal.options import as_storage_options, index_option, json_option, with_storage_options
 from shard_tools.terminal.verbs import emit, finish
-from streaming.arguments import counted, format_bytes
+from streaming.common.arguments import counted, format_bytes
 from streaming.storage import redact_text
 
 

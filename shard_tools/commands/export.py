@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from shard_tools.export.job import ExportOptions
-from shard_tools.export.run import FORMATS, ExportReport, export
+from shard_tools.change.export.job import ExportOptions
+from shard_tools.change.export.run import FORMATS, ExportReport, export
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal.options import (
@@ -23,7 +23,7 @@ from shard_tools.terminal.options import (
     writing_options,
 )
 from shard_tools.terminal.verbs import emit
-from streaming.arguments import counted
+from streaming.common.arguments import counted
 
 _SHOWN = 3
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from shard_tools.functions.mapped import MapOptions, map_set
-from shard_tools.functions.run import Running
-from shard_tools.functions.source import ON_ERROR
+from shard_tools.change.functions.mapped import MapOptions, map_set
+from shard_tools.change.functions.run import Running
+from shard_tools.change.functions.source import ON_ERROR
+from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal import render
 from shard_tools.terminal.options import (
@@ -26,7 +27,6 @@ from shard_tools.terminal.options import (
     writing_options,
 )
 from shard_tools.terminal.verbs import emit
-from shard_tools.write.writer import DEFAULT_MAX_BYTES
 
 
 @click.command("map")

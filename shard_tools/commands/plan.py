@@ -10,10 +10,10 @@ import click
 from click.core import ParameterSource
 
 from infra import DeviceMesh
-from shard_tools.plan.report import PlanOptions, parse_ramp, plan_opened
-from shard_tools.plan.sources import open_planned
-from shard_tools.plan.steps import open_run, parse_steps, show_steps
-from shard_tools.plan.view import save_plot, show_plan
+from shard_tools.look.plan.report import PlanOptions, parse_ramp, plan_opened
+from shard_tools.look.plan.sources import open_planned
+from shard_tools.look.plan.steps import open_run, parse_steps, show_steps
+from shard_tools.look.plan.view import save_plot, show_plan
 from shard_tools.terminal.options import (
     COUNT,
     SIZE,
@@ -25,11 +25,11 @@ from shard_tools.terminal.options import (
     with_storage_options,
 )
 from shard_tools.terminal.verbs import emit
-from streaming.arguments import DEFAULT_MEMORY_LIMIT
+from streaming.common.arguments import DEFAULT_MEMORY_LIMIT
 from streaming.errors import ConfigError
-from streaming.plan.schedule import Schedule
-from streaming.plan.sizes import Sizes
-from streaming.schema.joined import CLASSES
+from streaming.order.plan.schedule import Schedule
+from streaming.order.plan.sizes import Sizes
+from streaming.shards.schema.joined import CLASSES
 from streaming.storage import Storage
 from streaming.types import LastBatch
 

@@ -13,14 +13,14 @@ from click.core import ParameterSource
 
 from shard_tools.commands.plan import described_options, take_description
 from shard_tools.commands.stats import check_page, write_page
-from shard_tools.show.access import Access, check_host
-from shard_tools.show.base.subject import Subject, open_subject
-from shard_tools.show.data.notes import check_tokenizer
-from shard_tools.show.file import page_file
-from shard_tools.show.order.pages import check_state
-from shard_tools.show.run.attach import check_addresses
-from shard_tools.show.server import listen, need_server, serve
-from shard_tools.show.table import MEDIA, PAGES
+from shard_tools.look.show.access import Access, check_host
+from shard_tools.look.show.base.subject import Subject, open_subject
+from shard_tools.look.show.data.notes import check_tokenizer
+from shard_tools.look.show.file import page_file
+from shard_tools.look.show.order.pages import check_state
+from shard_tools.look.show.run.attach import check_addresses
+from shard_tools.look.show.server import listen, need_server, serve
+from shard_tools.look.show.table import MEDIA, PAGES
 from shard_tools.terminal.options import as_storage_options, index_option, unfinished_option, with_storage_options
 
 _OF_THE_SERVER = ("port", "no_browser", "host", "expose")

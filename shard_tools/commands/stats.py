@@ -12,20 +12,20 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from shard_tools.look.show.pages import stats_page
+from shard_tools.look.stats.report import StatsReport
+from shard_tools.look.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
+from shard_tools.look.stats.sketches import WORDS, Distribution, Top
+from shard_tools.look.stats.totals import FieldTotals
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.running.templates import jinja
-from shard_tools.show.pages import stats_page
-from shard_tools.stats.report import StatsReport
-from shard_tools.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
-from shard_tools.stats.sketches import WORDS, Distribution, Top
-from shard_tools.stats.totals import FieldTotals
 from shard_tools.terminal.options import COUNT, on_shards, on_shards_in_parallel
 from shard_tools.terminal.verbs import emit
-from streaming.arguments import checked_path, counted, format_bytes
+from streaming.common.arguments import checked_path, counted, format_bytes
 from streaming.errors import ConfigError
-from streaming.filters.select import parse_subset
+from streaming.sets.filters.select import parse_subset
 from streaming.storage import Storage, redact_text
 
 _SHOWN = 6  # words of a field, values of a column

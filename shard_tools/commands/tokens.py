@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from shard_tools.convert.base.records import TEXT_UNITS
+from shard_tools.make.convert.base.records import TEXT_UNITS
+from shard_tools.make.tokens.encode import open_processes
+from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, tokenize
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal import render
 from shard_tools.terminal.options import Command, names
 from shard_tools.terminal.verbs import emit
-from shard_tools.tokens.encode import open_processes
-from shard_tools.tokens.run import ON_ERROR, TokenizeOptions, tokenize
-from streaming.platforms import num_cores
+from streaming.common.platforms import num_cores
 
 _NAMES: tuple[str, ...] = (
     "text_field",

@@ -21,8 +21,8 @@ import cloudpickle
 import numpy as np
 
 from streaming import errors
+from streaming.common.platforms import working_folder
 from streaming.errors import ConfigError
-from streaming.platforms import working_folder
 
 _SHOWN = 16  # hex digits
 _MAIN_OF_A_CHILD = "__mp_main__"

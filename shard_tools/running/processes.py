@@ -26,8 +26,8 @@ from typing import Any
 from shard_tools.running import process_main
 from shard_tools.running.functions import dumps
 from shard_tools.running.parts import Item, Pace, Work
+from streaming.common.platforms import how_it_ended, unnamed_file
 from streaming.errors import ConfigError, WorkerError
-from streaming.platforms import how_it_ended, unnamed_file
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 _MIN_RING_BYTES = 8 << 20

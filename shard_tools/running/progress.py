@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRem
 from rich.progress import Progress as RichProgress
 
 from shard_tools.running.switches import is_on
-from streaming.arguments import format_bytes
+from streaming.common.arguments import format_bytes
 from streaming.errors import ReadOnlyError
 
 

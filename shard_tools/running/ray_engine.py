@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from infra import RayCluster, ray_cluster
+from streaming.common.platforms import working_folder
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
-from streaming.platforms import working_folder
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from streaming.arguments import did_you_mean
+from streaming.common.arguments import did_you_mean
 
 PREFIX = "SHARD_TOOLS"
 """Begins the names of options in the environment."""

@@ -11,7 +11,7 @@ import click
 
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
-from streaming.arguments import parse_bytes
+from streaming.common.arguments import parse_bytes
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy, Storage
 from streaming.types import DuplicateKeys

@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shard_tools.check.recheck import RecheckReport
-from shard_tools.check.verify import VerifyReport
-from shard_tools.convert import ConvertReport
-from shard_tools.functions.run import FunctionReport
+from shard_tools.change.check.recheck import RecheckReport
+from shard_tools.change.check.verify import VerifyReport
+from shard_tools.change.functions.run import FunctionReport
+from shard_tools.change.sets.copy import CopyReport
+from shard_tools.change.sets.inspect import DataSetInfo, SampleEntry, SampleView
+from shard_tools.change.sets.reindex import IndexReport
+from shard_tools.change.sets.repair import RepairReport
+from shard_tools.change.sets.rewrite.reshard import ReshardReport
+from shard_tools.make.convert import ConvertReport
+from shard_tools.make.tokens.run import TokenizeReport
 from shard_tools.running.report import Finding, plain, plain_place
-from shard_tools.sets.copy import CopyReport
-from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
-from shard_tools.sets.reindex import IndexReport
-from shard_tools.sets.repair import RepairReport
-from shard_tools.sets.rewrite.reshard import ReshardReport
-from shard_tools.tokens.run import TokenizeReport
-from streaming.arguments import counted, format_bytes
+from streaming.common.arguments import counted, format_bytes
 from streaming.errors import shell_word, visible
 from streaming.storage import redact_text
 

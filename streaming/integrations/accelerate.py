@@ -12,13 +12,13 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
-from streaming.arguments import checked_count
-from streaming.device.prefetcher import DevicePrefetcher
-from streaming.epochs.position import calling_line
+from streaming.common.arguments import checked_count
 from streaming.errors import ConfigError
 from streaming.integrations.batch_numbers import begin_at
 from streaming.integrations.loader_check import check_worlds, expect_loader, of_wrapped
 from streaming.loader import DataLoader
+from streaming.run.device.prefetcher import DevicePrefetcher
+from streaming.run.epochs.position import calling_line
 
 __all__ = ["count_all_ranks", "prepare_loader", "skip_first_batches"]
 

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.batches.jagged import Jagged
-from streaming.decode.upright import orientation_of
+from streaming.build.batches.jagged import Jagged
+from streaming.build.decode.upright import orientation_of
 from streaming.errors import ConfigError
 
 __all__ = ["DaliSource", "arrays", "code_streams", "upright"]
@@ -63,7 +63,7 @@ def upright(images: Sequence[torch.Tensor], field: Any) -> list[torch.Tensor]:
 
 
 def _turned(image: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Turn an image [C, H, W] as :func:`streaming.decode.upright.turned` turns [H, W, C]."""
+    """Turn an image [C, H, W] as :func:`streaming.build.decode.upright.turned` turns [H, W, C]."""
     flips = {2: [2], 3: [1, 2], 4: [1], 6: [1], 7: [1, 2], 8: [2]}.get(orientation, [])
     image = image.flip(flips) if flips else image
     return image.transpose(1, 2).contiguous() if orientation > 4 else image

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.utils.data
 
-from streaming.device.prefetcher import DevicePrefetcher
 from streaming.errors import ConfigError
 from streaming.integrations.loader_check import expect_loader, of_wrapped
 from streaming.loader import DataLoader
+from streaming.run.device.prefetcher import DevicePrefetcher
 
 __all__ = ["for_fabric", "prepare_loader"]
 

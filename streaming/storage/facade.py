@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from streaming.counters import Metrics
+from streaming.common.counters import Metrics
+from streaming.common.forks import in_children, never_free
 from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, StorageError, redact
-from streaming.forks import in_children, never_free
 from streaming.storage.adapters.object import OBJECT_SCHEMES
 from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.batches import bad_file
-from streaming.batches.bad_file import BadFile, BadRecord, iter_records, shown_url
+from streaming.build.batches import bad_file
+from streaming.build.batches.bad_file import BadFile, BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError
 from tests.support.processes.forked import Forked, all_end
 from tests.support.sets.data_sets import SampleSet, loaders, make_sample, mesh_of, write_set
@@ -105,10 +105,10 @@ def test_a_path_is_needed(bad_set: str, path: Any) -> None:
 
 
 def test_a_failing_disk_costs_one_warning(bad_set: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "streaming.batches.bad_file"):
+    with caplog.at_level(logging.WARNING, "streaming.build.batches.bad_file"):
         listed = run(bad_set, "/dev/full")
     assert len(listed) == len(BAD)
-    (record,) = [one for one in caplog.records if one.name == "streaming.batches.bad_file"]
+    (record,) = [one for one in caplog.records if one.name == "streaming.build.batches.bad_file"]
     assert "/dev/full" in record.message
     assert "No space left" in record.message
 
@@ -138,8 +138,8 @@ def test_a_line_that_was_cut_off_swallows_no_other(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from streaming.batches import bad_file
-from streaming.batches.bad_file import BadFile, BadRecord
+from streaming.build.batches import bad_file
+from streaming.build.batches.bad_file import BadFile, BadRecord
 bad_file._LOCK_S = 60.0  # on a busy machine, too, no process gives up and writes without the lock
 file = BadFile(sys.argv[1], int(sys.argv[2]))
 for number in range(150):

@@ -16,11 +16,11 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ChecksumError, ConfigError, DecodeError, TooManyBadSamplesError
-from streaming.fetch.read import FetchRange
-from streaming.index.cutter import ChunkRule
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.fetch.read import FetchRange
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.sets.data_sets import (
     WORLD_SIZES,

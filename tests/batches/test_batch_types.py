@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import default_collate as torchs
 
 from streaming import DataLoader, OrdinaryDataset, StreamingDataset
-from streaming.batches import collate
-from streaming.batches.collate import default_collate
+from streaming.build.batches import collate
+from streaming.build.batches.collate import default_collate
 from streaming.errors import ConfigError
 from tests.support.sets.tars import write_tar
 

@@ -14,11 +14,11 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset, decode
-from streaming.batches.build import BatchBuilder, Part, Recipe
-from streaming.batches.rows import FieldRange, Rows
-from streaming.decode import crops, images
-from streaming.decode.crops import PixelBox, RandomPart
-from streaming.decode.upright import stored_box, turned
+from streaming.build.batches.build import BatchBuilder, Part, Recipe
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import crops, images
+from streaming.build.decode.crops import PixelBox, RandomPart
+from streaming.build.decode.upright import stored_box, turned
 from streaming.errors import ConfigError, DecodeError
 from tests.support.sets.data_sets import SMALL_WINDOW, mesh_of
 from tests.support.sources.image_files import saved, smooth

@@ -12,10 +12,10 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.cutter import ChunkRule
-from streaming.index.sample_table import SampleTable
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.storage.requests.retry import MOST_WRONG
 from tests.support.sets.data_sets import WORLD_SIZES, loaders, mesh_of

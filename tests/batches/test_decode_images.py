@@ -12,7 +12,7 @@ import simplejpeg
 from PIL import Image
 
 from streaming import decode
-from streaming.decode import images
+from streaming.build.decode import images
 from streaming.errors import ConfigError, DecodeError
 from tests.support.sources.image_files import auto, saved, smooth
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from streaming import DataLoader
-from streaming.batches.draw_watch import DrawWatch, generator_states, kept_generators, named_draw
-from streaming.batches.draws import BatchDraws, Chain, epoch_key, how_it_gets_rng
+from streaming.build.batches.draw_watch import DrawWatch, generator_states, kept_generators, named_draw
+from streaming.build.batches.draws import BatchDraws, Chain, epoch_key, how_it_gets_rng
 from streaming.errors import ConfigError, DecodeError
 from tests.support.sets.data_sets import mesh_of, write_set
 

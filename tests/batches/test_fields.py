@@ -14,16 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import streaming.catalog.source as source_module
+import streaming.shards.catalog.source as source_module
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ChecksumError, IndexMismatchError, MemoryLimitError
-from streaming.fetch.checksums import Sum
-from streaming.fetch.pieces import pieces_of
-from streaming.index.cutter import ChunkRule
-from streaming.index.sample_table import SampleTable
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.fetch.checksums import Sum
+from streaming.shards.fetch.pieces import pieces_of
+from streaming.shards.index.cutter import ChunkRule
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import data_gets, loaders, mesh_of

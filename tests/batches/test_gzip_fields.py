@@ -21,11 +21,11 @@ from PIL import Image
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import DataLoader, StreamingDataset, decode
-from streaming.decode import from_webdataset, resolve_decoders
-from streaming.decode.values import Unpacked
+from streaming.build.decode import from_webdataset, resolve_decoders
+from streaming.build.decode.values import Unpacked
 from streaming.errors import ConfigError, TooManyBadSamplesError
-from streaming.schema.kinds import kind_by_name
-from streaming.tar import inflate
+from streaming.shards.schema.kinds import kind_by_name
+from streaming.shards.tar import inflate
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.tars import write_tar
 
@@ -224,7 +224,7 @@ def test_no_more_is_made_of_a_bomb_than_is_allowed(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="decompression bomb"):
         made.extend(inflate.gunzipped([bomb(1 << 22)], 2.0, "say so"))
     assert sum(map(len, made)) <= (1 << 16) + (1 << 12)
-    monkeypatch.setattr("streaming.decode.values.MAX_INFLATED_BYTES", 1 << 14)
+    monkeypatch.setattr("streaming.build.decode.values.MAX_INFLATED_BYTES", 1 << 14)
     with pytest.raises(ValueError, match=r"more than the 16\.0 KiB allowed"):
         Unpacked(below=len, max_ratio=2000.0)(bomb(1 << 15))  # type: ignore[arg-type]
 

@@ -26,15 +26,15 @@ from torch.utils import _pytree as pytree
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, Jagged, Mixture, OrdinaryDataset, StreamingDataset
-from streaming.batches.collate import default_collate, empty_like
-from streaming.batches.jagged import checked_jagged
-from streaming.device.copiers import Copied, CpuCopier, CudaCopier, map_tensors
-from streaming.engine.weigh import tensor_bytes, weigh
-from streaming.engine.workers.pool import WorkerPool
+from streaming.build.batches.collate import default_collate, empty_like
+from streaming.build.batches.jagged import checked_jagged
 from streaming.errors import ConfigError
 from streaming.integrations.gpu_decoders import DaliSource, arrays, code_streams
-from streaming.remote import wire
-from streaming.replicas import batch_codec
+from streaming.others.remote import wire
+from streaming.run.device.copiers import Copied, CpuCopier, CudaCopier, map_tensors
+from streaming.run.engine.weigh import tensor_bytes, weigh
+from streaming.run.engine.workers.pool import WorkerPool
+from streaming.run.replicas import batch_codec
 from tests.support.processes.page_lock_account import Account
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

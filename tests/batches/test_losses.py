@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
-from streaming.batches.bad_samples import BadSamples
-from streaming.batches.build import BadSample
-from streaming.counters import Metrics
+from streaming.build.batches.bad_samples import BadSamples
+from streaming.build.batches.build import BadSample
+from streaming.common.counters import Metrics
+from streaming.common.job.tally import Tally
 from streaming.errors import TooManyBadSamplesError
-from streaming.job.tally import Tally
 from tests.support.processes.forked import Forked, all_end
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
@@ -44,7 +44,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
                 messages.append(record.getMessage())
 
         listener = Listener()
-        logger = logging.getLogger("streaming.batches.loss_log")
+        logger = logging.getLogger("streaming.build.batches.loss_log")
         logger.addHandler(listener)
         yield messages
         logger.removeHandler(listener)

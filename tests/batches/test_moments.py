@@ -10,7 +10,7 @@ import pytest
 import soxr
 
 from streaming import Sound, Video
-from streaming.decode.streams.links import LEADS_S
+from streaming.build.decode.streams.links import LEADS_S
 from tests.support.sources import drawn_sounds, drawn_videos, streams
 
 CLIPS_OF_EACH = 40

@@ -16,15 +16,15 @@ import torch
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
-from streaming.batches.build import Part, Recipe
-from streaming.batches.draw_watch import generator_states
-from streaming.counters import Metrics
-from streaming.decode import resolve_decoders
-from streaming.loops.base import LoopConfig, open_sharing
-from streaming.plan.memory import Budget
-from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
-from streaming.replicas.options import Replicas
+from streaming.build.batches.build import Part, Recipe
+from streaming.build.batches.draw_watch import generator_states
+from streaming.build.decode import resolve_decoders
+from streaming.common.counters import Metrics
+from streaming.order.plan.memory import Budget
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.sizes import Sizes
+from streaming.run.loops.base import LoopConfig, open_sharing
+from streaming.run.replicas.options import Replicas
 from tests.support.sets.data_sets import SMALL_WINDOW, SampleSet, mesh_of, write_set
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -383,7 +383,7 @@ def test_generators_that_objects_hold_make_no_twins(
     samples: SampleSet, caplog: pytest.LogCaptureFixture, make: Any
 ) -> None:
     """The same on any ranks, threads and workers, though each has a copy of the object."""
-    caplog.set_level(logging.INFO, logger="streaming.loops.base")
+    caplog.set_level(logging.INFO, logger="streaming.run.loops.base")
     expected = played(samples.open(transform=make(), seed=5), 1, num_threads=0)
     numbers = [number for epoch in expected for one in epoch.values() for number in one.split()]
     assert len(set(numbers)) == len(numbers), "no two samples, and no two generators, draw the same"
@@ -403,7 +403,7 @@ def test_globals_that_change_reach_the_workers(
     samples: SampleSet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defined in ``__main__``, as in a notebook, where they are sent by value."""
-    caplog.set_level(logging.INFO, logger="streaming.loops.base")
+    caplog.set_level(logging.INFO, logger="streaming.run.loops.base")
     cell = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", cell)
     exec(

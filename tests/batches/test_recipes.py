@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
-from streaming.batches.items.packs import as_planned
-from streaming.batches.items.whole import WholeSamples
-from streaming.batches.rows import FieldRange, Rows
-from streaming.decode import resolve_decoders
-from streaming.engine.builders import LocalBuilder, is_trivial
-from streaming.engine.memory.batch_memory import BatchMemory
-from streaming.engine.workers.transport import rows_from_wire, rows_to_wire
+from streaming.build.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.build.batches.items.packs import as_planned
+from streaming.build.batches.items.whole import WholeSamples
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import resolve_decoders
 from streaming.errors import ChecksumError, DecodeError
-from streaming.packing.layout import PackRows, PackShape
+from streaming.order.packing.layout import PackRows, PackShape
+from streaming.run.engine.builders import LocalBuilder, is_trivial
+from streaming.run.engine.memory.batch_memory import BatchMemory
+from streaming.run.engine.workers.transport import rows_from_wire, rows_to_wire
 
 
 def rows_of(*samples: tuple[int, dict[str, bytes]], before: int = 0) -> Rows:

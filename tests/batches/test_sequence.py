@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import SequenceSlice
-from streaming.batches.sequence import (
+from streaming.build.batches.sequence import (
     Layout,
     SequencePeer,
     cut_sequence,

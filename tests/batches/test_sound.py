@@ -14,9 +14,9 @@ import soundfile
 import soxr
 
 from streaming import Sound, decode
-from streaming.decode.sound import resampled_length, to_int16
-from streaming.decode.streams import mpeg
-from streaming.decode.streams.files import WatchedFile, opened
+from streaming.build.decode.sound import resampled_length, to_int16
+from streaming.build.decode.streams import mpeg
+from streaming.build.decode.streams.files import WatchedFile, opened
 from streaming.errors import ConfigError, DecodeError
 from tests.support.sources import drawn_sounds, streams
 

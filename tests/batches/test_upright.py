@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset, decode
-from streaming.decode import images
+from streaming.build.decode import images
 from streaming.errors import ConfigError
 from streaming.integrations.gpu_decoders import upright
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-import streaming.catalog.open
+import streaming.shards.catalog.open
 from infra import DeviceMesh, MeshError
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -242,7 +242,7 @@ class TestIndexMismatch:
     def when(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """Sizes are checked when a small set is opened, and when a read of a large one fails."""
         if request.param == "while reading":
-            monkeypatch.setattr(streaming.catalog.open, "CHECKED_AT_OPEN", 0)
+            monkeypatch.setattr(streaming.shards.catalog.open, "CHECKED_AT_OPEN", 0)
 
     @pytest.mark.usefixtures("when")
     @pytest.mark.parametrize("on_error", ["raise", "substitute", "skip"])

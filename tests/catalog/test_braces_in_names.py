@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.convert.pack import Destination
+from shard_tools.make.convert.pack import Destination
 from streaming import StreamingDataset
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexMismatchError, shell_place
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server
 

@@ -14,7 +14,7 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 from shard_tools.cli import cli
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DuplicateKeyError
-from streaming.tar.keys import KeyLines, surely_unique
+from streaming.shards.tar.keys import KeyLines, surely_unique
 from tests.support.sets.index_files import change_document
 from tests.support.sets.tars import write_tar
 

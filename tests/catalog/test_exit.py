@@ -10,7 +10,7 @@ from tests.support.sets.data_sets import write_set
 
 _SCRIPT = """
 import os, sys
-from streaming.index.chunk_table import ChunkTable
+from streaming.shards.index.chunk_table import ChunkTable
 
 with open(sys.argv[1], "rb") as file:
     data = file.read()

@@ -16,9 +16,9 @@ from tests.support.code.expressions import Expression, expressions, hard_texts, 
 
 MADE_IN_USE = {
     "shard_tools/terminal/config_file.py": "of the name of an option, for lines of the user's own file",
-    "shard_tools/tokens/adapters.py": "of three names of ours",
-    "shard_tools/tokens/chat.py": "of one word between borders",
-    "streaming/catalog/urls.py": "of the pattern that the user writes, for names of objects",
+    "shard_tools/make/tokens/adapters.py": "of three names of ours",
+    "shard_tools/make/tokens/chat.py": "of one word between borders",
+    "streaming/shards/catalog/urls.py": "of the pattern that the user writes, for names of objects",
     "streaming/storage/adapters/fsspec_adapter.py": "of one number between borders",
 }
 """Expressions that are not known before they are used, each with what they are made of."""

@@ -22,19 +22,19 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
+from streaming.common.job import shared_results
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, StateError
-from streaming.fetch.read import fetch_range
-from streaming.filters import select as filters
-from streaming.filters.select import Filter, checked_subset, excluded_keys
-from streaming.filters.views import View, save_view
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.index.cutter import ChunkRule
-from streaming.index.sample_table import SampleTable
-from streaming.index.selection import Filtered, Kept
-from streaming.job import shared_results
-from streaming.plan.ledger import filter_fingerprint, why_differs
+from streaming.order.plan.ledger import filter_fingerprint, why_differs
+from streaming.sets.filters import select as filters
+from streaming.sets.filters.select import Filter, checked_subset, excluded_keys
+from streaming.sets.filters.views import View, save_view
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.fetch.read import fetch_range
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
+from streaming.shards.index.cutter import ChunkRule
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.index.selection import Filtered, Kept
 from streaming.storage import Storage
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import blocks

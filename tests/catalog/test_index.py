@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
-from streaming.index import files
-from streaming.index.chunk_table import ChunkTable, ShardInfo, numbers
-from streaming.index.columns import KEY, read_sample_columns
-from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
-from streaming.index.layout import chunks_path, samples_path
-from streaming.index.pages import begun_at_page
-from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
+from streaming.shards.index import files
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo, numbers
+from streaming.shards.index.columns import KEY, read_sample_columns
+from streaming.shards.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
+from streaming.shards.index.layout import chunks_path, samples_path
+from streaming.shards.index.pages import begun_at_page
+from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer
 from tests.support.sets.data_sets import cut_records
 from tests.support.sets.index_files import parquet_bytes
 

@@ -17,28 +17,28 @@ import pytest
 from click.testing import CliRunner
 
 from shard_tools import ShardWriter
-from shard_tools.check.verify import verify
+from shard_tools.change.check.verify import verify
+from shard_tools.change.sets.reindex import index
 from shard_tools.cli import cli
-from shard_tools.convert.base.identity import SourceIdentity
-from shard_tools.convert.journal import Journal, load_journal, load_sources, save_journal, sources_of
-from shard_tools.plan.keys import keys_at
-from shard_tools.sets.reindex import index
+from shard_tools.look.plan.keys import keys_at
+from shard_tools.make.convert.base.identity import SourceIdentity
+from shard_tools.make.convert.journal import Journal, load_journal, load_sources, save_journal, sources_of
 from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, StreamingDataset
-from streaming.catalog.build import read_schema
 from streaming.errors import IndexFormatError
-from streaming.filters.late_columns import ColumnDocument
-from streaming.filters.views import View
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.columns import KEY, read_column, read_sample_columns
-from streaming.index.files import (
+from streaming.sets.filters.late_columns import ColumnDocument
+from streaming.sets.filters.views import View
+from streaming.shards.catalog.build import read_schema
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.columns import KEY, read_column, read_sample_columns
+from streaming.shards.index.files import (
     SOURCES_KIND,
     read_document,
     read_facts,
     read_footer,
     read_table,
 )
-from streaming.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
-from streaming.schema.value import Schema, SchemaField, TokenMeaning
+from streaming.shards.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
+from streaming.shards.schema.value import Schema, SchemaField, TokenMeaning
 from streaming.storage import Storage
 from streaming.storage.requests.retry import MOST_WRONG
 from streaming.storage.store import Store

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from shard_tools import ShardWriter
-from shard_tools.write.encode import encode_field
-from streaming.tar import parse_chunk
-from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
+from shard_tools.make.write.encode import encode_field
+from streaming.shards.tar import parse_chunk
+from streaming.shards.tar.headers import END_OF_ARCHIVE, member_header, padding
 from tests.support.processes.forked import Forked
 
 GNU_TAR = shutil.which("tar")

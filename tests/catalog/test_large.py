@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
-from shard_tools.check.verify import verify
-from streaming.catalog.build import index_shards
-from streaming.catalog.scan import scan_shard
+from shard_tools.change.check.verify import verify
 from streaming.errors import ConfigError
-from streaming.index.cutter import ChunkRule
-from streaming.index.large_members import LARGE_BYTES
-from streaming.index.sample_table import SampleTable
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.scan import scan_shard
+from streaming.shards.index.cutter import ChunkRule
+from streaming.shards.index.large_members import LARGE_BYTES
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.sets.index_files import write_parquet
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from streaming import DataLoader, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.cutter import ChunkRule
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.sets.data_sets import WORLD_SIZES, loaders, mesh_of
 

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from shard_tools.cli import cli
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import Storage
 from tests.support.sets.data_sets import merged, play, total, write_set
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shard_tools import ShardWriter
-from shard_tools.convert.sources import open_source
+from shard_tools.make.convert.sources import open_source
 from streaming import StreamingDataset
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TarError
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import make_sample, write_set

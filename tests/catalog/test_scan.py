@@ -14,8 +14,6 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming.catalog.build import check_sizes, index_shards, load_index, shard_name
-from streaming.catalog.scan import scan_shard
 from streaming.errors import (
     ConfigError,
     DuplicateKeyError,
@@ -24,12 +22,14 @@ from streaming.errors import (
     IndexMissingError,
     TarError,
 )
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.cutter import ChunkRule
-from streaming.index.layout import chunks_path, samples_path
-from streaming.index.sample_table import SampleTable
+from streaming.shards.catalog.build import check_sizes, index_shards, load_index, shard_name
+from streaming.shards.catalog.scan import scan_shard
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.cutter import ChunkRule
+from streaming.shards.index.layout import chunks_path, samples_path
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.tar import parse_chunk
 from streaming.storage import Storage
-from streaming.tar import parse_chunk
 from tests.support.sets.data_sets import cut_records
 from tests.support.sets.tars import tar_bytes
 

@@ -27,23 +27,23 @@ from click.testing import CliRunner
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.convert import convert, lines
-from shard_tools.tokens.run import TokenizeOptions, tokenize
+from shard_tools.make.convert import convert, lines
+from shard_tools.make.tokens.run import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
-from streaming.cache import NodeCache
-from streaming.cache.paths import CachePaths
-from streaming.catalog.urls import expand_urls
-from streaming.counters import Metrics
+from streaming.common.counters import Metrics
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import MAX_UNPACKED_BYTES, read_facts, sealed
-from streaming.index.sample_table import SampleTable
+from streaming.shards.cache import NodeCache
+from streaming.shards.cache.paths import CachePaths
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.files import MAX_UNPACKED_BYTES, read_facts, sealed
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.tar import TarScanner, iter_samples, parse_chunk
+from streaming.shards.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS, split_name
+from streaming.shards.tar.group import MAX_FIELDS
+from streaming.shards.tar.headers import member_header, padding
+from streaming.shards.tar.samples import inflated
 from streaming.storage import Checked, Storage, redact
-from streaming.tar import TarScanner, iter_samples, parse_chunk
-from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS, split_name
-from streaming.tar.group import MAX_FIELDS
-from streaming.tar.headers import member_header, padding
-from streaming.tar.samples import inflated
 from tests.support.code.folders import ROOT
 from tests.support.servers.on_loopback import HttpServer
 from tests.support.servers.tls import openssl, self_signed, served_over_tls
@@ -127,25 +127,25 @@ def test_no_source_file_calls_what_runs_data() -> None:
     """pickle is for messages between our own processes, and the one place that reads JSON headers uses literal_eval."""
     may = {
         "pickle.loads": {
-            "streaming/engine/workers/main.py",
-            "streaming/engine/workers/surroundings.py",  # settings, from the training process to its own workers
-            "streaming/engine/workers/portable.py",  # a data set, from the training process to its own workers
-            "streaming/engine/workers/transport.py",
-            "streaming/engine/workers/channel.py",
-            "streaming/remote/reader.py",  # what Ray itself carried between actors of one job
+            "streaming/run/engine/workers/main.py",
+            "streaming/run/engine/workers/surroundings.py",  # settings, from the training process to its own workers
+            "streaming/run/engine/workers/portable.py",  # a data set, from the training process to its own workers
+            "streaming/run/engine/workers/transport.py",
+            "streaming/run/engine/workers/channel.py",
+            "streaming/others/remote/reader.py",  # what Ray itself carried between actors of one job
             "shard_tools/running/process_main.py",  # a user's function and inputs, from the process that has them
             "shard_tools/running/processes.py",  # what its own worker processes answer
-            "shard_tools/functions/source.py",  # the error of such a process
+            "shard_tools/change/functions/source.py",  # the error of such a process
         },
         "pickle.Unpickler": {
-            "streaming/engine/workers/main.py",
-            "streaming/engine/workers/stand_in.py",  # functions that this process has pickled
+            "streaming/run/engine/workers/main.py",
+            "streaming/run/engine/workers/stand_in.py",  # functions that this process has pickled
         },
         "subprocess": {
-            "streaming/engine/workers/fork_server.py",
+            "streaming/run/engine/workers/fork_server.py",
             "shard_tools/running/processes.py",  # interpreters that run nothing but process_main
-            "shard_tools/doctor/packages.py",  # an interpreter that imports the packages of our extras, by name
-            "shard_tools/show/data/workers.py",  # interpreters that decode pictures, and may be killed
+            "shard_tools/look/doctor/packages.py",  # an interpreter that imports the packages of our extras, by name
+            "shard_tools/look/show/data/workers.py",  # interpreters that decode pictures, and may be killed
         },
     }  # fmt: skip
     pattern = re.compile(
@@ -395,7 +395,8 @@ def limited(code: str, data: bytes) -> str:
     """What ``code`` prints, in a process that may take 3 GiB more than it has when it begins; it gets the ``data``."""
     program = (
         "import sys, resource\nfrom streaming.errors import IndexFormatError\n"
-        "from streaming.index.chunk_table import ChunkTable\nfrom streaming.index.sample_table import SampleTable\n"
+        "from streaming.shards.index.chunk_table import ChunkTable\n"
+        "from streaming.shards.index.sample_table import SampleTable\n"
         "data = sys.stdin.buffer.read()\n"
         "have = int(open('/proc/self/statm').read().split()[0]) * 4096 + (3 << 30)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (have, have))\n" + code
@@ -417,7 +418,7 @@ def test_runs_of_equal_numbers_are_counted_as_they_are_unpacked(tmp_path: Path, 
             writer.write_table(pa.table([zeros] * 8, schema=schema))
     assert len(out.getvalue()) < 4 << 20
     text = limited(f"""
-from streaming.index import files
+from streaming.shards.index import files
 files.MAX_UNPACKED_BYTES = {at_most}
 try:
     ChunkTable.from_parquet(data, 'c')
@@ -472,7 +473,7 @@ def test_absurd_facts_are_refused(tmp_path: Path, facts: dict[str, Any]) -> None
 
 
 def chunks(**changes: Any) -> ChunkTable:
-    from streaming.index.chunk_table import ShardInfo  # noqa: PLC0415
+    from streaming.shards.index.chunk_table import ShardInfo  # noqa: PLC0415
 
     columns: dict[str, Any] = {"shard": [0], "first_sample": [0], "num_samples": [2], "byte_start": [0],
                                "byte_end": [2048], "crc32c": [0]}  # fmt: skip
@@ -723,7 +724,7 @@ def test_no_secret_of_a_source_in_which_nothing_fits_is_told(tmp_path: Path, pat
 def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read from the arena: what is pickled for them holds neither storage options nor URLs with secrets."""
     sent: list[bytes] = []
-    import streaming.engine.workers.pool as workers  # noqa: PLC0415
+    import streaming.run.engine.workers.pool as workers  # noqa: PLC0415
 
     original = workers.dumps
 

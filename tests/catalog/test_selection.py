@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.index.selection import Everything, Filtered, Kept, SampleGroups, Selection
-from streaming.plan.ledger import filter_fingerprint
+from streaming.order.plan.ledger import filter_fingerprint
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
+from streaming.shards.index.selection import Everything, Filtered, Kept, SampleGroups, Selection
 
 FORMS = ("everything", "a range", "a filter", "a part of a filter", "a group", "a part of a group",
          "every nth", "every nth of a range", "every nth of a part of a filter", "every nth of a group")  # fmt: skip

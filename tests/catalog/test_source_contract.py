@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streaming import Balanced, Curriculum, Mixture, Packed, Schedule, StreamingDataset
-from streaming.datasets.face import DataSet
+from streaming.sets.datasets.face import DataSet
 from streaming.storage import Storage
 from tests.support.contracts.items_contract import windows
 from tests.support.contracts.source_contract import (

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.catalog.random_access import span_borders
-from streaming.engine.units import BatchSlices
 from streaming.errors import ChecksumError, ConfigError, IndexMismatchError, MemoryLimitError
-from streaming.index.cutter import ChunkCutter, ChunkRule
-from streaming.index.sample_table import SampleTable
-from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
-from streaming.plan import memory as budget
-from streaming.plan.order import OrderSettings
-from streaming.plan.plan import Plan
+from streaming.order.plan import memory as budget
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.plan import Plan
+from streaming.run.engine.units import BatchSlices
+from streaming.shards.catalog.random_access import span_borders
+from streaming.shards.index.cutter import ChunkCutter, ChunkRule
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.index.spans import SPAN_BYTES, SpanCutter, separate
 from streaming.storage import Checked
 from tests.support.sets.data_sets import mesh_of
 

@@ -16,9 +16,9 @@ import torch.utils.data
 
 from infra import DeviceMesh
 from streaming import DataLoader, TableDataset
-from streaming.catalog import lines
-from streaming.catalog.lines import Lines, RecordStarts, scan_lines
 from streaming.errors import ConfigError, DataError, NotFoundError
+from streaming.shards.catalog import lines
+from streaming.shards.catalog.lines import Lines, RecordStarts, scan_lines
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server
 

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
-from streaming.tar import TarScanner, iter_samples, parse_chunk
-from streaming.tar.blocks import Origin, split_name
-from streaming.tar.fast import read_members
-from streaming.tar.group import _group_one_by_one, group_members
-from streaming.tar.keys import pack_keys
+from streaming.shards.tar import TarScanner, iter_samples, parse_chunk
+from streaming.shards.tar.blocks import Origin, split_name
+from streaming.shards.tar.fast import read_members
+from streaming.shards.tar.group import _group_one_by_one, group_members
+from streaming.shards.tar.keys import pack_keys
 from tests.support.sets.tars import tar_bytes
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

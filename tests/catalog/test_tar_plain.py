@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streaming.tar.blocks import Members, Origin, as_array
-from streaming.tar.fast import read_members
-from streaming.tar.headers import member_header, padding
-from streaming.tar.plain import read_plain
-from streaming.tar.walk import walk_members
+from streaming.shards.tar.blocks import Members, Origin, as_array
+from streaming.shards.tar.fast import read_members
+from streaming.shards.tar.headers import member_header, padding
+from streaming.shards.tar.plain import read_plain
+from streaming.shards.tar.walk import walk_members
 
 
 def chunk_of(sizes: list[int]) -> bytes:

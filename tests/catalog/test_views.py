@@ -14,7 +14,7 @@ import pytest
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError
-from streaming.index.layout import samples_path
+from streaming.shards.index.layout import samples_path
 from tests.support.sets.data_sets import SampleSet, write_set
 
 SIZES = (11, 3, 9)

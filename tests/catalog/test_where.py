@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.index.columns import fitting, kept_rows, names_of, sample_columns, stable_hash
-from streaming.index.sample_table import SampleTable
-from streaming.index.where import as_where, parse_where
+from streaming.shards.index.columns import fitting, kept_rows, names_of, sample_columns, stable_hash
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.index.where import as_where, parse_where
 
 Rows = Sequence[dict[str, Any]]
 KINDS = {"n": pa.int64(), "x": pa.float64(), "t": pa.string(), "b": pa.bool_(), "json.w": pa.int64(),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from streaming import Balanced, Curriculum, Mixture, Packed, StreamingDataset
-from streaming.arguments import option_names
-from streaming.datasets.trust import DATA_OF_STORES, FILES, OF_THE_MACHINE, check_trusted, refusable
+from streaming.common.arguments import option_names
 from streaming.errors import ConfigError
+from streaming.sets.datasets.trust import DATA_OF_STORES, FILES, OF_THE_MACHINE, check_trusted, refusable
 from streaming.storage import STORAGE_OPTIONS
 from streaming.storage.base import options as of_stores
 from tests.support.code.cure_messages import tool

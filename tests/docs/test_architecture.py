@@ -51,12 +51,17 @@ FORBIDDEN = (
 )
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
-ENVIRONMENT_MAY += ("streaming.engine.workers.surroundings", "shard_tools.tokens.encode")
+ENVIRONMENT_MAY += ("streaming.run.engine.workers.surroundings", "shard_tools.make.tokens.encode")
 ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
-ENVIRONMENT_MAY += ("shard_tools.show.data.workers",)  # what little of it a process gets
-ENVIRONMENT_MAY += ("streaming.decode.images",)  # puts back what the import of cv2 writes there
+ENVIRONMENT_MAY += ("shard_tools.look.show.data.workers",)  # what little of it a process gets
+ENVIRONMENT_MAY += ("streaming.build.decode.images",)  # puts back what the import of cv2 writes there
 # Pure modules of packages that also do I/O.
-ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.checksums", "streaming.fetch.pieces")
+ALSO_PURE = (
+    "streaming.shards.fetch.layout",
+    "streaming.shards.fetch.damage",
+    "streaming.shards.fetch.checksums",
+    "streaming.shards.fetch.pieces",
+)
 
 
 # --- the source
@@ -311,7 +316,10 @@ def test_no_tensor_of_ours_lies_where_the_script_puts_its_own() -> None:
                 continue
             if ast.unparse(node.value) in {"torch", "torch.fft", "torch.nested", "torch.sparse"}:
                 findings.append(f"{module}:{node.lineno} {ast.unparse(node)}")
-    report(findings, "Make tensors by `fresh` or `int64s` of streaming.batches.jagged, or from NumPy, or say device=:")
+    report(
+        findings,
+        "Make tensors by `fresh` or `int64s` of streaming.build.batches.jagged, or from NumPy, or say device=:",
+    )
 
 
 def test_the_pure_layer_does_no_io_and_reads_no_clock() -> None:

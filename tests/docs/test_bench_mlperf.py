@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shard_tools.convert import open_source
+from shard_tools.make.convert import open_source
 from streaming.storage import Storage
 from tests.support.code.folders import ROOT
 from tests.support.code.script_modules import script_modules

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from infra import launch
-from shard_tools.convert.sources import LAYOUTS
+from shard_tools.make.convert.sources import LAYOUTS
 from streaming import DataLoader
-from streaming.decode.registry import BY_EXTENSION, BY_NAME
+from streaming.build.decode.registry import BY_EXTENSION, BY_NAME
 from streaming.storage.store import ADAPTERS
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import blocks

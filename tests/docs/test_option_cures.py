@@ -37,8 +37,8 @@ from streaming import (
     StreamingDataset,
     decode,
 )
-from streaming.platforms import num_cores
-from streaming.tuned.file import Tuned
+from streaming.common.platforms import num_cores
+from streaming.watch.tuned.file import Tuned
 from tests.support.code.cure_messages import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
 from tests.support.sets.data_sets import write_set
 

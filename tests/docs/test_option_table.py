@@ -20,7 +20,8 @@ import torch
 
 from infra import DeviceMesh
 from streaming import DataLoader, RemoteGroup, Schedule, SequenceSlice, StageFields, StreamingDataset
-from streaming.arguments import option_names
+from streaming.common.arguments import option_names
+from streaming.common.platforms import num_cores
 from streaming.errors import (
     ConfigError,
     IndexMissingError,
@@ -28,8 +29,7 @@ from streaming.errors import (
     NotFoundError,
     TooManyBadSamplesError,
 )
-from streaming.platforms import num_cores
-from streaming.tuned.file import Tuned
+from streaming.watch.tuned.file import Tuned
 from tests.support.code.folders import ROOT
 from tests.support.contracts.option_kinds import BAD, COUNT, ENDLESS, KINDS, OWNERS, Options, Places, Run, run
 from tests.support.sets.data_sets import mesh_of

@@ -67,7 +67,7 @@ def test_another_package_streaming(tmp_path: Path, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["from streaming.loader import DataLoader", "import shard_tools", "import streaming.datasets.dataset"]
+    "code", ["from streaming.loader import DataLoader", "import shard_tools", "import streaming.sets.datasets.dataset"]
 )
 def test_mosaics_files_installed_over_ours(tmp_path: Path, code: str) -> None:
     shutil.copytree(ROOT / "streaming", tmp_path / "streaming", ignore=shutil.ignore_patterns("__pycache__"))

@@ -25,7 +25,7 @@ from docs.site import messages as site_messages
 from docs.site import stage, tables
 from shard_tools.cli import cli
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
-from streaming.decode import images, registry
+from streaming.build.decode import images, registry
 from tests.support.code.cure_messages import error_of, messages
 from tests.support.code.folders import ROOT
 from tests.support.servers.browser import expect
@@ -164,7 +164,7 @@ def test_messages_are_those_that_the_packages_have() -> None:
         if re.search(r"; [a-z]|\. [A-Z]|expected ", one.text) and not one.place.startswith("shard_tools/")
     ]
     pieces = {one.place: re.findall(r"\w+", max(re.findall(r"[^…%]+", one.text), key=len)) for one in raised}
-    helps = ("streaming/metrics/",)  # what an exported number means
+    helps = ("streaming/watch/metrics/",)  # what an exported number means
     missing = [
         place
         for place, piece in pieces.items()

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shard_tools.trace import merge_traces
+from shard_tools.look.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher
-from streaming.fetch import read
+from streaming.shards.fetch import read
 from tests.support.code.folders import ROOT
 from tests.support.processes.waiting import PATIENCE_S, is_timed, until
 from tests.support.sets.data_sets import SampleSet, write_set
@@ -94,8 +94,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.1)
         return real(*args, **options)
 
-    monkeypatch.setattr("streaming.catalog.source.fetch_unit", slow)
-    monkeypatch.setattr("streaming.catalog.source.ChunkSource.can_be_mapped", False)
+    monkeypatch.setattr("streaming.shards.catalog.source.fetch_unit", slow)
+    monkeypatch.setattr("streaming.shards.catalog.source.ChunkSource.can_be_mapped", False)
 
 
 CAUSES: dict[str, tuple[dict[str, Any], float, str, str]] = {

@@ -11,9 +11,9 @@ from typing import NoReturn
 import pytest
 
 from streaming import DataLoader
-from streaming.engine.memory import arena
-from streaming.engine.memory.arena import Arena
 from streaming.errors import MemoryLimitError
+from streaming.run.engine.memory import arena
+from streaming.run.engine.memory.arena import Arena
 from tests.support.processes.forked import Forked
 from tests.support.sets.data_sets import SampleSet, write_set
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.delivery import _SHORT_STEP_S, _SHORT_STEPS, Haste
-from streaming.engine.memory import batch_memory
-from streaming.engine.memory.batch_memory import LEAST_BYTES, BatchMemory, _rounded
-from streaming.engine.workers import ring
+from streaming.run.engine.delivery import _SHORT_STEP_S, _SHORT_STEPS, Haste
+from streaming.run.engine.memory import batch_memory
+from streaming.run.engine.memory.batch_memory import LEAST_BYTES, BatchMemory, _rounded
+from streaming.run.engine.workers import ring
 from tests.support.processes.waiting import PATIENCE_S, until
 
 LARGE = 2 * LEAST_BYTES

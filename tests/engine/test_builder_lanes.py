@@ -19,15 +19,15 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.decode import images, resolve_decoders
-from streaming.engine import builders
-from streaming.engine.memory.batch_memory import LEAST_BYTES, BatchMemory
-from streaming.engine.threads.lanes import Lanes
-from streaming.engine.workers import fork_server
-from streaming.engine.workers.fork_server import SharedServer
-from streaming.engine.workers.pool import WorkerPool
-from streaming.engine.workers.portable import fingerprint
-from streaming.engine.workers.processes import Processes
+from streaming.build.decode import images, resolve_decoders
+from streaming.run.engine import builders
+from streaming.run.engine.memory.batch_memory import LEAST_BYTES, BatchMemory
+from streaming.run.engine.threads.lanes import Lanes
+from streaming.run.engine.workers import fork_server
+from streaming.run.engine.workers.fork_server import SharedServer
+from streaming.run.engine.workers.pool import WorkerPool
+from streaming.run.engine.workers.portable import fingerprint
+from streaming.run.engine.workers.processes import Processes
 from tests.support.processes.held_workers import Held, pool_of
 from tests.support.processes.waiting import until
 

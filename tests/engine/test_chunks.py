@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streaming import DataLoader, ShuffleConfig
-from streaming.counters import Metrics
-from streaming.engine.memory import mapped
-from streaming.engine.memory.arena import PAGE_BYTES, Arena, Extents, MergedRanges
-from streaming.engine.memory.chunk_store import ChunkStore, Unit
+from streaming.common.counters import Metrics
 from streaming.errors import ChecksumError, StorageError
-from streaming.fetch.layout import Fetched, UnitLayout
-from streaming.fetch.read import FetchRange
+from streaming.run.engine.memory import mapped
+from streaming.run.engine.memory.arena import PAGE_BYTES, Arena, Extents, MergedRanges
+from streaming.run.engine.memory.chunk_store import ChunkStore, Unit
+from streaming.shards.fetch.layout import Fetched, UnitLayout
+from streaming.shards.fetch.read import FetchRange
 from streaming.storage import Checked
 from tests.support.sets.data_sets import write_set
 

@@ -14,9 +14,9 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
-from streaming.device.copiers import Copied, CudaCopier, CudaPageLocker
-from streaming.engine.workers.pool import WorkerPool
-from streaming.engine.workers.ring import Memory
+from streaming.run.device.copiers import Copied, CudaCopier, CudaPageLocker
+from streaming.run.engine.workers.pool import WorkerPool
+from streaming.run.engine.workers.ring import Memory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,9 @@ import pytest
 from shard_tools import ShardWriter
 from shard_tools.running.functions import imported
 from streaming import DataLoader, OrdinaryDataset, StreamingDataset
-from streaming.engine.workers.fork_server import SHARED
+from streaming.common.platforms import working_folder
 from streaming.errors import ConfigError
-from streaming.platforms import working_folder
+from streaming.run.engine.workers.fork_server import SHARED
 
 NAMED = r"the working directory of this process \(.*/gone\) was deleted, .*os\.chdir\(\) to one that is there"
 

@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.device.copiers import Copied, CpuCopier, CudaCopier, _is_dense, map_tensors
-from streaming.device.prefetcher import DevicePrefetcher, resolve_device
 from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError, StateError
+from streaming.run.device.copiers import Copied, CpuCopier, CudaCopier, _is_dense, map_tensors
+from streaming.run.device.prefetcher import DevicePrefetcher, resolve_device
 from tests.support.code.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import streaming.batches.build as build_module
-import streaming.catalog.source as source_module
-import streaming.fetch.distant as distant_module
+import streaming.build.batches.build as build_module
+import streaming.shards.catalog.source as source_module
+import streaming.shards.fetch.distant as distant_module
 from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
-from streaming.decode import DistantMember, MemberFile, together
+from streaming.build.decode import DistantMember, MemberFile, together
 from streaming.errors import (
     ChecksumError,
     IndexMismatchError,

@@ -17,16 +17,16 @@ import av
 import numpy as np
 import pytest
 
-import streaming.batches.build as build_module
-import streaming.catalog.source as source_module
-import streaming.engine.workers.pool as pool_module
-import streaming.fetch.distant as distant_module
+import streaming.build.batches.build as build_module
+import streaming.run.engine.workers.pool as pool_module
+import streaming.shards.catalog.source as source_module
+import streaming.shards.fetch.distant as distant_module
 from shard_tools import ShardWriter
 from streaming import Broadcast, DataLoader, Mixture, Sound, StreamingDataset, Video
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.decode import together
-from streaming.index.cutter import ChunkRule
+from streaming.build.decode import together
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.processes.played_ranks import played
 from tests.support.processes.waiting import until

@@ -23,11 +23,11 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, ShuffleConfig, StreamingDataset
-from streaming.decode import resolve_decoders
-from streaming.engine.memory import mapped
+from streaming.build.decode import resolve_decoders
 from streaming.errors import ChecksumError, ConfigError
-from streaming.remote import wire
-from streaming.replicas import batch_codec
+from streaming.others.remote import wire
+from streaming.run.engine.memory import mapped
+from streaming.run.replicas import batch_codec
 from streaming.storage.requests.retry import MOST_WRONG
 from streaming.torch_view import TorchIterable
 from tests.support.processes.children import in_child

@@ -14,9 +14,9 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.memory import mapped
 from streaming.errors import DataError, ShardstreamError, TooManyBadSamplesError
-from streaming.plan import memory as budget
+from streaming.order.plan import memory as budget
+from streaming.run.engine.memory import mapped
 from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import write_set
 

@@ -13,7 +13,7 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.delivery import Depth
+from streaming.run.engine.delivery import Depth
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streaming.platforms import check_open_files
+from streaming.common.platforms import check_open_files
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import write_set

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from streaming import DataLoader, StreamingDataset
-from streaming.batches.build import Part, Recipe
-from streaming.batches.rows import FieldRange, Rows
-from streaming.counters import Metrics
-from streaming.decode import resolve_decoders
-from streaming.engine.builders import is_parallel
-from streaming.engine.threads import pace
-from streaming.engine.threads.pace import WorkerPace
-from streaming.engine.workers.pool import WorkerPool
-from streaming.engine.workers.processes import Processes, Worker
+from streaming.build.batches.build import Part, Recipe
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import resolve_decoders
+from streaming.common.counters import Metrics
+from streaming.run.engine.builders import is_parallel
+from streaming.run.engine.threads import pace
+from streaming.run.engine.threads.pace import WorkerPace
+from streaming.run.engine.workers.pool import WorkerPool
+from streaming.run.engine.workers.processes import Processes, Worker
 from tests.support.sets.data_sets import write_set
 
 pytestmark = pytest.mark.thorough

@@ -16,11 +16,11 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
-from streaming.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
-from streaming.engine.delivery import Haste
-from streaming.engine.groups import BatchGroups
-from streaming.engine.workers.pool import WorkerPool
-from streaming.engine.workers.ring import BatchRing, Memory
+from streaming.run.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
+from streaming.run.engine.delivery import Haste
+from streaming.run.engine.groups import BatchGroups
+from streaming.run.engine.workers.pool import WorkerPool
+from streaming.run.engine.workers.ring import BatchRing, Memory
 from tests.support.processes.page_lock_account import PAGE, Account
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from streaming.device.copiers import page_locked
-from streaming.engine.workers.portable import SentOnce, dumps, received
+from streaming.run.device.copiers import page_locked
+from streaming.run.engine.workers.portable import SentOnce, dumps, received
 from tests.support.processes.forked import Forked
 from tests.support.sets.data_sets import write_set
 from tests.support.tiers import first_here

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming.batches.build import Rows
-from streaming.engine.workers.ring import ALIGN_BYTES, MAX_EXTRA_SLOTS, BatchRing, Slot, SlotWriter
-from streaming.engine.workers.transport import pack, unpack
+from streaming.build.batches.build import Rows
+from streaming.run.engine.workers.ring import ALIGN_BYTES, MAX_EXTRA_SLOTS, BatchRing, Slot, SlotWriter
+from streaming.run.engine.workers.transport import pack, unpack
 
 SPAN = 1 << 16
 

@@ -33,9 +33,9 @@ from PIL import Image, ImageFile
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, OrdinaryDataset, StreamingDataset
-from streaming.decode.registry import BY_EXTENSION
-from streaming.engine.workers.surroundings import SETTINGS, Surroundings
+from streaming.build.decode.registry import BY_EXTENSION
 from streaming.errors import ConfigError
+from streaming.run.engine.workers.surroundings import SETTINGS, Surroundings
 from tests.support.code.folders import ROOT
 from tests.support.processes.held_workers import Held, pool_of
 from tests.support.processes.waiting import ended, started
@@ -672,7 +672,7 @@ import decimal, hashlib, io, locale, os, pickle, sys, time, warnings
 import numpy as np, torch
 from PIL import Image, ImageFile
 from streaming import DataLoader, StreamingDataset
-from streaming.decode.registry import BY_EXTENSION
+from streaming.build.decode.registry import BY_EXTENSION
 
 class Mine(ImageFile.ImageFile):
     format = "MINE"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from streaming import DataLoader
-from streaming.plan import order as order_module
-from streaming.plan.order import EpochOrder, OrderSettings
-from streaming.plan.plan import PASSES_LOOKED_AT, Plan
+from streaming.order.plan import order as order_module
+from streaming.order.plan.order import EpochOrder, OrderSettings
+from streaming.order.plan.plan import PASSES_LOOKED_AT, Plan
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from streaming import StreamingDataset
-from streaming.engine.memory.chunk_store import Unit
-from streaming.engine.substitutes import Substitutes
 from streaming.errors import ChecksumError
-from streaming.fetch.read import FetchRange
+from streaming.run.engine.memory.chunk_store import Unit
+from streaming.run.engine.substitutes import Substitutes
+from streaming.shards.fetch.read import FetchRange
 from tests.support.sets.data_sets import write_set
 
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from streaming import DataLoader
-from streaming.batches.collate import default_collate
-from streaming.engine import delivery
-from streaming.engine.delivery import Delivery
-from streaming.engine.memory import mapped
-from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.engine.memory.mapped import FileMaps
-from streaming.engine.pipeline import Pipeline
-from streaming.engine.unindexed.batches import ShardStream
+from streaming.build.batches.collate import default_collate
 from streaming.errors import IteratorEndedError
-from streaming.fetch.read import FetchRange
+from streaming.run.engine import delivery
+from streaming.run.engine.delivery import Delivery
+from streaming.run.engine.memory import mapped
+from streaming.run.engine.memory.chunk_store import ChunkStore
+from streaming.run.engine.memory.mapped import FileMaps
+from streaming.run.engine.pipeline import Pipeline
+from streaming.run.engine.unindexed.batches import ShardStream
+from streaming.shards.fetch.read import FetchRange
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SMALL_WINDOW, SampleSet, write_set

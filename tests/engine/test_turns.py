@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from shard_tools import ShardWriter
-from shard_tools.plan.report import PlanOptions, plan_opened
+from shard_tools.look.plan.report import PlanOptions, plan_opened
 from streaming import DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
 from streaming.errors import MemoryLimitError
-from streaming.index.cutter import ChunkRule
-from streaming.plan import memory as budget
-from streaming.plan.demand import Rooms
-from streaming.plan.memory import Budget
-from streaming.plan.plan import Plan
+from streaming.order.plan import memory as budget
+from streaming.order.plan.demand import Rooms
+from streaming.order.plan.memory import Budget
+from streaming.order.plan.plan import Plan
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.sets.data_sets import mesh_of
 from tests.support.tiers import first_here

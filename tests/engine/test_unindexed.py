@@ -23,8 +23,6 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.delivery import Haste
-from streaming.engine.unindexed.samples import RawSample, StreamSettings, shuffled
 from streaming.errors import (
     ConfigError,
     DecodeError,
@@ -34,9 +32,11 @@ from streaming.errors import (
     TarError,
     TooManyBadSamplesError,
 )
-from streaming.plan.order import OrderSettings
-from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.sizes import Sizes
+from streaming.run.engine.delivery import Haste
+from streaming.run.engine.unindexed.samples import RawSample, StreamSettings, shuffled
 from tests.support.processes.leftovers import leftovers
 from tests.support.sets.data_sets import (
     SMALL_WINDOW,

@@ -20,8 +20,8 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.engine.workers import stand_in
 from streaming.errors import ConfigError, DecodeError, WorkerDiedError
+from streaming.run.engine.workers import stand_in
 from tests.support.processes.held_workers import Held, pool_of
 from tests.support.processes.waiting import until
 
@@ -59,7 +59,7 @@ def everything(batches: list[dict[str, Any]]) -> list[Any]:
 def test_threads_build_what_needs_no_code_of_the_user(
     numbers: Path, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "streaming.engine.builders")
+    caplog.set_level(logging.INFO, "streaming.run.engine.builders")
     with DataLoader(StreamingDataset(numbers), batch_size=4) as loader:
         expected = list(loader)
     with DataLoader(StreamingDataset(numbers), batch_size=4, num_workers=1) as loader:
@@ -78,7 +78,7 @@ def test_threads_build_what_needs_no_code_of_the_user(
 def test_what_was_built_here_is_said_run_by_run(
     numbers: Path, held: Held, caplog: pytest.LogCaptureFixture, transform: str | None
 ) -> None:
-    caplog.set_level(logging.INFO, "streaming.engine.builders")
+    caplog.set_level(logging.INFO, "streaming.run.engine.builders")
     dataset = StreamingDataset(numbers, transform=where if transform else None)
     with DataLoader(dataset, batch_size=4, num_workers=1) as loader:
         for _ in range(2):
@@ -106,8 +106,8 @@ def test_what_all_ranks_would_say_the_first_says(numbers: Path, held: Held, capl
             held.first(batches, 3)
             held.rest(loader, batches)
         told.append([record.name for record in caplog.records])
-    begun = ["streaming", "streaming.engine.builders"]
-    assert told == [["streaming.loops.base", *begun, *begun, "streaming.engine.builders"], []]
+    begun = ["streaming", "streaming.run.engine.builders"]
+    assert told == [["streaming.run.loops.base", *begun, *begun, "streaming.run.engine.builders"], []]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -310,7 +310,7 @@ def test_a_process_that_would_have_to_be_set_up_or_hold_much_does_not_stand_in(
     assert os.getpid() not in run(worker_init_fn=str)
     held.let_go.clear()
     monkeypatch.setattr(stand_in, "_MOST_COPIED_BYTES", 100)
-    caplog.set_level(logging.INFO, "streaming.engine.workers.stand_in")
+    caplog.set_level(logging.INFO, "streaming.run.engine.workers.stand_in")
     assert os.getpid() not in run()
     assert "too much for another copy in this process" in caplog.text
 

@@ -26,15 +26,15 @@ import pytest
 import torch
 from PIL import Image
 
-from streaming import platforms
-from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
-from streaming.batches.rows import FieldRange, Rows
-from streaming.decode import resolve_decoders
-from streaming.engine.memory.arena import Arena
-from streaming.engine.workers.fork_server import SHARED, ForkServer
-from streaming.engine.workers.pool import MAX_DEATHS, WorkerPool
-from streaming.engine.workers.ring import BatchRing
+from streaming.build.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import resolve_decoders
+from streaming.common import platforms
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
+from streaming.run.engine.memory.arena import Arena
+from streaming.run.engine.workers.fork_server import SHARED, ForkServer
+from streaming.run.engine.workers.pool import MAX_DEATHS, WorkerPool
+from streaming.run.engine.workers.ring import BatchRing
 from tests.support.code.folders import ROOT
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S, until
@@ -572,12 +572,12 @@ def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) 
 SCRIPT = """
 import os, signal, sys
 import numpy as np
-from streaming.decode import resolve_decoders
-from streaming.engine.memory.arena import Arena
-from streaming.batches.build import Part, Recipe, Rows
-from streaming.engine.workers.ring import BatchRing
-from streaming.batches.rows import FieldRange
-from streaming.engine.workers.pool import WorkerPool
+from streaming.build.decode import resolve_decoders
+from streaming.run.engine.memory.arena import Arena
+from streaming.build.batches.build import Part, Recipe, Rows
+from streaming.run.engine.workers.ring import BatchRing
+from streaming.build.batches.rows import FieldRange
+from streaming.run.engine.workers.pool import WorkerPool
 
 OFFSET = 10
 class Own(Exception): pass

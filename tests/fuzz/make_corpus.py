@@ -14,11 +14,11 @@ import lmdb
 import numpy as np
 import pyarrow as pa
 
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleTable
-from streaming.plan.order import OrderSettings
-from streaming.plan.state import LoaderState
-from streaming.tar.headers import member_header, padding
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.state import LoaderState
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.tar.headers import member_header, padding
 from tests.support.sets.tars import tar_bytes
 
 CORPUS = Path(__file__).resolve().parent / "corpus"

@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shard_tools.convert import SourceOptions
-from shard_tools.convert.formats.example import parse_example
-from shard_tools.convert.formats.litdata import decode_nested
-from shard_tools.convert.formats.lmdb import LmdbFiles
-from streaming.catalog import urls as expand
-from streaming.catalog.urls import expand_urls
+from shard_tools.make.convert import SourceOptions
+from shard_tools.make.convert.formats.example import parse_example
+from shard_tools.make.convert.formats.litdata import decode_nested
+from shard_tools.make.convert.formats.lmdb import LmdbFiles
 from streaming.errors import ConfigError, DataError, ShardstreamError, StateError, TarError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import sealed
-from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
-from streaming.plan.state import LoaderState
+from streaming.order.plan.state import LoaderState
+from streaming.shards.catalog import urls as expand
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.files import sealed
+from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer
+from streaming.shards.tar import TarScanner, iter_samples, parse_chunk
+from streaming.shards.tar import fast as fast_reader
+from streaming.shards.tar.blocks import Members, Origin, as_array, parse_pax
+from streaming.shards.tar.walk import walk_members
 from streaming.storage import Storage, redact
 from streaming.storage.base.urls import join_url, local_path, scheme_of, split_url
-from streaming.tar import TarScanner, iter_samples, parse_chunk
-from streaming.tar import fast as fast_reader
-from streaming.tar.blocks import Members, Origin, as_array, parse_pax
-from streaming.tar.walk import walk_members
 
 SECONDS = 10.0
 """No input of the sizes used here may take more of a core; most take milliseconds."""

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from streaming import ShuffleConfig, StreamingDataset
-from streaming.index.spans import SPAN_BYTES
+from streaming.shards.index.spans import SPAN_BYTES
 from tests.support.models.differential_cases import (
     NUM_PARTS,
     WORKERS_EVERY,

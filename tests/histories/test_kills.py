@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from shard_tools import ShardWriter
-from shard_tools.check.verify import verify
-from shard_tools.convert import ConvertOptions, convert
-from shard_tools.tokens import TokenizeOptions, tokenize
+from shard_tools.change.check.verify import verify
+from shard_tools.make.convert import ConvertOptions, convert
+from shard_tools.make.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
-from streaming.cache.paths import CachePaths
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.layout import UNFINISHED_FILE
+from streaming.shards.cache.paths import CachePaths
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked, ForkedProcess
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
@@ -191,8 +191,8 @@ def test_the_writer_to_a_bucket(die: Die, mini_s3: MiniS3Server, seed: int) -> N
 INDEXER = """
 for name in ("open", "write", "replace", "fsync"):
     setattr(os, name, stepping(getattr(os, name)))
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import Storage
 storage = Storage()
 index_shards(storage, expand_urls(arguments["folder"] + "/", storage), parallel=arguments["parallel"])
@@ -224,7 +224,7 @@ def test_indexer_killed_leaves_a_whole_index_or_none(die: Die, tmp_path: Path, p
 CONVERTER = """
 for name in ("open", "write", "replace", "fsync", "unlink"):
     setattr(os, name, stepping(getattr(os, name)))
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 convert(arguments["source"], arguments["folder"], options=ConvertOptions(max_samples=5, workers=2))
 """
 
@@ -249,8 +249,8 @@ def test_the_converter_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
 TOKENIZER = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from shard_tools.tokens import TokenizeOptions, tokenize
-from shard_tools.tokens.encode import _begin_worker
+from shard_tools.make.tokens import TokenizeOptions, tokenize
+from shard_tools.make.tokens.encode import _begin_worker
 options = TokenizeOptions(tokenizer="bytes", max_samples=5, split=("val=30%",), workers=1)
 # As open_processes, but forked: that a true one ends with this process is shown in test_tokenize.py.
 with ProcessPoolExecutor(1, get_context("fork"), _begin_worker) as pool:

@@ -24,7 +24,7 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
-from streaming.index.sample_table import SampleTable
+from streaming.shards.index.sample_table import SampleTable
 from tests.support.sets.data_sets import mesh_of
 from tests.support.tiers import first_here
 

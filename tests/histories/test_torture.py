@@ -26,10 +26,10 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.cache.paths import CachePaths
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.cutter import ChunkRule
+from streaming.shards.cache.paths import CachePaths
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from streaming.storage.adapters import in_place
 from tests.support.processes.leftovers import leftovers

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shard_tools.doctor import judge
-from shard_tools.doctor.machine import look_at_machine
+from shard_tools.look.doctor import judge
+from shard_tools.look.doctor.machine import look_at_machine
 from streaming import DataLoader
-from streaming.arguments import format_bytes
-from streaming.loops import options
-from streaming.platforms import GroupLimits
+from streaming.common.arguments import format_bytes
+from streaming.common.platforms import GroupLimits
+from streaming.run.loops import options
 from tests.support.sets.data_sets import mesh_of, write_set
 
 

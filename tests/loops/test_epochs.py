@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.epochs.position import Place, Position
 from streaming.errors import ConfigError, IteratorEndedError
+from streaming.run.epochs.position import Place, Position
 from tests.support.contracts.loop_kinds import (
     ALONE,
     CLOSABLE,
@@ -242,7 +242,7 @@ def test_leaving_the_rest_of_a_loaded_epoch_is_one_warning(
     kind: str, made: dict[str, Maker], caplog: pytest.LogCaptureFixture
 ) -> None:
     def warnings() -> list[str]:
-        return [one.getMessage() for one in caplog.records if one.name == "streaming.epochs.position"]
+        return [one.getMessage() for one in caplog.records if one.name == "streaming.run.epochs.position"]
 
     first, loader = made[kind](), made[kind]()
     list(islice(first, 2))

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, DevicePrefetcher, StreamingDataset, forks
-from streaming.engine.workers.ring import BatchRing
+from streaming import DataLoader, DevicePrefetcher, StreamingDataset
+from streaming.common import forks
 from streaming.errors import ForkedError
-from streaming.replicas.broadcast import Sharing, _left_behind
-from streaming.replicas.options import Broadcast
+from streaming.run.engine.workers.ring import BatchRing
+from streaming.run.replicas.broadcast import Sharing, _left_behind
+from streaming.run.replicas.options import Broadcast
 from streaming.storage import Storage
 from streaming.storage.adapters import obstore_client
 from tests.support.processes.children import Child, in_child

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shard_tools import ShardWriter
-from streaming.forks import JOB_SIGNALS
+from streaming.common.forks import JOB_SIGNALS
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked, ForkedProcess
 from tests.support.processes.waiting import PATIENCE_S, until

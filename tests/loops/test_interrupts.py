@@ -18,12 +18,12 @@ import pytest
 
 import streaming
 from streaming import DataLoader
-from streaming.engine.delivery import Delivery
-from streaming.engine.memory.row_table import RowTable
-from streaming.epochs.interrupts import is_interrupt
-from streaming.epochs.iterator import Batches
-from streaming.epochs.position import Position
-from streaming.monitor import Monitor
+from streaming.common.monitor import Monitor
+from streaming.run.engine.delivery import Delivery
+from streaming.run.engine.memory.row_table import RowTable
+from streaming.run.epochs.interrupts import is_interrupt
+from streaming.run.epochs.iterator import Batches
+from streaming.run.epochs.position import Position
 from streaming.storage.adapters.local import LocalAdapter
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.waiting import PATIENCE_S

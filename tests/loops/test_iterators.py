@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.epochs.iterator import Loop
-from streaming.epochs.position import Place, Turn
 from streaming.errors import IteratorEndedError, IteratorSupersededError, ShardstreamError
-from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.sizes import Sizes
+from streaming.run.epochs.iterator import Loop
+from streaming.run.epochs.position import Place, Turn
 from tests.support.contracts.loop_kinds import (
     ALONE,
     CLOSABLE,

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from streaming import DataLoader, DeviceMeshFetcher, StreamingDataset
-from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import ConfigError, DecodeError, IteratorEndedError
-from streaming.fetch.read import FetchRange
-from streaming.tar import ChunkLayout
+from streaming.run.engine.threads.jobs import JobThreads
+from streaming.shards.fetch.read import FetchRange
+from streaming.shards.tar import ChunkLayout
 from tests.support.processes.leftovers import leftovers, our_threads
 from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SampleSet, check_batch, mesh_of, play, write_set

@@ -28,9 +28,9 @@ from streaming import (
     StageFields,
     StreamingDataset,
 )
-from streaming.arguments import option_names
+from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, OptionError
-from streaming.ordinary.map_style import MapLoop
+from streaming.others.ordinary.map_style import MapLoop
 from tests.support.sets.data_sets import write_set
 
 

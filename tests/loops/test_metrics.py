@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from streaming import DataLoader
-from streaming.counters import WAITS, Metrics, waited_here_s
-from streaming.metrics.table import NUMBERS, OF_EXPORTS
-from streaming.metrics.waits import CAUSES
+from streaming.common.counters import WAITS, Metrics, waited_here_s
+from streaming.watch.metrics.table import NUMBERS, OF_EXPORTS
+from streaming.watch.metrics.waits import CAUSES
 from tests.support.code.folders import ROOT
 from tests.support.processes.waiting import PATIENCE_S, ended, is_timed, started, until
 from tests.support.sets.data_sets import SampleSet, write_set

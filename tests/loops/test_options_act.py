@@ -13,10 +13,10 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, RemoteGroup, Schedule, StreamingDataset
-from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ConfigError, TooManyBadSamplesError
-from streaming.loops import epoch_loop
-from streaming.plan import memory as budget
+from streaming.order.plan import memory as budget
+from streaming.run.engine.workers.ring import BatchRing
+from streaming.run.loops import epoch_loop
 from tests.support.contracts.option_kinds import readers_here
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 
@@ -221,7 +221,7 @@ def test_what_a_loader_may_hold_is_no_more_than_its_limit(kind: str, tmp_path: P
         parts["packs"] = num_bytes
 
     with (
-        mock.patch("streaming.engine.builders.BatchRing", ring),
+        mock.patch("streaming.run.engine.builders.BatchRing", ring),
         mock.patch.object(type(data.source), "keep_at_most", lambda _self, num_bytes: kept(num_bytes)),
         mock.patch.object(epoch_loop, "ChunkStore", side_effect=StopIteration),
         DataLoader(data, 1, memory_limit=limit, num_workers=1, collate_fn=list, epoch_size=8) as loader,

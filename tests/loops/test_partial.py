@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import default_collate as torch_collate
 
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset, RetrySampler
-from streaming.batches.collate import without_rows
+from streaming.build.batches.collate import without_rows
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set
 

@@ -16,8 +16,8 @@ import torch
 from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshFetcher, ShuffleConfig, StreamingDataset
 from streaming.errors import MemoryLimitError
-from streaming.index.spans import SPAN_BYTES
-from streaming.plan.plan import Plan
+from streaming.order.plan.plan import Plan
+from streaming.shards.index.spans import SPAN_BYTES
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import (
     WORLD_SIZES,

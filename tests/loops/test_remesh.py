@@ -30,14 +30,14 @@ from streaming import (
     StreamingDataset,
     TorchIterable,
 )
-from streaming.counters import Metrics
-from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.engine.memory.mapped import NoMaps
+from streaming.common.counters import Metrics
+from streaming.common.job import store as job_store_module
 from streaming.errors import ConfigError, IteratorSupersededError, StateError
-from streaming.job import store as job_store_module
-from streaming.loops import base
-from streaming.replicas import start_check
+from streaming.run.engine.memory.arena import Arena
+from streaming.run.engine.memory.chunk_store import ChunkStore
+from streaming.run.engine.memory.mapped import NoMaps
+from streaming.run.loops import base
+from streaming.run.replicas import start_check
 from tests.support.contracts.loop_kinds import compress
 from tests.support.processes.waiting import until
 from tests.support.servers.on_loopback import MiniS3Server

@@ -15,13 +15,13 @@ import pytest
 
 from infra import DeviceMesh
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.units import BLOCK_SAMPLES
 from streaming.errors import IteratorSupersededError, StateError
-from streaming.fetch.read import FetchRange
-from streaming.plan.intervals import ChunkIntervals
-from streaming.plan.order import EpochOrder, OrderSettings
-from streaming.plan.plan import Plan
-from streaming.tar import ChunkLayout
+from streaming.order.plan.intervals import ChunkIntervals
+from streaming.order.plan.order import EpochOrder, OrderSettings
+from streaming.order.plan.plan import Plan
+from streaming.run.engine.units import BLOCK_SAMPLES
+from streaming.shards.fetch.read import FetchRange
+from streaming.shards.tar import ChunkLayout
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import (
     WORLD_SIZES,

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.engine.memory.row_table import RowTable
 from streaming.errors import IteratorEndedError
+from streaming.run.engine.memory.row_table import RowTable
 from tests.support.contracts.loop_kinds import compress
 from tests.support.processes import hanging_functions as hanging
 from tests.support.processes.hanging_functions import BATCH, GOOD_BATCHES, Hung, until_it_stands

@@ -22,15 +22,15 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from shard_tools.trace import merge_traces
+from shard_tools.look.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher, Mixture, Packed, StreamingDataset
-from streaming.counters import Metrics, account_here, under_way
+from streaming.common.counters import Metrics, account_here, under_way
 from streaming.errors import ConfigError, NotFoundError
-from streaming.fetch import read
+from streaming.shards.fetch import read
 from streaming.storage import Storage
 from streaming.storage.base.adapter import PassingError
-from streaming.tracing import recorder
-from streaming.tracing.ranges import ProfilerRanges
+from streaming.watch.tracing import recorder
+from streaming.watch.tracing.ranges import ProfilerRanges
 from tests.support.code.folders import ROOT
 from tests.support.contracts.loop_kinds import CLOSABLE, NUM_BATCHES, SHARD_SIZES, compress, makers
 from tests.support.processes.waiting import PATIENCE_S, ended, is_timed, started, until
@@ -457,8 +457,8 @@ class SlowStore:
                 assert self.open.wait(PATIENCE_S)
             return real(*args, **options)
 
-        monkeypatch.setattr("streaming.catalog.source.fetch_unit", fetch)
-        monkeypatch.setattr("streaming.catalog.source.ChunkSource.can_be_mapped", False)
+        monkeypatch.setattr("streaming.shards.catalog.source.fetch_unit", fetch)
+        monkeypatch.setattr("streaming.shards.catalog.source.ChunkSource.can_be_mapped", False)
 
     def wait_for(self, count: int) -> None:
         until(lambda: self.num_begun >= count, f"{count} fetches begin")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from streaming import Balanced, Curriculum, DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
-from streaming.arguments import option_names
+from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
-from streaming.tuned import chosen
-from streaming.tuned.file import DEFAULT_NAME, MACHINERY, Tuned, read_tuned, stored
 from streaming.types import VERSION
+from streaming.watch.tuned import chosen
+from streaming.watch.tuned.file import DEFAULT_NAME, MACHINERY, Tuned, read_tuned, stored
 from tests.support.contracts.option_kinds import KINDS, Places, run
 from tests.support.sets.data_sets import mesh_of, write_set
 from tests.support.tiers import first_here

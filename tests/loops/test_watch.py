@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.device.copiers import Copied, CpuCopier
-from streaming.epochs import watch as watch_module
-from streaming.epochs.watch import Watchdog
 from streaming.errors import ConfigError
+from streaming.run.device.copiers import Copied, CpuCopier
+from streaming.run.epochs import watch as watch_module
+from streaming.run.epochs.watch import Watchdog
 from streaming.storage.adapters.local import LocalAdapter
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import SampleSet, write_set
@@ -61,7 +61,7 @@ class Reports(logging.Handler):
 @pytest.fixture
 def reports() -> Iterator[Reports]:
     handler = Reports()
-    logger = logging.getLogger("streaming.epochs.watch")
+    logger = logging.getLogger("streaming.run.epochs.watch")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)

@@ -157,7 +157,7 @@ def test_ranks_that_open_a_set_for_themselves_say_so(
 def test_urls_are_shown_without_their_signature(samples: SampleSet) -> None:
     dataset = samples.open()
     names = [f"https://user:pass@host/{number}.tar?sig=abc" for number in range(2)]
-    from streaming.sources.samples import _spelt  # noqa: PLC0415  no server answers to such names
+    from streaming.sets.sources.samples import _spelt  # noqa: PLC0415  no server answers to such names
 
     assert _spelt(names) == "https://…@host/0.tar?… and 1 more"
     assert _spelt("::".join(names)) == "https://…@host/0.tar?…::https://…@host/1.tar?…"

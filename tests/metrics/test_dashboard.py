@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import streaming.metrics
 from streaming import DataLoader
-from streaming.metrics.exported import LABELS
-from streaming.metrics.table import EXPORTED, OF_EXPORTS, OF_ORDINARY
+from streaming.watch.metrics.exported import LABELS
+from streaming.watch.metrics.table import EXPORTED, OF_EXPORTS, OF_ORDINARY
 from tests.support.code.folders import ROOT
 from tests.support.sets.data_sets import write_set
 

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import streaming.metrics
 from streaming import DataLoader, DevicePrefetcher, RemoteGroup, RetrySampler
 from streaming.errors import ConfigError
-from streaming.metrics.table import EXPORTED, NUMBERS, OF_EXPORTS
+from streaming.watch.metrics.table import EXPORTED, NUMBERS, OF_EXPORTS
 from tests.support.contracts.loop_kinds import CLOSABLE, compress, makers
 from tests.support.contracts.option_kinds import readers_here
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set

@@ -15,8 +15,8 @@ import torch
 
 from streaming import DataLoader, DevicePrefetcher, RemoteGroup
 from streaming.errors import ConfigError
-from streaming.metrics import headspace
-from streaming.metrics.waits import waits
+from streaming.watch.metrics import headspace
+from streaming.watch.metrics.waits import waits
 from tests.support.contracts.loop_kinds import ALONE, CLOSABLE, compress, makers, rows_of
 from tests.support.contracts.option_kinds import readers_here
 from tests.support.sets.data_sets import SampleSet, write_set

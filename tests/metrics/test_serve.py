@@ -17,7 +17,7 @@ import pytest
 
 from streaming import DataLoader
 from streaming.errors import ConfigError
-from streaming.metrics import serve, server
+from streaming.watch.metrics import serve, server
 from tests.support.contracts.loop_kinds import CLOSABLE, compress, makers
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S, until
@@ -107,7 +107,7 @@ def test_a_living_one_is_not_replaced(samples: SampleSet, tmp_path: Path) -> Non
 KILLED = """
 import os, signal, sys
 from streaming import DataLoader, StreamingDataset
-from streaming.metrics import serve, server
+from streaming.watch.metrics import serve, server
 loader = DataLoader(StreamingDataset(sys.argv[1]), batch_size=4)
 serve(loader, sys.argv[2])
 os.kill(os.getpid(), signal.SIGKILL)

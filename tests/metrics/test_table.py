@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from streaming.metrics.table import EXPORTED, NUMBERS, OF_EXPORTS, OF_LOADERS, OF_ORDINARY, OF_SHARDS, Number
+from streaming.watch.metrics.table import EXPORTED, NUMBERS, OF_EXPORTS, OF_LOADERS, OF_ORDINARY, OF_SHARDS, Number
 from tests.support.code.folders import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"

@@ -13,8 +13,8 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import Balanced, DataLoader, Mixture, Schedule, StreamingDataset
-from streaming.datasets import balanced as classes
 from streaming.errors import ConfigError, OptionError, StateError
+from streaming.sets.datasets import balanced as classes
 from tests.support.sets.curriculum_sets import FEW_LANES, plain_world
 from tests.support.sets.data_sets import total
 

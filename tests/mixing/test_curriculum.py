@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Curriculum, DataLoader, Mixture, Schedule, StreamingDataset
-from streaming.datasets.curriculum import _Metric
 from streaming.errors import ConfigError, OptionError, StateError
-from streaming.index.columns import count_values, plain_values
-from streaming.plan.state import LoaderState
-from streaming.sources.samples import SampleSource
+from streaming.order.plan.state import LoaderState
+from streaming.sets.datasets.curriculum import _Metric
+from streaming.sets.sources.samples import SampleSource
+from streaming.shards.index.columns import count_values, plain_values
 from tests.support.processes.thread_peers import ThreadPeers, on_ranks
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.curriculum_sets import FEW_LANES, NUM, RARITY, TOKENS, plain_world, write
@@ -406,7 +406,7 @@ def test_ranks_share_the_work(url: str, monkeypatch: pytest.MonkeyPatch, join_jo
     alone = Curriculum(StreamingDataset(url), "tokens", STEPS)
     join_job(ThreadPeers(4))
     read: list[int] = []
-    from streaming.filters import select as filters  # noqa: PLC0415
+    from streaming.sets.filters import select as filters  # noqa: PLC0415
 
     columns = filters._Work._columns
     monkeypatch.setattr(filters._Work, "_columns", lambda self, one: (read.append(one), columns(self, one))[1])

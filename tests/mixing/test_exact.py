@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.exact import BatchLanes, ExactLanes
-from streaming.mixing.forecast import drawn_before
-from streaming.mixing.passes import Sources, Weights
-from streaming.mixing.quotas import BatchPasses, ExactPasses, QuotaTree
-from streaming.mixing.shares import BatchShares, ShareTree
-from streaming.mixing.source_lanes import SourceLanes
-from streaming.plan.order import OrderSettings
-from streaming.plan.plan import Plan
+from streaming.order.mixing.exact import BatchLanes, ExactLanes
+from streaming.order.mixing.forecast import drawn_before
+from streaming.order.mixing.passes import Sources, Weights
+from streaming.order.mixing.quotas import BatchPasses, ExactPasses, QuotaTree
+from streaming.order.mixing.shares import BatchShares, ShareTree
+from streaming.order.mixing.source_lanes import SourceLanes
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.plan import Plan
 from tests.support.code.folders import GOLDEN
 from tests.support.models.mixed_plans import Case, cases, global_batches, oracle, unhurried, weights_
 

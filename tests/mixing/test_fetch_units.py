@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Balanced, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
-from streaming.catalog.cut import units_of
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
-from streaming.index.chunk_table import ShardInfo, one_shard_table
-from streaming.index.sample_table import Spans
-from streaming.index.spans import SPAN_BYTES
-from streaming.sources.fetch_units import divided
+from streaming.sets.sources.fetch_units import divided
+from streaming.shards.catalog.cut import units_of
+from streaming.shards.index.chunk_table import ShardInfo, one_shard_table
+from streaming.shards.index.sample_table import Spans
+from streaming.shards.index.spans import SPAN_BYTES
 from tests.support.sets.data_sets import Batches, loaders, merged, total, world_from
 
 KIB = 1024

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
-from streaming.mixing import stamps
-from streaming.mixing.exact import EvenLanes, ExactLanes
-from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
-from streaming.mixing.source_lanes import Runs, SourceLanes, runs_of
-from streaming.mixing.stamps import growths
-from streaming.plan.order import ENDLESS, Orders, OrderSettings
-from streaming.plan.plan import Plan
+from streaming.order.mixing import stamps
+from streaming.order.mixing.exact import EvenLanes, ExactLanes
+from streaming.order.mixing.lanes import MixedLanes
+from streaming.order.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
+from streaming.order.mixing.source_lanes import Runs, SourceLanes, runs_of
+from streaming.order.mixing.stamps import growths
+from streaming.order.plan.order import ENDLESS, Orders, OrderSettings
+from streaming.order.plan.plan import Plan
 from tests.support.code.folders import GOLDEN
 from tests.support.models.mixed_plans import Case, batches_of, cases, global_batches, named, unhurried, weights_
 
@@ -480,10 +480,10 @@ def test_memory_that_has_converged_is_not_looked_at_any_further(monkeypatch: pyt
         monkeypatch.setattr(plan, "_intervals", lambda *each: seen.append(each[1]) or Plan._intervals(plan, *each))
         return plan.live_bytes(np.maximum(orders.chunk_samples, 1) ** 2, 0), len(seen)
 
-    monkeypatch.setattr("streaming.plan.plan._MANY_USES", 10**9)
+    monkeypatch.setattr("streaming.order.plan.plan._MANY_USES", 10**9)
     whole, all_stretches = looked_at(orders)
     grown = [looked_at(one)[0] for one in (rare, late)]
-    monkeypatch.setattr("streaming.plan.plan._MANY_USES", 100)
+    monkeypatch.setattr("streaming.order.plan.plan._MANY_USES", 100)
     part, few_stretches = looked_at(orders)
     assert (few_stretches, all_stretches) == (2, 32)
     assert part <= whole <= part * 10 / 9

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.mixing import passes
-from streaming.mixing.passes import Listing, Parts, keyed_number, lay_pass
-from streaming.plan.permutation import permutations
-from streaming.plan.schedule import checked_weights
+from streaming.order.mixing import passes
+from streaming.order.mixing.passes import Listing, Parts, keyed_number, lay_pass
+from streaming.order.plan.permutation import permutations
+from streaming.order.plan.schedule import checked_weights
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 sizes_ = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)

@@ -22,9 +22,9 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
-from streaming.plan import memory as budget
-from streaming.plan.plan import Plan
-from streaming.sources import drawing
+from streaming.order.plan import memory as budget
+from streaming.order.plan.plan import Plan
+from streaming.sets.sources import drawing
 from tests.support.processes.forked import Forked, all_end
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import (

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from shard_tools.plan.steps import PlannedRun
+from shard_tools.look.plan.steps import PlannedRun
 from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import StateError
-from streaming.plan.state import LoaderState
+from streaming.order.plan.state import LoaderState
 from tests.support.code.folders import GOLDEN
 from tests.support.sets.data_sets import Batches, merged, total, write_set
 from tests.support.sets.mixtures import FIRST, source_of, take, take_on, world

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import Mixture, ShuffleConfig, StreamingDataset
-from streaming.plan.ledger import Ledger
-from streaming.plan.plan import Plan
+from streaming.order.plan.ledger import Ledger
+from streaming.order.plan.plan import Plan
 from tests.support.sets.data_sets import write_set
 
 SHARDS = {"web": (41, 7, 23), "code": (20, 3), "math": (5,), "chat": (11, 1)}

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.mixing.dealing import ByBatches, ByChunks, BySamples
-from streaming.mixing.exact import ExactLanes
-from streaming.mixing.forecast import drawn_before
-from streaming.mixing.passes import Sources, Weights
-from streaming.plan.ledger import Dealt
-from streaming.plan.order import OrderSettings, default_window
-from streaming.plan.plan import Plan
+from streaming.order.mixing.dealing import ByBatches, ByChunks, BySamples
+from streaming.order.mixing.exact import ExactLanes
+from streaming.order.mixing.forecast import drawn_before
+from streaming.order.mixing.passes import Sources, Weights
+from streaming.order.plan.ledger import Dealt
+from streaming.order.plan.order import OrderSettings, default_window
+from streaming.order.plan.plan import Plan
 from tests.support.models.mixed_plans import Case, cases, lanes_dealt, named, sizes_, unhurried, weights_
 from tests.support.sets.data_sets import SampleSet, loaders, make_sample, write_set
 

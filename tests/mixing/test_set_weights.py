@@ -24,7 +24,7 @@ from streaming import (
     StreamingDataset,
 )
 from streaming.errors import AgreementError, ConfigError, MemoryLimitError, StateError
-from streaming.loops.epoch_loop import EpochLoop
+from streaming.run.loops.epoch_loop import EpochLoop
 from tests.support.processes.played_ranks import Play, played, read_here
 from tests.support.sets.data_sets import SampleSet, check_batch, merged, mesh_of, write_set
 from tests.support.sets.packed_sets import write as write_documents

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.mixing.passes import Weights
-from streaming.mixing.shares import MAX_POSITIONS, BatchShares, ShareTree, product
+from streaming.order.mixing.passes import Weights
+from streaming.order.mixing.shares import MAX_POSITIONS, BatchShares, ShareTree, product
 from tests.support.models.mixed_plans import oracle
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset, ShuffleConfig, StreamingDataset
-from streaming.arguments import option_names
+from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, OptionError
-from streaming.loops import options as loader_options
-from streaming.ordinary import as_torch
+from streaming.others.ordinary import as_torch
+from streaming.run.loops import options as loader_options
 from tests.support.sets.data_sets import mesh_of, write_set
 
 COUNT = 12

@@ -20,12 +20,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, IteratorEndedError, StateError, TooManyBadSamplesError
-from streaming.ordinary.iterable import IterableLoop, IterableState
-from streaming.ordinary.map_style import MapLoop, open_ordinary
-from streaming.ordinary.options import OrdinaryConfig
-from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
-from streaming.plan.state import LoaderState
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.sizes import Sizes
+from streaming.order.plan.state import LoaderState
+from streaming.others.ordinary.iterable import IterableLoop, IterableState
+from streaming.others.ordinary.map_style import MapLoop, open_ordinary
+from streaming.others.ordinary.options import OrdinaryConfig
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked, all_end
 from tests.support.processes.leftovers import leftovers

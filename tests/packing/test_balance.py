@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from infra import DeviceMesh
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.packing.balance import exchange, idle, order_local, pack_costs
-from streaming.packing.fit import other_company, pack
-from streaming.packing.rules import PackRules
-from streaming.replicas.batch_codec import decode, encode
-from streaming.replicas.exchange import _allocated
+from streaming.order.packing.balance import exchange, idle, order_local, pack_costs
+from streaming.order.packing.fit import other_company, pack
+from streaming.order.packing.rules import PackRules
+from streaming.run.replicas.batch_codec import decode, encode
+from streaming.run.replicas.exchange import _allocated
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked, all_end
 from tests.support.programs.exchange_rank import GLOBAL_BATCH, LENGTH, RAMP, dearness, loader_of, rows_of

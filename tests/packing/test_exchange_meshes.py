@@ -21,9 +21,9 @@ import torch.distributed as dist
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, StageFields, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.packing.balance import exchange
-from streaming.replicas import exchange as exchange_module
-from streaming.replicas import group as group_module
+from streaming.order.packing.balance import exchange
+from streaming.run.replicas import exchange as exchange_module
+from streaming.run.replicas import group as group_module
 from tests.support.processes.page_lock_account import Account
 from tests.support.programs.exchange_rank import GLOBAL_BATCH, LENGTH, dearness, rows_of
 from tests.support.sets.packed_sets import write

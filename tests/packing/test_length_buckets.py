@@ -17,8 +17,8 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError, DecodeError
-from streaming.packing.fit import pack
-from streaming.packing.rules import PackRules
+from streaming.order.packing.fit import pack
+from streaming.order.packing.rules import PackRules
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streaming.packing.fill import Filler, Segments, segments_of
-from streaming.packing.layout import IGNORED, PackRows, PackShape
+from streaming.order.packing.fill import Filler, Segments, segments_of
+from streaming.order.packing.layout import IGNORED, PackRows, PackShape
 
 CHOICES = list(product((False, True), (False, True), (1, 4), (False, True)))
 

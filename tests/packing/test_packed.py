@@ -23,7 +23,7 @@ from streaming import (
     StreamingDataset,
 )  # fmt: skip
 from streaming.errors import ConfigError
-from streaming.packing.groups import cut_groups
+from streaming.order.packing.groups import cut_groups
 from tests.support.sets.data_sets import same_batch
 from tests.support.sets.packed_sets import LENGTH, document_lengths, epoch_of, loader_of, real_tokens, write
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from streaming import Mixture, Packed, StreamingDataset
-from streaming.batches.items.packs import TokenPacks
-from streaming.catalog import packed as catalog
-from streaming.catalog.packed import PackedSource
-from streaming.engine.delivery import Haste
-from streaming.lru_cache import LruCache
-from streaming.packing.fit import Fit, fit
-from streaming.packing.rules import PackRules
-from streaming.plan import memory as budget
+from streaming.build.batches.items.packs import TokenPacks
+from streaming.common.lru_cache import LruCache
+from streaming.order.packing.fit import Fit, fit
+from streaming.order.packing.rules import PackRules
+from streaming.order.plan import memory as budget
+from streaming.run.engine.delivery import Haste
+from streaming.shards.catalog import packed as catalog
+from streaming.shards.catalog.packed import PackedSource
 from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import same_batch
 from tests.support.sets.packed_sets import LENGTH, epoch_of, loader_of, write

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from streaming import Packed, StreamingDataset
-from streaming.catalog.open import sample_records
 from streaming.errors import IndexFormatError
-from streaming.fetch import read
-from streaming.fetch.read import layout_by_records, layout_of
-from streaming.index.sample_table import Records, SampleTable
+from streaming.shards.catalog.open import sample_records
+from streaming.shards.fetch import read
+from streaming.shards.fetch.read import layout_by_records, layout_of
+from streaming.shards.index.sample_table import Records, SampleTable
 from tests.support.sets.data_sets import same_batch
 from tests.support.sets.packed_sets import LENGTH, epoch_of, write
 

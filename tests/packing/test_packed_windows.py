@@ -14,8 +14,8 @@ import pytest
 from shard_tools import ShardWriter
 from streaming import Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.packing.fit import pack
-from streaming.packing.rules import PackRules
+from streaming.order.packing.fit import pack
+from streaming.order.packing.rules import PackRules
 from tests.support.sets.data_sets import same_batch
 from tests.support.sets.packed_sets import document_lengths, epoch_of, loader_of, write
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.packing import several_budgets
-from streaming.packing.fit import fit, other_company, pack
-from streaming.packing.rules import PackRules, Packs
-from streaming.plan.permutation import hash_range
+from streaming.order.packing import several_budgets
+from streaming.order.packing.fit import fit, other_company, pack
+from streaming.order.packing.rules import PackRules, Packs
+from streaming.order.plan.permutation import hash_range
 from tests.support.code.folders import GOLDEN
 
 

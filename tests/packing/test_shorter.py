@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.arrays import sums
-from streaming.packing.layout import PackRows
-from streaming.packing.shorter import shorter
+from streaming.common.arrays import sums
+from streaming.order.packing.layout import PackRows
+from streaming.order.packing.shorter import shorter
 
 
 def packs_of(*packs: list[int], multiple: int = 1) -> PackRows:

@@ -9,9 +9,9 @@ import pytest
 
 from streaming import Schedule
 from streaming.errors import ConfigError, StateError
-from streaming.plan.ledger import CHANGED, RESUMED, START, Entry, Ledger
-from streaming.plan.order import OrderSettings
-from streaming.plan.state import LoaderState
+from streaming.order.plan.ledger import CHANGED, RESUMED, START, Entry, Ledger
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.state import LoaderState
 
 SOURCES = {"web": "fp-web", "code": "fp-code"}
 

@@ -19,19 +19,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.arrays import sums
-from streaming.engine.units import ChunksInTurns
+from streaming.common.arrays import sums
 from streaming.errors import MemoryLimitError
-from streaming.fetch.read import FetchRange
-from streaming.mixing.exact import BatchLanes, ExactLanes
-from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import BatchPasses, ExactPasses
-from streaming.plan import memory as budget
-from streaming.plan.demand import Rooms
-from streaming.plan.memory import Budget
-from streaming.plan.order import EpochOrders, Orders, OrderSettings, default_lanes, default_window
-from streaming.plan.plan import Plan
+from streaming.order.mixing.exact import BatchLanes, ExactLanes
+from streaming.order.mixing.lanes import MixedLanes
+from streaming.order.mixing.passes import MixedPasses, Sources, Weights
+from streaming.order.mixing.quotas import BatchPasses, ExactPasses
+from streaming.order.plan import memory as budget
+from streaming.order.plan.demand import Rooms
+from streaming.order.plan.memory import Budget
+from streaming.order.plan.order import EpochOrders, Orders, OrderSettings, default_lanes, default_window
+from streaming.order.plan.plan import Plan
+from streaming.run.engine.units import ChunksInTurns
+from streaming.shards.fetch.read import FetchRange
 from streaming.types import Int64Array
 
 NUM_SETS, NUM_EPOCHS, GROUP = 200, 30, 20

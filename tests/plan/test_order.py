@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
-from streaming.plan.order import (
+from streaming.order.plan.order import (
     EpochOrder,
     OrderSettings,
     _argsort_stable,

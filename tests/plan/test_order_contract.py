@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shard_tools.plan.report import PlanOptions, plan_opened
-from shard_tools.plan.steps import PlannedRun
+from shard_tools.look.plan.report import PlanOptions, plan_opened
+from shard_tools.look.plan.steps import PlannedRun
 from streaming import Curriculum, DataLoader, Schedule, StreamingDataset
-from streaming.datasets.face import DataSet
-from streaming.mixing.exact import BatchLanes, EvenLanes, ExactLanes
-from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import BatchPasses, ExactPasses
-from streaming.plan.order import EpochOrders, OrderSettings
-from streaming.plan.state import LoaderState
+from streaming.order.mixing.exact import BatchLanes, EvenLanes, ExactLanes
+from streaming.order.mixing.lanes import MixedLanes
+from streaming.order.mixing.passes import MixedPasses, Sources, Weights
+from streaming.order.mixing.quotas import BatchPasses, ExactPasses
+from streaming.order.plan.order import EpochOrders, OrderSettings
+from streaming.order.plan.state import LoaderState
+from streaming.sets.datasets.face import DataSet
 from tests.support.contracts.order_contract import OrderContract, ReversedBits
 from tests.support.contracts.source_contract import KEYS, NUM, DictSource, fields_of, write_samples
 from tests.support.sets.data_sets import mesh_of

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.plan import memory as budget
-from streaming.plan.intervals import ChunkIntervals
-from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
-from streaming.plan.plan import Plan, RankBatches
+from streaming.order.plan import memory as budget
+from streaming.order.plan.intervals import ChunkIntervals
+from streaming.order.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
+from streaming.order.plan.plan import Plan, RankBatches
 from streaming.types import LastBatch
 from tests.support.models.sample_numbers import samples_at
 

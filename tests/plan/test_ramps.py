@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.plan.settings import order_settings
-from streaming.plan.sizes import Sizes
+from streaming.order.plan.settings import order_settings
+from streaming.order.plan.sizes import Sizes
 from tests.support.sets.data_sets import SampleSet, merged, mesh_of, play, total, valid_keys, world_from, write_set
 from tests.support.sets.packed_sets import write as write_documents
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from infra import DeviceMesh
-from shard_tools.plan.report import PlanOptions, PlanReport, plan_table
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.plan.plan import Plan
-from streaming.plan.settings import order_settings
+from shard_tools.look.plan.report import PlanOptions, PlanReport, plan_table
+from streaming.order.plan.plan import Plan
+from streaming.order.plan.settings import order_settings
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 
 RANKS = 4096
 CHUNKS = 1_000_000

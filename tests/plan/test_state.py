@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shard_tools.plan.steps import read_state
+from shard_tools.look.plan.steps import read_state
 from streaming.errors import StateError
-from streaming.ordinary.iterable import IterableState
-from streaming.ordinary.worker_parts import Cursor
-from streaming.plan.order import OrderSettings
-from streaming.plan.state import STATE_VERSION, LoaderState
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.state import STATE_VERSION, LoaderState
+from streaming.others.ordinary.iterable import IterableState
+from streaming.others.ordinary.worker_parts import Cursor
 from streaming.storage import Storage
 
 STATE = LoaderState(

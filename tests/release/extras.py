@@ -163,7 +163,7 @@ def metrics() -> None:
     """Export what a loader counts."""
     import prometheus_client
 
-    from streaming.metrics import opentelemetry, prometheus
+    from streaming.watch.metrics import opentelemetry, prometheus
 
     with DataLoader(StreamingDataset(a_set()), batch_size=2) as loader:
         prometheus(loader)

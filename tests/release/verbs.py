@@ -143,8 +143,8 @@ def from_python() -> dict[str, Callable[[], object]]:
 def state() -> dict[str, Any]:
     """The state of a run that has seen 16 samples, as a loader, which needs torch, saves it."""
     from streaming import StreamingDataset
-    from streaming.plan.order import OrderSettings
-    from streaming.plan.state import LoaderState
+    from streaming.order.plan.order import OrderSettings
+    from streaming.order.plan.state import LoaderState
 
     order = OrderSettings(seed=0, lanes=4, window=8)
     fingerprint = StreamingDataset("pairs").fingerprint

@@ -17,12 +17,12 @@ import torch.distributed as dist
 import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
+from streaming.common.job import agreement
+from streaming.common.job.agreement import Together, agree
 from streaming.errors import AgreementError, ConfigError
-from streaming.job import agreement
-from streaming.job.agreement import Together, agree
-from streaming.loops import course
-from streaming.replicas import start_check
-from streaming.replicas.start_check import StartCheck
+from streaming.run.loops import course
+from streaming.run.replicas import start_check
+from streaming.run.replicas.start_check import StartCheck
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.replicas.batch_codec import ALIGN_BYTES, decode, encode
+from streaming.run.replicas.batch_codec import ALIGN_BYTES, decode, encode
 
 
 def allocate(size: int) -> torch.Tensor:

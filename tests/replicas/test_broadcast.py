@@ -14,9 +14,9 @@ import torch
 
 from infra import DeviceMesh
 from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset
+from streaming.common.job.error_codec import error_from_json, error_to_json
 from streaming.errors import ConfigError, DecodeError, ReplicaError, StateError, TooManyBadSamplesError, WorkerError
-from streaming.job.error_codec import error_from_json, error_to_json
-from streaming.replicas import broadcast
+from streaming.run.replicas import broadcast
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.played_ranks import Play, played
 from tests.support.processes.waiting import PATIENCE_S, is_timed, until

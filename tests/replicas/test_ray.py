@@ -34,9 +34,9 @@ from shard_tools.running.engine import ordered
 from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, Mixture, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
-from streaming.remote import cluster, wire
-from streaming.remote.loop import _Lives
-from streaming.remote.reader import Note, RemoteReader
+from streaming.others.remote import cluster, wire
+from streaming.others.remote.loop import _Lives
+from streaming.others.remote.reader import Note, RemoteReader
 from tests.support.clusters.ray_cluster import TwoNodes, locations, wait_for_end
 from tests.support.code.folders import EXAMPLES, ROOT
 from tests.support.code.page_blocks import blocks

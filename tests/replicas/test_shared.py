@@ -15,11 +15,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the back
 
 from infra import AgentStore
 from streaming import StreamingDataset
-from streaming.catalog.listing import FoundShards
+from streaming.common.job import shared_results as shared
+from streaming.common.job import store
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.job import shared_results as shared
-from streaming.job import store
+from streaming.shards.catalog.listing import FoundShards
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 from streaming.storage import Storage
 from tests.support.processes.thread_peers import NUM_RANKS, ThreadPeers, on_ranks
 from tests.support.servers.on_loopback import MiniS3Server

@@ -12,7 +12,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming import DataLoader, SequenceSlice, StageFields, StreamingDataset
-from streaming.batches.portion import Portion
+from streaming.build.batches.portion import Portion
 from streaming.errors import ConfigError
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets.data_sets import SampleSet, check_batch, data_gets, write_set

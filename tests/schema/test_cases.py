@@ -16,13 +16,13 @@ import torch
 from click.testing import CliRunner
 
 from shard_tools import ShardWriter, optimize
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.cli import cli
-from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
-from shard_tools.tokens.run import TokenizeOptions, tokenize
+from shard_tools.make.tokens.run import TokenizeOptions, tokenize
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.schema.meeting import met
-from streaming.schema.value import Schema, SchemaColumn
+from streaming.shards.schema.meeting import met
+from streaming.shards.schema.value import Schema, SchemaColumn
 from tests.support.clusters.executors import Sending
 from tests.support.contracts.meeting_kinds import UNCHANGED
 from tests.support.sets.meanings import SCHEMA, classes_of, say, say_classes, schema_of

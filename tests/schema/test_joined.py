@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming.schema.joined import SchemaConflict, joined, remarks, translation
-from streaming.schema.value import (
+from streaming.shards.schema.joined import SchemaConflict, joined, remarks, translation
+from streaming.shards.schema.value import (
     TOKEN_TYPES,
     Schema,
     SchemaColumn,

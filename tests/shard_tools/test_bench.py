@@ -16,20 +16,20 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.bench import decoding, delivery
-from shard_tools.bench import judge as judging
-from shard_tools.bench.decoding import Decoding
-from shard_tools.bench.delivery import LoopRun
-from shard_tools.bench.judge import Measured, candidates, convert_advice, judge
-from shard_tools.bench.prices import BUILT_IN, cost_of, load_prices
-from shard_tools.bench.requests import Probe, UnreadRanges, probe
-from shard_tools.bench.run import BenchOptions, BenchReport, bench
+from shard_tools.change.sets.open_set import open_set
 from shard_tools.cli import cli
-from shard_tools.sets.open_set import open_set
+from shard_tools.look.bench import decoding, delivery
+from shard_tools.look.bench import judge as judging
+from shard_tools.look.bench.decoding import Decoding
+from shard_tools.look.bench.delivery import LoopRun
+from shard_tools.look.bench.judge import Measured, candidates, convert_advice, judge
+from shard_tools.look.bench.prices import BUILT_IN, cost_of, load_prices
+from shard_tools.look.bench.requests import Probe, UnreadRanges, probe
+from shard_tools.look.bench.run import BenchOptions, BenchReport, bench
 from streaming import DataLoader, StreamingDataset
-from streaming.catalog.build import index_shards
 from streaming.errors import ConfigError, IndexMissingError
-from streaming.index.cutter import ChunkRule
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.servers.fault_proxy import Fault, FaultProxy
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from shard_tools.change.columns.compute import ComputeOptions, compute_column
+from shard_tools.change.columns.target import ColumnTarget
+from shard_tools.change.functions.mapped import map_set
+from shard_tools.change.functions.run import Running
+from shard_tools.change.sets.copy import copy
+from shard_tools.change.sets.rewrite.reshard import reshard
 from shard_tools.cli import cli
-from shard_tools.columns.compute import ComputeOptions, compute_column
-from shard_tools.columns.target import ColumnTarget
-from shard_tools.convert import convert
-from shard_tools.functions.mapped import map_set
-from shard_tools.functions.run import Running
+from shard_tools.look.stats.run import StatsOptions, stats
+from shard_tools.make.convert import convert
 from shard_tools.running.engine import Calls
-from shard_tools.sets.copy import copy
-from shard_tools.sets.rewrite.reshard import reshard
-from shard_tools.stats.run import StatsOptions, stats
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 from tests.support.contracts.verb_cases import LENGTH, NUM_SHARDS, PER_SHARD, VERBS, write_damaged, write_good
@@ -135,7 +135,7 @@ def test_a_source_of_map_that_another_machine_does_not_see_is_named(
         os.rename(tmp_path / "good", tmp_path / "hidden")
         return lambda: os.rename(tmp_path / "hidden", tmp_path / "good")
 
-    monkeypatch.setattr("shard_tools.functions.run.open_engine", lambda *_: nullcontext(OtherMachine(hide)))
+    monkeypatch.setattr("shard_tools.change.functions.run.open_engine", lambda *_: nullcontext(OtherMachine(hide)))
     with pytest.raises(ConfigError, match=r"good/.*all nodes must see the same files"):
         map_set(f"{tmp_path}/good/", f"{tmp_path}/out", "builtins:dict", running=Running(engine="ray", on_error="drop"))
 

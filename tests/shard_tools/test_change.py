@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
+from shard_tools.change.sets.clean import clean
+from shard_tools.change.sets.rewrite.field_changes import FieldChanges
 from shard_tools.cli import cli
-from shard_tools.sets.clean import clean
-from shard_tools.sets.rewrite.field_changes import FieldChanges
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
 from tests.support.processes.forked import Forked

@@ -15,7 +15,7 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError
 from tests.support.sets.index_files import change_document

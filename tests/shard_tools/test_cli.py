@@ -458,7 +458,7 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path, forked: Forked) 
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     done("convert", tmp_path / "in", tmp_path / "calm", "--max-samples", 10)
     code = (
-        "import os, signal, sys, shard_tools.write.writer as writer\n"
+        "import os, signal, sys, shard_tools.make.write.writer as writer\n"
         "write_all = writer.UnmarkedWriter.write_all\n"
         "def stopped(self, samples):\n"
         "    write_all(self, samples[:34])\n"

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.plan import report
-from shard_tools.plan.report import PlanOptions, _epoch_plan, plan, plan_table, replica_ranks
+from shard_tools.look.plan import report
+from shard_tools.look.plan.report import PlanOptions, _epoch_plan, plan, plan_table, replica_ranks
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.epochs.position import Place
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
-from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.plan import memory as budget
-from streaming.plan.plan import FIRST_ROWS
+from streaming.order.plan import memory as budget
+from streaming.order.plan.plan import FIRST_ROWS
+from streaming.run.epochs.position import Place
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 
 pytestmark = pytest.mark.thorough
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.convert import convert
+from shard_tools.make.convert import convert
 from shard_tools.running.progress import progress_bar
-from streaming.catalog.unfinished import Unfinished
+from streaming.shards.catalog.unfinished import Unfinished
 from tests.support.sets.data_sets import write_set
 
 

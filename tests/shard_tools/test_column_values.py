@@ -21,16 +21,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter, optimize
+from shard_tools.change.functions.mapped import map_set
+from shard_tools.change.functions.run import Running
 from shard_tools.cli import cli
-from shard_tools.diff.match import differing
-from shard_tools.functions.mapped import map_set
-from shard_tools.functions.run import Running
-from shard_tools.write.columns import column_array, stored_value
+from shard_tools.look.diff.match import differing
+from shard_tools.make.write.columns import column_array, stored_value
 from streaming import StreamingDataset
 from streaming.errors import ConfigError
-from streaming.index.columns import fitting, joined_type, kept_rows, read_column, recast
-from streaming.index.sample_table import SampleTable
-from streaming.index.where import parse_where
+from streaming.shards.index.columns import fitting, joined_type, kept_rows, read_column, recast
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.index.where import parse_where
 
 NAN, INF = math.nan, math.inf
 PAST = 2**53 + 1  # the first whole number that no float64 is equal to

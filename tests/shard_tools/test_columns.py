@@ -18,13 +18,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
+from shard_tools.change.columns import join
+from shard_tools.change.columns import table as tables
 from shard_tools.cli import cli
-from shard_tools.columns import join
-from shard_tools.columns import table as tables
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
-from streaming.index.sample_table import SampleTable
-from streaming.schema.value import Schema, SchemaField, TokenMeaning
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.schema.value import Schema, SchemaField, TokenMeaning
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.index_files import change_document

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
-from shard_tools.convert.base.records import TEXT_UNITS, permutation
-from shard_tools.convert.base.rows import dump_json, dump_npy
-from shard_tools.sets.reindex import index
-from shard_tools.write.filetypes import file_type
+from shard_tools.change.sets.reindex import index
+from shard_tools.make.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
+from shard_tools.make.convert.base.records import TEXT_UNITS, permutation
+from shard_tools.make.convert.base.rows import dump_json, dump_npy
+from shard_tools.make.write.filetypes import file_type
 from streaming.errors import (
     ConfigError,
     DataError,
@@ -33,7 +33,7 @@ from streaming.errors import (
     NotFoundError,
     TarError,
 )
-from streaming.index.sample_table import SampleTable
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked
 from tests.support.processes.killed_programs import stopping
@@ -427,7 +427,7 @@ def test_permutation_is_pinned() -> None:
 
 
 STOPPER = stopping("""
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 convert(sys.argv[1], sys.argv[2], options=ConvertOptions(max_samples=20))
 """)
 

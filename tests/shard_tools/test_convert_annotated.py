@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, ImageOptions, convert
+from shard_tools.make.convert import ConvertOptions, ImageOptions, convert
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
 from tests.support.sets.meanings import classes_of

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
 from streaming import StreamingDataset
-from streaming.catalog.build import read_schema
+from streaming.shards.catalog.build import read_schema
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.meanings import classes_of

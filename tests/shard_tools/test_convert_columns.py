@@ -22,7 +22,7 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError
 from tests.support.sets.tars import write_tar

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shard_tools.convert import ConvertOptions, convert, elsewhere
+from shard_tools.make.convert import ConvertOptions, convert, elsewhere
 from shard_tools.running.engine import ordered
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from tests.support.clusters.executors import Stopping

@@ -13,10 +13,10 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from shard_tools.convert import SourceOptions, convert, elsewhere, open_source, tars
-from shard_tools.convert.base import counts
-from shard_tools.convert.base.records import Countable, Source
-from shard_tools.convert.sources import LAYOUTS
+from shard_tools.make.convert import SourceOptions, convert, elsewhere, open_source, tars
+from shard_tools.make.convert.base import counts
+from shard_tools.make.convert.base.records import Countable, Source
+from shard_tools.make.convert.sources import LAYOUTS
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 from tests.support.clusters.executors import Sending

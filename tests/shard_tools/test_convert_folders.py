@@ -18,8 +18,8 @@ import soundfile
 from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, convert, open_source
-from shard_tools.convert.base.zips import ZipStorage
+from shard_tools.make.convert import ConvertOptions, convert, open_source
+from shard_tools.make.convert.base.zips import ZipStorage
 from streaming import Balanced, DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked
 from tests.support.processes.killed_programs import stopping
@@ -59,7 +59,7 @@ def test_from_a_store_to_a_store(tmp_path: Path, moto: MotoServer, moto_bucket: 
 
 
 STOPPER = stopping("""
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 convert(sys.argv[1], sys.argv[2], options=ConvertOptions(max_samples=3, shuffle_seed=eval(sys.argv[4])))
 """)
 

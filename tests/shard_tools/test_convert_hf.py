@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, NotFoundError
 from tests.support.sources.conversions import members
@@ -306,7 +306,7 @@ class NoPandas:
         if name.partition(".")[0] == "pandas":
             raise ImportError(name)
 sys.meta_path.insert(0, NoPandas())
-from shard_tools.convert import convert
+from shard_tools.make.convert import convert
 convert(*sys.argv[1:])
 """
 

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shard_tools.convert import ConvertOptions, SourceOptions, convert, open_source
-from shard_tools.tokens import TokenizeOptions, tokenize
+from shard_tools.make.convert import ConvertOptions, SourceOptions, convert, open_source
+from shard_tools.make.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import Storage

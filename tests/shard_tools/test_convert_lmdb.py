@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_tools.convert import ConvertOptions, SourceOptions, convert, open_source
+from shard_tools.make.convert import ConvertOptions, SourceOptions, convert, open_source
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import Storage
 from tests.support.sources.conversions import members, tree

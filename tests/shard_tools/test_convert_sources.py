@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, ImageOptions, SourceOptions, convert, elsewhere, open_source
+from shard_tools.make.convert import ConvertOptions, ImageOptions, SourceOptions, convert, elsewhere, open_source
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
@@ -77,7 +77,7 @@ def test_an_executor_and_any_number_of_threads_give_the_same_bytes(
 
 
 STOPPER = stopping("""
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.make.convert import ConvertOptions, convert
 convert(sys.argv[1], sys.argv[2], options=ConvertOptions(kind=sys.argv[4], max_samples=9))
 """)
 

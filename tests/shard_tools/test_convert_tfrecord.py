@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_tools.convert import ConvertOptions, SourceOptions, convert, open_source
-from shard_tools.convert.formats.example import parse_example
-from shard_tools.convert.formats.tfrecord import RECORD
+from shard_tools.make.convert import ConvertOptions, SourceOptions, convert, open_source
+from shard_tools.make.convert.formats.example import parse_example
+from shard_tools.make.convert.formats.tfrecord import RECORD
 from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
 from streaming.storage import Storage
 from tests.support.sources.conversions import members
@@ -152,7 +152,7 @@ def test_records_as_they_are(tmp_path: Path) -> None:
 
 
 def test_decided_once_by_the_first_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shard_tools.convert.formats.tfrecord._LOOKED_AT", 2)
+    monkeypatch.setattr("shard_tools.make.convert.formats.tfrecord._LOOKED_AT", 2)
     first = [example(x=ints(1), t=texts(b"a")), example(x=ints(2), t=texts(b"b"))]
     assert record_of(tmp_path, *first, example(x=ints(), t=texts()))[2] == {"json": {"x": None, "t": None}}
     for later, said in (

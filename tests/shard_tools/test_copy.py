@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
-from shard_tools.check.verify import verify
+from shard_tools.change.check.verify import verify
+from shard_tools.change.sets.copy import CopyReport, copy
+from shard_tools.change.sets.reindex import index
 from shard_tools.cli import cli
-from shard_tools.convert import TargetNotEmptyError
-from shard_tools.sets.copy import CopyReport, copy
-from shard_tools.sets.reindex import index
+from shard_tools.make.convert import TargetNotEmptyError
 from streaming import StreamingDataset
 from streaming.errors import (
     AccessDeniedError,
@@ -26,8 +26,8 @@ from streaming.errors import (
     IndexMismatchError,
     IndexMissingError,
 )  # fmt: skip
-from streaming.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
-from streaming.schema.value import class_schema
+from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
+from streaming.shards.schema.value import class_schema
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked, killed_until_it_is_done
 from tests.support.servers.fault_proxy import Fault, FaultProxy
@@ -243,7 +243,7 @@ def test_another_shard_at_the_target_is_not_replaced_unasked(data: Path, tmp_pat
 
 KILLER = """
 import os, sys
-import shard_tools.sets.copy as module
+import shard_tools.change.sets.copy as module
 stop_at, state = int(sys.argv[3]), [0]
 def counted(function):
     def call(*arguments, **options):

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.cli import cli
-from shard_tools.diff import read
-from shard_tools.diff.compare import DiffOptions, DiffReport, diff
-from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
-from streaming.catalog.build import index_shards
+from shard_tools.look.diff import read
+from shard_tools.look.diff.compare import DiffOptions, DiffReport, diff
 from streaming.errors import ChecksumError
-from streaming.index.cutter import ChunkRule
-from streaming.index.large_members import LARGE_BYTES
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.index.cutter import ChunkRule
+from streaming.shards.index.large_members import LARGE_BYTES
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 

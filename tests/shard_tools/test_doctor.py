@@ -24,12 +24,12 @@ from click.testing import CliRunner, Result
 import shard_tools.__main__ as program
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.doctor import judge, machine, packages, run, store
-from shard_tools.doctor.machine import Machine
-from shard_tools.doctor.packages import PackageState
-from shard_tools.doctor.store import StoreLook
+from shard_tools.look.doctor import judge, machine, packages, run, store
+from shard_tools.look.doctor.machine import Machine
+from shard_tools.look.doctor.packages import PackageState
+from shard_tools.look.doctor.store import StoreLook
+from streaming.common.platforms import group_limits
 from streaming.errors import ConfigError
-from streaming.platforms import group_limits
 from tests.support.code.folders import ROOT
 from tests.support.processes.waiting import until
 from tests.support.servers.on_loopback import MiniS3Server, free_port

@@ -19,11 +19,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 from shard_tools import ShardWriter
+from shard_tools.change.export.job import ExportOptions
+from shard_tools.change.export.run import FORMATS, export
+from shard_tools.change.sets.copy import copy
 from shard_tools.cli import cli
-from shard_tools.convert import TargetNotEmptyError
-from shard_tools.export.job import ExportOptions
-from shard_tools.export.run import FORMATS, export
-from shard_tools.sets.copy import copy
+from shard_tools.make.convert import TargetNotEmptyError
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name

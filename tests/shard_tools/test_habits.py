@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
+from shard_tools.change.sets.copy import copy
 from shard_tools.cli import cli
-from shard_tools.sets.copy import copy
 from streaming import StreamingDataset
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, ReadOnlyError, UnfinishedError
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set

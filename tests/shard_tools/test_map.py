@@ -16,13 +16,13 @@ from made_samples import changed
 from PIL import Image
 
 from shard_tools import ShardWriter
+from shard_tools.change.functions.mapped import MapCall, MapOptions, map_set
+from shard_tools.change.functions.run import Running
+from shard_tools.change.sets.inspect import list_samples
 from shard_tools.cli import cli
-from shard_tools.convert.base.records import Record
-from shard_tools.convert.journal import TargetNotEmptyError
-from shard_tools.functions.mapped import MapCall, MapOptions, map_set
-from shard_tools.functions.run import Running
-from shard_tools.sets.inspect import list_samples
-from streaming.decode import resolve_decoders
+from shard_tools.make.convert.base.records import Record
+from shard_tools.make.convert.journal import TargetNotEmptyError
+from streaming.build.decode import resolve_decoders
 from streaming.errors import ChecksumError, ConfigError, DecodeError
 from streaming.storage import Storage
 from tests.support.sources.conversions import contents, members
@@ -202,7 +202,7 @@ def test_a_stopped_map_goes_on(tmp_path: Path, source: Path, monkeypatch: pytest
                 if self.done >= self.at:
                     raise KeyboardInterrupt
 
-        monkeypatch.setattr("shard_tools.functions.source._PROGRESS_S", 0.0)
+        monkeypatch.setattr("shard_tools.change.functions.source._PROGRESS_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             map_set(str(source), target, "made_samples:changed", options=options, running=HERE, progress=Stop())
         map_set(str(source), target, "made_samples:changed", options=options, running=HERE)
@@ -245,12 +245,12 @@ def test_a_function_that_fails_is_named_in_words_and_as_json(
     notes = "\n".join(said["notes"])
     assert notes.endswith("on_error='drop' (--on-error drop) leaves such inputs out")
     assert f"in {function}\n" in notes
-    assert "shard_tools/functions" not in notes
+    assert "shard_tools/change/functions" not in notes
     plain = shell(*asked)
     assert (plain.exit_code, plain.stdout) == (1, "")
     assert f"Error: {said['message']}" in plain.stderr
     assert f"in {function}\n" in plain.stderr
-    assert "shard_tools/functions" not in plain.stderr
+    assert "shard_tools/change/functions" not in plain.stderr
     assert isinstance(shell(*asked, "--debug").exception, SystemExit if function == "leaves" else Exception)
 
 

@@ -30,13 +30,14 @@ from PIL import Image
 
 import shard_tools
 from shard_tools import ShardWriter, lines, optimize
-from shard_tools.convert.journal import TargetNotEmptyError
-from shard_tools.functions.produce import Kind, Produce, ReadHere
+from shard_tools.change.functions.produce import Kind, Produce, ReadHere
+from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.running.parts import ExecutorRunner
 from shard_tools.running.process_main import Ring
 from shard_tools.running.progress import NoProgress
 from streaming import StreamingDataset
-from streaming.batches.bad_file import BadRecord, iter_records
+from streaming.build.batches.bad_file import BadRecord, iter_records
+from streaming.common.platforms import unnamed_file
 from streaming.errors import (
     ConfigError,
     DataError,
@@ -47,7 +48,6 @@ from streaming.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from streaming.platforms import unnamed_file
 from tests.support.code.folders import ROOT
 from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sources.conversions import contents, members

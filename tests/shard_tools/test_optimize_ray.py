@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from shard_tools import ShardWriter, optimize
-from shard_tools.functions.mapped import MapOptions, map_set
-from shard_tools.functions.run import Running
+from shard_tools.change.functions.mapped import MapOptions, map_set
+from shard_tools.change.functions.run import Running
 from streaming.errors import WorkerDiedError
 from tests.support.clusters.killed_node import killed_engine
 from tests.support.clusters.ray_cluster import TwoNodes
@@ -40,7 +40,7 @@ def test_a_killed_node_costs_its_own_work_only(
 
     options: dict[str, Any] = {"max_bytes": 200_000, "progress": False}
     optimize(made, range(150), tmp_path / "here", workers=0, **options)
-    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.functions.run"):
+    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.change.functions.run"):
         report = optimize(made, range(150), tmp_path / "ray", engine="ray", workers=3, overwrite=True, **options)
     assert report.num_inputs == 150
     assert contents(tmp_path / "ray") == contents(tmp_path / "here")

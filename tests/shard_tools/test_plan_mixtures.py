@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.plan.sources import Reads
+from shard_tools.look.plan.sources import Reads
 from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, OptionError
 from tests.support.sets.data_sets import SampleSet, mesh_of, write_set

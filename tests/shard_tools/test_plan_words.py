@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Balanced, DataLoader, Mixture, Packed, Schedule, StreamingDataset
-from streaming.arguments import counted
+from streaming.common.arguments import counted
 from streaming.errors import ConfigError
 from tests.support.sets.data_sets import mesh_of, write_set
 

@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from shard_tools import ShardWriter
-from shard_tools.check.recheck import RecheckReport, recheck
-from shard_tools.check.verify import verify
+from shard_tools.change.check.recheck import RecheckReport, recheck
+from shard_tools.change.check.verify import verify
+from shard_tools.change.sets.bad_list import load_bad_list, records_of
 from shard_tools.cli import cli
-from shard_tools.sets.bad_list import load_bad_list, records_of
 from streaming import DataLoader, StreamingDataset
-from streaming.batches.bad_file import BadRecord
+from streaming.build.batches.bad_file import BadRecord
 from streaming.errors import ConfigError, DataError, IndexMissingError, NotFoundError
-from streaming.index.sample_table import SampleTable
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.sets.data_sets import make_sample, mesh_of
 

@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 from PIL import Image, ImageCms
 
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, ImageOptions, convert
+from shard_tools.make.convert import ConvertOptions, ImageOptions, convert
 from streaming import StreamingDataset
-from streaming.decode.images import image as decoder
+from streaming.build.decode.images import image as decoder
 from streaming.errors import ConfigError
 from tests.support.sets.tars import write_tar
 from tests.support.sources.conversions import contents, members

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from shard_tools.cli import cli
 from streaming import StreamingDataset
 from streaming.errors import TarError
+from streaming.shards.tar.fast import parse_chunk
 from streaming.storage import Storage
-from streaming.tar.fast import parse_chunk
 from tests.support.sets.tars import tar_bytes
 
 KEYS = tuple(f"{number:03d}" for number in range(12))

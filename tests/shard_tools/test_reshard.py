@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import shard_tools.sets.rewrite.shard_source as shard_source
+import shard_tools.change.sets.rewrite.shard_source as shard_source
 from shard_tools import ShardWriter
-from shard_tools.check.verify import verify
+from shard_tools.change.check.verify import verify
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, ReshardReport, reshard
+from shard_tools.change.sets.rewrite.selection import Taken
 from shard_tools.cli import cli
-from shard_tools.convert import TargetNotEmptyError
-from shard_tools.sets.rewrite.reshard import ReshardOptions, ReshardReport, reshard
-from shard_tools.sets.rewrite.selection import Taken
+from shard_tools.make.convert import TargetNotEmptyError
 from streaming import DataLoader, StreamingDataset
-from streaming.batches.bad_file import BadRecord
+from streaming.build.batches.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DuplicateKeyError, NotFoundError
-from streaming.index.sample_table import SampleTable
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked, killed_until_it_is_done
 from tests.support.processes.killed_programs import stopping
@@ -362,7 +362,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ stop and go on
 
 STOPPER = stopping("""
-from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 reshard(sys.argv[1], sys.argv[2], options=ReshardOptions(max_samples=20, shuffle_seed=3, where="tokens < 25"))
 """)
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from shard_tools import ShardWriter
-from shard_tools.sets.rewrite.field_changes import FieldChanges
-from shard_tools.sets.rewrite.reshard import ReshardOptions, ReshardReport, reshard
-from shard_tools.sets.rewrite.shard_source import ShardSource
-from streaming.catalog.build import index_shards
+from shard_tools.change.sets.rewrite.field_changes import FieldChanges
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, ReshardReport, reshard
+from shard_tools.change.sets.rewrite.shard_source import ShardSource
 from streaming.errors import ChecksumError, ConfigError, DataError, DuplicateKeyError
+from streaming.shards.catalog.build import index_shards
 from streaming.storage import Storage
 from tests.support.clusters.executors import Sending, Stopping
 from tests.support.sources.conversions import contents

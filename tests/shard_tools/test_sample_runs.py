@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_tools.make.write.sample_runs import sample_run
+from shard_tools.make.write.writer import UnmarkedWriter
 from shard_tools.running import engine
 from shard_tools.running.engine import map_sized
-from shard_tools.write.sample_runs import sample_run
-from shard_tools.write.writer import UnmarkedWriter
 from streaming.errors import ShardstreamError
-from streaming.tar.headers import member_header, member_headers
+from streaming.shards.tar.headers import member_header, member_headers
 
 Sample = dict[str, Any]
 VALUES = st.one_of(

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.show.base import samples
-from shard_tools.show.data import columns, gallery
+from shard_tools.look.show.base import samples
+from shard_tools.look.show.data import columns, gallery
 from streaming import Schedule, StreamingDataset
 from streaming.storage import Storage
 from tests.support.processes.waiting import PATIENCE_S

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-import streaming.metrics.server
-from shard_tools.show.run import attach
-from shard_tools.show.run import page as run_page
+import streaming.watch.metrics.server
+from shard_tools.look.show.run import attach
+from shard_tools.look.show.run import page as run_page
 from streaming import DataLoader
 from streaming.errors import ConfigError
-from streaming.metrics.waits import CAUSES, OWN, REST
+from streaming.watch.metrics.waits import CAUSES, OWN, REST
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.browser import Tab, expect
 from tests.support.servers.show_pages import Shown
@@ -92,7 +92,7 @@ def metrics_server(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterat
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks, and who answers, waits as long as a busy machine needs."""
-    for module in (attach, streaming.metrics.server):
+    for module in (attach, streaming.watch.metrics.server):
         monkeypatch.setattr(module, "_ANSWER_S", PATIENCE_S)
 
 

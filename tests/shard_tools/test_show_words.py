@@ -14,7 +14,7 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
-from streaming.catalog.build import index_shards
+from streaming.shards.catalog.build import index_shards
 from streaming.storage import Storage
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.data_sets import mesh_of

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.show.data import decoding, workers
-from shard_tools.show.data.trees import boxes_in, tree_of
-from shard_tools.show.data.workers import DecodingWorkers, TokenTexts, _Worker
-from shard_tools.tokens.tokenizer import find_tokenizer
+from shard_tools.look.show.data import decoding, workers
+from shard_tools.look.show.data.trees import boxes_in, tree_of
+from shard_tools.look.show.data.workers import DecodingWorkers, TokenTexts, _Worker
+from shard_tools.make.tokens.tokenizer import find_tokenizer
 from streaming.errors import DecodeError
 from streaming.storage import Storage
 from tests.support.code.cure_messages import tool

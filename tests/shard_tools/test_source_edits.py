@@ -28,17 +28,17 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from shard_tools import ShardWriter
+from shard_tools.change.columns.join import JoinOptions, join_column
+from shard_tools.change.columns.target import ColumnTarget
+from shard_tools.change.functions.mapped import MapOptions, map_set
+from shard_tools.change.functions.run import Running, optimize
+from shard_tools.change.sets.reindex import index
 from shard_tools.cli import cli
-from shard_tools.columns.join import JoinOptions, join_column
-from shard_tools.columns.target import ColumnTarget
-from shard_tools.convert import ConvertOptions, TargetNotEmptyError, convert
-from shard_tools.convert.journal import Waypoint, kept
-from shard_tools.convert.pack import PackingRun
-from shard_tools.functions.mapped import MapOptions, map_set
-from shard_tools.functions.run import Running, optimize
+from shard_tools.make.convert import ConvertOptions, TargetNotEmptyError, convert
+from shard_tools.make.convert.journal import Waypoint, kept
+from shard_tools.make.convert.pack import PackingRun
+from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.running.progress import NoProgress
-from shard_tools.sets.reindex import index
-from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import StreamingDataset
 from streaming.errors import DataError, ShardstreamError
 from streaming.storage import Storage

@@ -26,14 +26,14 @@ from PIL import Image, PngImagePlugin
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
+from shard_tools.look.show.pages import stats_page
+from shard_tools.look.stats import journal, sketches
+from shard_tools.look.stats import run as stats_run
+from shard_tools.look.stats.report import StatsReport
+from shard_tools.look.stats.run import DEFAULT_LIMIT, StatsOptions, choose, stats
+from shard_tools.look.stats.shard import ShardReader, StatsPart
+from shard_tools.look.stats.sketches import Distribution, Repeats, Top
 from shard_tools.running.progress import Progress
-from shard_tools.show.pages import stats_page
-from shard_tools.stats import journal, sketches
-from shard_tools.stats import run as stats_run
-from shard_tools.stats.report import StatsReport
-from shard_tools.stats.run import DEFAULT_LIMIT, StatsOptions, choose, stats
-from shard_tools.stats.shard import ShardReader, StatsPart
-from shard_tools.stats.sketches import Distribution, Repeats, Top
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
 from tests.support.processes.waiting import PATIENCE_S
@@ -550,7 +550,7 @@ def test_headers_of_giant_images_cost_nothing(tmp_path: Path) -> None:
     )
     code = f"""
 import resource
-from shard_tools.stats.run import stats
+from shard_tools.look.stats.run import stats
 from streaming.storage import Storage
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = stats([{str(data)!r}], storage=Storage()).as_dict()["fields"]
@@ -639,7 +639,7 @@ def test_text_and_wrong_usage(tmp_path: Path) -> None:
 
 def test_a_large_set_without_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tar(tmp_path / "d/0.tar", [("a.txt", b"text")])
-    monkeypatch.setattr("shard_tools.sets.open_set._MAX_READ_BYTES", 10)
+    monkeypatch.setattr("shard_tools.change.sets.open_set._MAX_READ_BYTES", 10)
     with pytest.raises(IndexMissingError, match="shard_tools index"):
         report_of(tmp_path / "d")
 
@@ -648,8 +648,8 @@ def test_a_large_set_without_index_is_refused(tmp_path: Path, monkeypatch: pytes
 
 STOPPED = """
 import os, sys
-from shard_tools.stats.run import StatsOptions, stats
-from shard_tools.stats.shard import ShardReader
+from shard_tools.look.stats.run import StatsOptions, stats
+from shard_tools.look.stats.shard import ShardReader
 from streaming.storage import Storage
 read = ShardReader.read
 def dying(self, part, progress):

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shard_tools.sets.copy import copy
+from shard_tools.change.sets.copy import copy
 from streaming import DataLoader, Mixture, Packed, StreamingDataset
-from streaming.catalog.listing import FoundShards
 from streaming.errors import IndexFormatError
-from streaming.index.files import write_document
-from streaming.schema.value import Schema
+from streaming.shards.catalog.listing import FoundShards
+from streaming.shards.index.files import write_document
+from streaming.shards.schema.value import Schema
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.meanings import SCHEMA as NOTE

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.tokens import TokenizeOptions, tokenize
+from shard_tools.make.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError, DataError
 from tests.support.sets.index_files import change_document

@@ -30,20 +30,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shard_tools.change.sets.copy import copy
 from shard_tools.cli import cli
-from shard_tools.convert import TargetNotEmptyError
-from shard_tools.sets.copy import copy
-from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
-from shard_tools.tokens import source as read_in_batches
-from shard_tools.tokens.adapters import ENCODINGS, RanksTokenizer
-from shard_tools.tokens.chat import ChatTemplate
-from shard_tools.tokens.documents import parse_shares
-from shard_tools.tokens.encode import open_processes
-from shard_tools.tokens.messages import Conversation
-from shard_tools.tokens.tokenizer import TokenizerFile, open_tokenizer
+from shard_tools.make.convert import TargetNotEmptyError
+from shard_tools.make.tokens import TokenizeOptions, TokenizeReport, tokenize
+from shard_tools.make.tokens import source as read_in_batches
+from shard_tools.make.tokens.adapters import ENCODINGS, RanksTokenizer
+from shard_tools.make.tokens.chat import ChatTemplate
+from shard_tools.make.tokens.documents import parse_shares
+from shard_tools.make.tokens.encode import open_processes
+from shard_tools.make.tokens.messages import Conversation
+from shard_tools.make.tokens.tokenizer import TokenizerFile, open_tokenizer
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError
-from streaming.index.sample_table import SampleTable
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.meanings import schema_of
@@ -485,7 +485,7 @@ def test_processes_and_threads_give_the_same_bytes(tmp_path: Path, bpe: Path) ->
 
 ORPHANS = """
 import os, signal
-from shard_tools.tokens.encode import open_processes
+from shard_tools.make.tokens.encode import open_processes
 if __name__ == "__main__":
     print(open_processes(1).submit(os.getpid).result(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

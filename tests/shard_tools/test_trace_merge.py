@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from shard_tools.cli import cli
-from shard_tools.trace import merge_traces, read
+from shard_tools.look.trace import merge_traces, read
 from streaming import DataLoader
 from streaming.errors import ConfigError, DataError, ShardstreamError
 from tests.support.sets.data_sets import mesh_of, write_set

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
-from shard_tools.bench import delivery, tune
-from shard_tools.bench.delivery import PAUSED_SHARE, LoopRun
-from shard_tools.bench.run import BenchOptions
-from shard_tools.bench.tune import Tried, TunePlan, chosen, reason, spread_of, tried_in_turn
 from shard_tools.cli import cli
+from shard_tools.look.bench import delivery, tune
+from shard_tools.look.bench.delivery import PAUSED_SHARE, LoopRun
+from shard_tools.look.bench.run import BenchOptions
+from shard_tools.look.bench.tune import Tried, TunePlan, chosen, reason, spread_of, tried_in_turn
 from streaming import DataLoader, StreamingDataset
+from streaming.common.platforms import num_cores
 from streaming.errors import ConfigError, IndexMissingError
-from streaming.platforms import num_cores
-from streaming.tuned.file import DEFAULT_NAME, MACHINERY, read_tuned
+from streaming.watch.tuned.file import DEFAULT_NAME, MACHINERY, read_tuned
 
 SAMPLES = 96
 Rate = Callable[[Mapping[str, Any]], float]

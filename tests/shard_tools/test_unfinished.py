@@ -22,15 +22,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
+from shard_tools.change.sets.copy import copy
+from shard_tools.change.sets.repair import repair
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.cli import cli
-from shard_tools.convert import ConvertOptions, TargetNotEmptyError, convert
-from shard_tools.sets.copy import copy
-from shard_tools.sets.repair import repair
-from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
-from shard_tools.tokens import TokenizeOptions, tokenize
+from shard_tools.make.convert import ConvertOptions, TargetNotEmptyError, convert
+from shard_tools.make.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, UnfinishedError
-from streaming.index.layout import UNFINISHED_FILE
+from streaming.shards.index.layout import UNFINISHED_FILE
 from streaming.storage import Storage
 from tests.support.processes.forked import Forked
 from tests.support.processes.waiting import PATIENCE_S

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
-from shard_tools.check.verify import VerifyReport, verify
-from shard_tools.convert import ConvertOptions, convert
+from shard_tools.change.check.verify import VerifyReport, verify
+from shard_tools.change.sets.reindex import index
+from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.running.report import Finding
-from shard_tools.sets.reindex import index
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleTable
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.sets.tars import write_tar
 

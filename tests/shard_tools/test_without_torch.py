@@ -14,7 +14,7 @@ from xml.dom import minidom
 
 import pytest
 
-from streaming.platforms import later
+from streaming.common.platforms import later
 from tests.release import verbs
 from tests.support.code.folders import ROOT, TESTS
 from tests.support.code.page_blocks import blocks

@@ -23,15 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
-from shard_tools.write.encode import encode_field
-from shard_tools.write.keys import SeenKeys, check_field, check_key
-from streaming.catalog.build import index_shards, load_index
+from shard_tools.make.write.encode import encode_field
+from shard_tools.make.write.keys import SeenKeys, check_field, check_key
 from streaming.errors import ConfigError, DuplicateKeyError, StorageError, TarError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleTable
+from streaming.shards.catalog.build import index_shards, load_index
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.tar import parse_chunk
+from streaming.shards.tar.headers import END_OF_ARCHIVE, member_header, padding
 from streaming.storage import Storage
-from streaming.tar import parse_chunk
-from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 from tests.support.sets.data_sets import cut_records
 
 

@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from shard_tools import ShardWriter
+from shard_tools.change.functions.mapped import MapOptions, map_set
+from shard_tools.change.functions.run import Running
+from shard_tools.change.sets.reindex import index
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.cli import cli
-from shard_tools.convert import convert, elsewhere
-from shard_tools.functions.mapped import MapOptions, map_set
-from shard_tools.functions.run import Running
+from shard_tools.make.convert import convert, elsewhere
 from shard_tools.running.ray_engine import RayExecutor
-from shard_tools.sets.reindex import index
-from shard_tools.sets.rewrite.reshard import ReshardOptions, reshard
 from streaming.storage import Storage
 from tests.support.clusters.killed_node import killed_engine, killed_node
 from tests.support.clusters.ray_cluster import TwoNodes
@@ -93,7 +93,7 @@ def test_convert_to_tokens(nodes: TwoNodes, tmp_path: Path) -> None:
 def test_map(nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, options = write_set(tmp_path / "in"), MapOptions(max_samples=11)
     map_set(source, f"{tmp_path}/here", "made_samples:changed", options=options, running=Running(workers=0))
-    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.functions.run"):
+    with killed_engine(nodes, tmp_path, monkeypatch, "shard_tools.change.functions.run"):
         running = Running(engine="ray", workers=3)
         map_set(source, f"{tmp_path}/there", "made_samples:changed", options=options, running=running)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")

@@ -24,12 +24,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from streaming.cache import NodeCache, node, space
-from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
-from streaming.cache.key import EntryKey, normalized
-from streaming.cache.paths import CachePaths
-from streaming.counters import Metrics
+from streaming.common.counters import Metrics
 from streaming.errors import ConfigError, TransferError
+from streaming.shards.cache import NodeCache, node, space
+from streaming.shards.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
+from streaming.shards.cache.key import EntryKey, normalized
+from streaming.shards.cache.paths import CachePaths
 from streaming.storage import Checked, DifferentSumError
 from streaming.storage.base.locks import try_lock, unlock
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until

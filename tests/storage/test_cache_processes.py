@@ -19,10 +19,10 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from streaming.cache import NodeCache, space
-from streaming.cache.entry import charged_bytes, file_bytes
-from streaming.cache.paths import CachePaths
-from streaming.counters import Metrics
+from streaming.common.counters import Metrics
+from streaming.shards.cache import NodeCache, space
+from streaming.shards.cache.entry import charged_bytes, file_bytes
+from streaming.shards.cache.paths import CachePaths
 from streaming.storage import Checked
 from streaming.storage.base.locks import locked
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until

@@ -17,21 +17,21 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.cache import NodeCache, entry
-from streaming.catalog.joined import JoinedSource
-from streaming.catalog.packed import PackedSource
-from streaming.catalog.random_access import Readable
-from streaming.catalog.source import ChunkSource
-from streaming.engine.memory import mapped
-from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.engine.memory.lent import Lender
-from streaming.engine.memory.mapped import FileMaps, NoMaps
-from streaming.engine.source import Source
 from streaming.errors import ChecksumError
-from streaming.fetch import read
-from streaming.fetch.layout import Fetched, UnitLayout
-from streaming.fetch.read import FetchRange
-from streaming.sources.own import OwnSource
+from streaming.run.engine.memory import mapped
+from streaming.run.engine.memory.chunk_store import ChunkStore
+from streaming.run.engine.memory.lent import Lender
+from streaming.run.engine.memory.mapped import FileMaps, NoMaps
+from streaming.run.engine.source import Source
+from streaming.sets.sources.own import OwnSource
+from streaming.shards.cache import NodeCache, entry
+from streaming.shards.catalog.joined import JoinedSource
+from streaming.shards.catalog.packed import PackedSource
+from streaming.shards.catalog.random_access import Readable
+from streaming.shards.catalog.source import ChunkSource
+from streaming.shards.fetch import read
+from streaming.shards.fetch.layout import Fetched, UnitLayout
+from streaming.shards.fetch.read import FetchRange
 from streaming.storage import Checked, DifferentSumError
 from streaming.storage.base import checked as checked_module
 from tests.support.code.source_tree import modules, nodes, report
@@ -126,11 +126,11 @@ PARSERS = {"from_parquet", "from_bytes", "read_note", "read_document", "read_col
            "read_facts", "chunk_rows_from_footer", "columns_from_footer", "read_footer"}  # fmt: skip
 READS = {"read", "read_into"}
 READS_INTO = {
-    "streaming.fetch.read": "compared with the index",
-    "streaming.catalog.scan": "what an index is made of",
-    "streaming.engine.unindexed.read_ahead": "a set without an index has no checksums",
+    "streaming.shards.fetch.read": "compared with the index",
+    "streaming.shards.catalog.scan": "what an index is made of",
+    "streaming.run.engine.unindexed.read_ahead": "a set without an index has no checksums",
     "streaming.storage.facade": "the reads themselves",
-    "shard_tools.bench.requests": "nobody gets the bytes",
+    "shard_tools.look.bench.requests": "nobody gets the bytes",
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import Mixture, StreamingDataset, TableDataset
-from streaming.arguments import checked_index, checked_path
-from streaming.cache.node import open_cache
+from streaming.common.arguments import checked_index, checked_path
 from streaming.errors import ConfigError
+from streaming.shards.cache.node import open_cache
 from streaming.storage import Storage, as_url
 
 IN_BUCKETS = ("key:hunter2@bucket", "hunter2@bucket", "key:hun/ter2@bucket", "key:hunter2", "key:hunter2%40bucket",

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TransferError
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import ChangedError, Storage, StoreWriter, join_url
 from streaming.storage.adapters import in_place
 from streaming.storage.adapters import object as object_adapter

@@ -13,7 +13,7 @@ import pytest
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, IndexMismatchError, NotFoundError, TransferError
-from streaming.fetch.read import FetchRange, _Read, _whole_of
+from streaming.shards.fetch.read import FetchRange, _Read, _whole_of
 from streaming.storage import ChangedError, Storage, mirrors_of
 from streaming.storage.base.mirrors import REST_S, Mirror, Route, Routes, parse_mirrors
 from tests.support.servers.fault_proxy import Fault, FaultProxy

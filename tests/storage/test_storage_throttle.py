@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from streaming.monitor import Monitor
+from streaming.common.monitor import Monitor
 from streaming.storage import Storage
 from streaming.storage.base.adapter import Sink, ThrottledError, copy_piece
 from streaming.storage.requests.node_slowdown import NodeSlowdown

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.catalog.urls import expand_urls
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
+from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import RetryPolicy, Storage, join_url, redact, split_url
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.adapters.fsspec_adapter import _translate

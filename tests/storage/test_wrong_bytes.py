@@ -14,11 +14,11 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
 from streaming.errors import ChecksumError, IndexFormatError
-from streaming.fetch import distant
-from streaming.index.cutter import ChunkRule
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.fetch import distant
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from streaming.storage.requests.retry import MOST_WRONG
 from tests.support.servers.fault_proxy import Fault, FaultProxy

@@ -10,13 +10,13 @@ from typing import Any
 import fsspec.asyn
 import pytest
 
-from streaming.catalog import open as catalog_open
-from streaming.datasets import table_file
-from streaming.engine import builders
-from streaming.engine.memory import mapped
-from streaming.engine.workers.fork_server import SHARED
-from streaming.job.shared_results import Peers
-from streaming.sources import grouped, packs, samples
+from streaming.common.job.shared_results import Peers
+from streaming.run.engine import builders
+from streaming.run.engine.memory import mapped
+from streaming.run.engine.workers.fork_server import SHARED
+from streaming.sets.datasets import table_file
+from streaming.sets.sources import grouped, packs, samples
+from streaming.shards.catalog import open as catalog_open
 from streaming.storage import Storage
 from streaming.storage.requests import traffic
 from tests.support.processes.forked import IMPORTS, Forked

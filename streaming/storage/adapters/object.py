@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
+from streaming.common.platforms import trim_heap
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
-from streaming.platforms import trim_heap
 from streaming.storage.adapters.certificates import read_authorities
 from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
 from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors

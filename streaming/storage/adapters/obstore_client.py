@@ -21,8 +21,8 @@ import obstore
 import obstore.exceptions
 import obstore.store
 
+from streaming.common.forks import CURE
 from streaming.errors import StorageError
-from streaming.forks import CURE
 
 _SIDE_EFFECTS = ("obstore._store", "obstore.exceptions")
 """Names under which the library, when loaded, enters parts of itself into ``sys.modules``."""

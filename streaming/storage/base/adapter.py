@@ -12,8 +12,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
+from streaming.common.forks import Maker
 from streaming.errors import AccessDeniedError, StorageError, TransferError, redact
-from streaming.forks import Maker
 
 _T = TypeVar("_T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from streaming.arguments import did_you_mean, is_number
+from streaming.common.arguments import did_you_mean, is_number
 from streaming.errors import ConfigError
 from streaming.storage.base.mirrors import Mirror, parse_mirrors
 from streaming.storage.base.urls import secrets_of

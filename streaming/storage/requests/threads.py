@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from streaming.monitor import Monitor
+from streaming.common.monitor import Monitor
 
 Job = Callable[[], Callable[[], None]]
 

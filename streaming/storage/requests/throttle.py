@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streaming.monitor import Monitor
+from streaming.common.monitor import Monitor
 from streaming.storage.base.adapter import ThrottledError
 
 RECOVERY_S = 32.0

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from streaming.common.monitor import Monitor
 from streaming.errors import ConfigError, redact
-from streaming.monitor import Monitor
 from streaming.storage.base.adapter import Adapter, ChangedError, PassingError, RangeBody
 from streaming.storage.base.calls import Call
 from streaming.storage.requests.silences import Patience

@@ -19,7 +19,8 @@ SOCKET = "SHARDSTREAM_RAY_WORKERS"
 _PR_SET_PDEATHSIG = 1
 _IMPORTS = (
     "torch.distributed", "pandas", "pyarrow.dataset", "aiohttp", "requests", "streaming.loader",
-    "streaming.datasets.dataset", "streaming.remote.reader", "shard_tools.convert", "shard_tools.running.ray_engine",
+    "streaming.sets.datasets.dataset", "streaming.others.remote.reader", "shard_tools.make.convert",
+    "shard_tools.running.ray_engine",
 )  # fmt: skip
 """Not Ray, which reads its variables when it is imported: a worker's are its own."""
 

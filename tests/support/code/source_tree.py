@@ -14,17 +14,17 @@ PACKAGES = ("streaming", "shard_tools", "infra")
 # Each third-party package is known to these packages and modules only; what is not listed must not be imported.
 KNOWN_TO: dict[str, tuple[str, ...]] = {
     "numpy": PACKAGES,
-    "torch": ("FACE", "RUN", "streaming.batches", "streaming.job"),
-    "pyarrow": ("streaming.index", "shard_tools"),
+    "torch": ("FACE", "RUN", "streaming.build.batches", "streaming.common.job"),
+    "pyarrow": ("streaming.shards.index", "shard_tools"),
     "crc32c": ("streaming", "shard_tools"),
     "obstore": ("streaming.storage",),
     "fsspec": ("streaming.storage",),
-    "braceexpand": ("streaming.catalog", "shard_tools"),
-    "PIL": ("streaming.decode", "shard_tools", "streaming.engine.workers.surroundings"),
+    "braceexpand": ("streaming.shards.catalog", "shard_tools"),
+    "PIL": ("streaming.decode", "shard_tools", "streaming.run.engine.workers.surroundings"),
     "simplejpeg": ("streaming.decode", "shard_tools"),
     "click": ("shard_tools",),
     "rich": ("shard_tools",),
-    "cloudpickle": ("streaming.engine", "streaming.remote", "shard_tools.running.functions"),
+    "cloudpickle": ("streaming.run.engine", "streaming.others.remote", "shard_tools.running.functions"),
     # Users of these import the module that needs them by name; nobody else does.
     "accelerate": ("streaming.integrations.accelerate",),
     "transformers": ("streaming.integrations.transformers",),
@@ -40,14 +40,14 @@ IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # These import what has a name only at run time: lazy names, `require`, and what users name.
 COMPUTED_IMPORT_MAY = (
     "streaming",
-    "streaming.engine.workers.fork_server",
-    "streaming.engine.workers.surroundings",
-    "streaming.decode.values",
-    "streaming.decode.registry",
+    "streaming.run.engine.workers.fork_server",
+    "streaming.run.engine.workers.surroundings",
+    "streaming.build.decode.values",
+    "streaming.build.decode.registry",
     "shard_tools",
     "shard_tools.running.functions",
-    "streaming.datasets.mixture_file",
-    "streaming.platforms",
+    "streaming.sets.datasets.mixture_file",
+    "streaming.common.platforms",
 )
 
 

@@ -26,14 +26,14 @@ from click.testing import CliRunner
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.show.data.decoding import MEMORY_BYTES
-from shard_tools.show.data.trees import boxes_in
-from shard_tools.show.data.workers import DecodingWorkers, TokenTexts, _Worker
-from shard_tools.tokens.tokenizer import find_tokenizer
+from shard_tools.look.show.data.decoding import MEMORY_BYTES
+from shard_tools.look.show.data.trees import boxes_in
+from shard_tools.look.show.data.workers import DecodingWorkers, TokenTexts, _Worker
+from shard_tools.make.tokens.tokenizer import find_tokenizer
 from streaming import DataLoader, Mixture, StreamingDataset, metrics
-from streaming.batches.bad_file import BadFile, BadRecord
-from streaming.cache.node import NodeCache
+from streaming.build.batches.bad_file import BadFile, BadRecord
 from streaming.errors import ShardstreamError, shell_word
+from streaming.shards.cache.node import NodeCache
 from streaming.storage import Checked, Storage
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.show_pages import Shown

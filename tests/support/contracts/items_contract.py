@@ -22,16 +22,16 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Packed, Schedule, StreamingDataset
-from streaming.batches.build import BatchBuilder, Mask, Part
-from streaming.batches.collate import default_collate, empty_like
-from streaming.batches.items.pieces import PieceItems, pieces_of
-from streaming.batches.portion import Portion
-from streaming.batches.rows import Rows
-from streaming.datasets.face import reading
+from streaming.build.batches.build import BatchBuilder, Mask, Part
+from streaming.build.batches.collate import default_collate, empty_like
+from streaming.build.batches.items.pieces import PieceItems, pieces_of
+from streaming.build.batches.portion import Portion
+from streaming.build.batches.rows import Rows
 from streaming.errors import DataError
-from streaming.packing.layout import PackRows
-from streaming.replicas.batch_codec import decode, encode
-from streaming.sources.samples import SampleSource
+from streaming.order.packing.layout import PackRows
+from streaming.run.replicas.batch_codec import decode, encode
+from streaming.sets.datasets.face import reading
+from streaming.sets.sources.samples import SampleSource
 from streaming.types import Int64Array, Sample
 from tests.support.processes.played_ranks import Play
 from tests.support.sets.data_sets import mesh_of

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Curriculum, DataLoader, Mixture, Schedule, StreamingDataset
+from streaming.common.job.agreement import differences
 from streaming.errors import ShardstreamError
-from streaming.job.agreement import differences
-from streaming.schema.value import TokenizerKey, TokenMeaning
+from streaming.shards.schema.value import TokenizerKey, TokenMeaning
 from tests.support.sets.meanings import say, schema_of
 from tests.support.sources.foreign_sets import picture
 

@@ -32,8 +32,8 @@ from streaming import (
     StreamingDataset,
 )
 from streaming.errors import ShardstreamError
-from streaming.filters.views import View, save_view
-from streaming.remote import cluster
+from streaming.others.remote import cluster
+from streaming.sets.filters.views import View, save_view
 from streaming.storage import Storage
 from tests.support.sets.data_sets import mesh_of
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streaming.arrays import sums
+from streaming.common.arrays import sums
 from streaming.errors import ConfigError
-from streaming.plan.order import ENDLESS, LaneParts, OrderSettings
-from streaming.plan.plan import Plan
+from streaming.order.plan.order import ENDLESS, LaneParts, OrderSettings
+from streaming.order.plan.plan import Plan
 from streaming.types import Int64Array
 
 LOOKED_AT = 160

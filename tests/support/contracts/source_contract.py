@@ -21,16 +21,16 @@ import torch
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
-from shard_tools.plan.report import PlanOptions, plan_opened
-from shard_tools.plan.steps import PlannedRun
+from shard_tools.look.plan.report import PlanOptions, plan_opened
+from shard_tools.look.plan.steps import PlannedRun
 from streaming import DataLoader, Schedule, ShuffleConfig
-from streaming.arrays import sums
+from streaming.common.arrays import sums
 from streaming.errors import ChecksumError, DataError, IndexMismatchError
-from streaming.fetch.layout import UnitLayout
-from streaming.fetch.read import FetchRange
-from streaming.index.sample_table import SampleLocation
-from streaming.plan.state import LoaderState
-from streaming.sources.own import OwnSource
+from streaming.order.plan.state import LoaderState
+from streaming.sets.sources.own import OwnSource
+from streaming.shards.fetch.layout import UnitLayout
+from streaming.shards.fetch.read import FetchRange
+from streaming.shards.index.sample_table import SampleLocation
 from streaming.types import Int64Array
 from tests.support.contracts.items_contract import same
 from tests.support.processes.children import in_child

@@ -9,14 +9,14 @@ from typing import Any
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.check.recheck import recheck
-from shard_tools.check.verify import verify
-from shard_tools.columns.compute import ComputeOptions, compute_column
-from shard_tools.columns.lift import lift_all
-from shard_tools.columns.target import ColumnTarget
-from shard_tools.sets.bad_list import load_bad_list, records_of
-from shard_tools.sets.copy import copy
-from shard_tools.stats.run import StatsOptions, stats
+from shard_tools.change.check.recheck import recheck
+from shard_tools.change.check.verify import verify
+from shard_tools.change.columns.compute import ComputeOptions, compute_column
+from shard_tools.change.columns.lift import lift_all
+from shard_tools.change.columns.target import ColumnTarget
+from shard_tools.change.sets.bad_list import load_bad_list, records_of
+from shard_tools.change.sets.copy import copy
+from shard_tools.look.stats.run import StatsOptions, stats
 from streaming.storage import Storage
 
 NUM_SHARDS = 8

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.cutter import ChunkRule
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 from tests.support.models.history_cases import COLUMNS, SHAPES, Shape
 from tests.support.models.known_sets import VIEW, Sample, content, read

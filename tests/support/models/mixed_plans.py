@@ -10,14 +10,14 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from streaming.mixing.exact import BatchLanes, EvenLanes, ExactLanes
-from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import MixedPasses, Sources, Weights
-from streaming.mixing.quotas import BatchPasses, ExactPasses
-from streaming.mixing.shares import ShareTree
-from streaming.plan.ledger import Even
-from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.plan import Plan
+from streaming.order.mixing.exact import BatchLanes, EvenLanes, ExactLanes
+from streaming.order.mixing.lanes import MixedLanes
+from streaming.order.mixing.passes import MixedPasses, Sources, Weights
+from streaming.order.mixing.quotas import BatchPasses, ExactPasses
+from streaming.order.mixing.shares import ShareTree
+from streaming.order.plan.ledger import Even
+from streaming.order.plan.order import Orders, OrderSettings
+from streaming.order.plan.plan import Plan
 from streaming.types import LastBatch
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

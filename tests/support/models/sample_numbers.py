@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streaming.plan.order import EpochOrder
+from streaming.order.plan.order import EpochOrder
 from streaming.types import Int64Array
 
 

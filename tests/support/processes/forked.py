@@ -37,7 +37,7 @@ from tests.support.code.folders import PROGRAMS, ROOT, SUPPORT
 from tests.support.processes.waiting import PATIENCE_S, until
 
 IMPORTS = (
-    "streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli",
+    "streaming.loader", "streaming.sets.datasets.dataset", "shard_tools.make.convert", "shard_tools.cli",
     "tests.support.sets.data_sets", "torch.distributed.tensor", "torch._dynamo", "pandas",
 )  # fmt: skip
 """What tests need. Making an optimizer imports torch._dynamo, and a pyarrow array of a list imports pandas: 0.3 s

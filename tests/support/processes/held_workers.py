@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streaming import DataLoader
-from streaming.engine.workers.processes import Processes, Worker
+from streaming.run.engine.workers.processes import Processes, Worker
 from tests.support.processes.waiting import PATIENCE_S, is_timed, started, until
 
 

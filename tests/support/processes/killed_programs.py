@@ -7,7 +7,7 @@ def stopping(work: str) -> str:
     """A program that does some work, and is killed before it writes more than ``argv[3]`` samples."""
     return f"""
 import os, sys
-import shard_tools.write.writer as writer
+import shard_tools.make.write.writer as writer
 stop_at = int(sys.argv[3])
 write, write_all = writer.ShardWriter.write, writer.UnmarkedWriter.write_all
 state = [0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streaming.engine.workers.ring import Memory
+from streaming.run.engine.workers.ring import Memory
 
 PAGE = 4096
 

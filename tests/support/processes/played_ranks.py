@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from infra import DeviceMesh
-from streaming.loops import course
-from streaming.remote import cluster
-from streaming.remote.reader import RemoteReader
-from streaming.replicas import group as replica_group
+from streaming.others.remote import cluster
+from streaming.others.remote.reader import RemoteReader
+from streaming.run.loops import course
+from streaming.run.replicas import group as replica_group
 
 Play = Callable[..., list[Any]]
 

@@ -16,7 +16,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from streaming.engine.workers.fork_server import SHARED, ForkServer, serve
+from streaming.run.engine.workers.fork_server import SHARED, ForkServer, serve
 
 
 class _Process:

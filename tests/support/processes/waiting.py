@@ -42,7 +42,7 @@ def until(
 
 def is_timed(name: str, metrics: object = None) -> bool:
     """Tell whether a thread is at work of this name, such as ``wait_for_build_s``, that is timed for ``metrics``."""
-    from streaming.counters import under_way  # noqa: PLC0415  servers, which need this module, need nothing of ours
+    from streaming.common.counters import under_way  # noqa: PLC0415  servers, which need this module, need nothing of ours
 
     return any(one.name == name and metrics in (None, one.metrics) for one, _ in list(under_way()))
 

@@ -23,9 +23,9 @@ from typing import Any, Self
 import psutil
 import torch
 
-import streaming.catalog.open
+import streaming.shards.catalog.open
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.workers.fork_server import SHARED
+from streaming.run.engine.workers.fork_server import SHARED
 from tests.support.processes.waiting import until
 
 LIMIT_BYTES = 128 << 20
@@ -143,7 +143,7 @@ def main(found_path: str, folder: str, num_workers: int, name: str = "large") ->
         idle_bytes = memory_bytes(folder)
     epoch_size = None
     if name != "large" and not name.startswith("objects"):
-        streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
+        streaming.shards.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = NUM_SAMPLES[name]
     # Decoded JSON: so many batches may be ahead that they would exceed the limit if they were not weighed.
     ahead = 32 if name == "objects-json" else 2

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
-from streaming.engine.workers.fork_server import SHARED
-from streaming.ordinary.map_style import open_ordinary
-from streaming.ordinary.options import OrdinaryConfig
-from streaming.plan.settings import Shape
-from streaming.plan.sizes import Sizes
+from streaming.order.plan.settings import Shape
+from streaming.order.plan.sizes import Sizes
+from streaming.others.ordinary.map_style import open_ordinary
+from streaming.others.ordinary.options import OrdinaryConfig
+from streaming.run.engine.workers.fork_server import SHARED
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.ready_server import have_a_server
 

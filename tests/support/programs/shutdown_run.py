@@ -25,7 +25,7 @@ def tell_who_is_left() -> None:
 
 atexit.register(tell_who_is_left)
 
-import streaming.catalog.open  # noqa: E402
+import streaming.shards.catalog.open  # noqa: E402
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset  # noqa: E402
 from tests.support.processes.hanging_functions import BATCH, Busy, Hang, await_byte, until_it_stands  # noqa: E402  after that
 from tests.support.processes.ready_server import have_a_server  # noqa: E402
@@ -49,8 +49,8 @@ def train(
     if ready and options.get("num_workers"):
         have_a_server()
     if streamed:
-        streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
-        logging.getLogger("streaming.loops.streamed").setLevel(logging.ERROR)  # what that costs is known
+        streaming.shards.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
+        logging.getLogger("streaming.run.loops.streamed").setLevel(logging.ERROR)  # what that costs is known
     hang = TRANSFORMS.get(transform, Hang)(folder)
     if options.get("num_threads"):
         hang.spares = threading.main_thread()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from streaming import DataLoader, OrdinaryDataset, StreamingDataset
-from streaming.forks import JOB_SIGNALS
+from streaming.common.forks import JOB_SIGNALS
 from tests.support.processes.ready_server import have_a_server
 from tests.support.processes.waiting import ended, started, until
 

@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.workers.fork_server import SHARED
 from streaming.errors import IndexMismatchError
+from streaming.run.engine.workers.fork_server import SHARED
 from streaming.storage.adapters import in_place
 from tests.support.processes.ready_server import have_a_server
 from tests.support.sets.data_sets import mesh_of

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote
 
-from shard_tools.show.access import Access
-from shard_tools.show.base.subject import open_subject
-from shard_tools.show.data.workers import DecodingWorkers
-from shard_tools.show.server import listen, serve
-from shard_tools.show.table import MEDIA, PAGES
+from shard_tools.look.show.access import Access
+from shard_tools.look.show.base.subject import open_subject
+from shard_tools.look.show.data.workers import DecodingWorkers
+from shard_tools.look.show.server import listen, serve
+from shard_tools.look.show.table import MEDIA, PAGES
 from tests.support.processes.waiting import PATIENCE_S
 
 

@@ -21,10 +21,10 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.engine.memory.arena import PAGE_BYTES
-from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
+from streaming.run.engine.memory.arena import PAGE_BYTES
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.storage import Storage
 from streaming.types import Int64Array
 

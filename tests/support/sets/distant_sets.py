@@ -14,9 +14,9 @@ import numpy as np
 
 from shard_tools import ShardWriter
 from streaming import StreamingDataset
-from streaming.catalog.build import index_shards
-from streaming.catalog.urls import expand_urls
-from streaming.index.cutter import ChunkRule
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
 
 NUM, SHARD = 30, 12

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from streaming.index.files import read_document, sealed, write_document
+from streaming.shards.index.files import read_document, sealed, write_document
 
 _TICKS = count(1)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streaming.schema.value import Schema
+from streaming.shards.schema.value import Schema
 
 SCHEMA = Path("_shardstream/schema.json")
 

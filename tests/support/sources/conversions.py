@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
+from shard_tools.make.tokens import TokenizeOptions, TokenizeReport, tokenize
 
 
 def members(target: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
-from streaming.decode.streams import flac, mpeg
+from streaming.build.decode.streams import flac, mpeg
 
 Waves: TypeAlias = npt.NDArray[np.float32]
 RATES = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)

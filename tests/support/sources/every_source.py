@@ -13,8 +13,8 @@ import lmdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.convert import ConvertOptions
-from shard_tools.convert.recode import ImageOptions
+from shard_tools.make.convert import ConvertOptions
+from shard_tools.make.convert.recode import ImageOptions
 from tests.support.code.folders import TESTS
 from tests.support.sources.foreign_sets import MAKE
 

@@ -7,7 +7,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from streaming import decode
+from streaming.build import decode
 
 
 def auto(field, data, spec="auto"):

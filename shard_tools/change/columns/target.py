@@ -1,0 +1,419 @@
+"""Locate where a late column is stored: shards with their indexes, and the files written beside these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from shard_tools.change.sets.open_set import needed_samples, open_set
+from shard_tools.running.engine import Calls, map_ordered
+from shard_tools.running.progress import Progress
+from shard_tools.running.report import Report
+from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
+from streaming.sets.filters.late_columns import ColumnDocument, homes_of, list_columns
+from streaming.shards.catalog.build import home_of, no_samples, read_schema, samples_url, shard_name
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.columns import joined_type, read_column, read_sample_columns, write_column
+from streaming.shards.index.files import is_sealed
+from streaming.shards.index.layout import (
+    SCHEMA_FILE,
+    checked_name,
+    column_document_path,
+    column_path,
+    columns_directory,
+)
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.schema.value import Schema, SchemaColumn, late_origin
+from streaming.storage import Storage, join_url, redact
+
+THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddReport(Report):
+    """What was added.
+
+    Attributes:
+        name: The column.
+        type: Type of its values.
+        column_version: Identifies it among all columns of this name.
+        num_shards: Shards of the dataset.
+        num_samples: Their samples.
+        num_missing: Samples without a value.
+        first_missing: Keys of the first of them.
+        num_rows: Rows of the file.
+        num_unmatched: Rows that match no sample.
+        first_unmatched: Keys of the first of them.
+        num_shared: Samples that share their key with another one; each got the value of that key.
+        seconds: Wall time.
+    """
+
+    name: str
+    type: str
+    column_version: str
+    num_shards: int
+    num_samples: int
+    num_missing: int
+    first_missing: tuple[str, ...] = ()
+    num_rows: int = 0
+    num_unmatched: int = 0
+    first_unmatched: tuple[str, ...] = ()
+    num_shared: int = 0
+    seconds: float = 0.0
+
+
+class Filled(NamedTuple):
+    """Type of the values of one shard, and the number of samples without one."""
+
+    type: str
+    num_missing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnShard:
+    """One shard of a column's target: all that a call must know to give it values, wherever it runs.
+
+    Attributes:
+        column: The column's name.
+        url: The shard.
+        index_url: Location of its index, if not beside it.
+        rows: Its rows of the chunk table.
+        storage: The store.
+    """
+
+    column: str
+    url: str
+    index_url: str | None
+    rows: ChunkTable
+    storage: Storage
+
+    @property
+    def home(self) -> str:
+        """Directory of the index."""
+        return home_of(self.url, self.index_url)
+
+    @property
+    def path(self) -> str:
+        """Where the values are stored."""
+        return join_url(self.home, column_path(self.column, shard_name(self.url, self.index_url)))
+
+    def table(self) -> SampleTable:
+        """Return the sample table.
+
+        Raises:
+            IndexMissingError: There is none.
+        """
+        return needed_samples(self.storage, self.url, self.index_url)
+
+    def written(self, version: str) -> pa.Array | None:
+        """Return values written earlier, if they are of this version of the column, and of this shard."""
+        try:
+            values, facts = self.storage.read_parsed(self.path, read_column, is_sealed)
+        except (NotFoundError, IndexFormatError):
+            return None
+        return values if (facts["column_version"], facts["fingerprint"]) == (version, self.rows.fingerprint) else None
+
+    def write(self, values: pa.Array, version: str) -> None:
+        """Write the values; another time they replace those."""
+        self.storage.put(self.path, self.file(values, version))
+
+    def file(self, values: pa.Array, version: str) -> bytes:
+        """Return the values as the bytes of a file."""
+        shard, fingerprint = self.rows.shards[0], self.rows.fingerprint
+        return write_column(values, name=self.column, shard=shard, fingerprint=fingerprint, version=version)
+
+
+ShardValues = Callable[[ColumnShard], pa.Array]
+"""Gives a shard's values. To run elsewhere, it must be picklable."""
+
+
+class ColumnTarget:
+    """A late column to be added to the shards at ``urls``.
+
+    Raises:
+        ConfigError: The name is invalid or taken, or the shards have no index.
+        NotFoundError: There are no shards.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, overwrite: bool,
+        allow_unfinished: bool = False,
+    ) -> None:  # fmt: skip
+        self.name = checked_name(name, "column")
+        self.storage = storage
+        shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+        if shards.scanned is not None:
+            raise IndexMissingError(
+                f"{redact(shards.urls[0])}: a late column is stored beside an index, but there is none; run "
+                f"`shard_tools index` first"
+            )
+        self.urls, self.table, self.index_url = shards.urls, shards.chunks, index_url
+        self.sizes = [shard.num_samples for shard in self.table.shards]
+        if self.urls and self.columns_of(0, [name]):
+            raise ConfigError(
+                f"column {name!r}: the sample tables have a column of this name; choose another for the late one"
+            )
+        self._taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
+        self._overwrite = overwrite
+        if len(self._taken) == len(self.homes):  # of some only, an interrupted run may have left it: see version_of
+            self._refuse_taken(self._taken)
+
+    @cached_property
+    def homes(self) -> list[str]:
+        """Directories of the indexes."""
+        return homes_of(self.urls, self.index_url)
+
+    @property
+    def schemas(self) -> dict[str, Schema]:
+        """What the set of each index says that it means."""
+        return {home: read_schema(self.storage, home) for home in self.homes}
+
+    def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
+        """Return the columns of one sample table."""
+        url = self.urls[shard]
+        path = samples_url(url, self.index_url)
+        try:
+            return self.storage.read_parsed(
+                path, lambda data, source: read_sample_columns(data, names, source)[0], is_sealed
+            )
+        except NotFoundError as error:
+            raise no_samples(url) from error
+
+    def version_of(self, **made_of: object) -> str:
+        """Return the version of this column, which depends on what it is made from; 16 hex digits.
+
+        Raises:
+            ConfigError: Some of the directories have another column of this name.
+        """
+        content = {"name": self.name, "shards": self.table.fingerprint, **made_of}
+        version = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        self._refuse_taken([home for home in self._taken if not self._is_of(version, home)])
+        return version
+
+    def _is_of(self, version: str, home: str) -> bool:
+        url = join_url(home, column_document_path(self.name))
+        try:
+            document = self.storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
+        except IndexFormatError:
+            return False
+        return document.column_version == version
+
+    def _refuse_taken(self, homes: Sequence[str]) -> None:
+        if homes and not self._overwrite:
+            raise ConfigError(
+                f"column {self.name!r} already exists beside the index in {redact(homes[0]) or '.'}. Runs may have "
+                f"been trained with it: choose another name, or give --overwrite"
+            )
+
+    def begin(self) -> None:
+        """Withdraw an older column of this name: until everything is written, there is none."""
+        for home in self._taken:
+            self.storage.delete(join_url(home, column_document_path(self.name)))
+
+    def shard(self, number: int) -> ColumnShard:
+        """Return the shard of this number."""
+        return ColumnShard(
+            column=self.name, url=self.urls[number], index_url=self.index_url, rows=self.table.of_shard(number),
+            storage=self.storage,
+        )  # fmt: skip
+
+    def fill(self, version: str, values: ShardValues, *, calls: Calls, again: bool = True) -> list[Filled]:
+        """Write the values of every shard, and return a summary of each. The caller must call ``finish``.
+
+        Args:
+            version: Version of the column.
+            values: Gives the values of a shard.
+            calls: Who asks for them; its progress receives every shard.
+            again: False: values of this version written before an interruption are not computed again. A finished
+                column that is being overwritten is always recomputed.
+        """
+        if not again:  # a finished column may hold results of the function with older versions of code that it calls
+            gone = _files_of(self.storage, self._taken, self.name)
+            documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
+            # Before the documents: without these, files count as written by an interrupted run of the same work.
+            list(map_ordered(self.storage.delete, [url for url in gone if url not in documents], THREADS))
+        self.begin()
+        calls.progress.start(total_bytes=None, total=len(self.urls))
+        shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
+        shards = map(self.shard, range(len(self.urls)))
+        return list(calls.map(partial(_fill, version, values, again), shards, shared=shared))
+
+    def replace(
+        self, version: str, values: ShardValues, check: Callable[[Sequence[Filled]], None], *, calls: Calls
+    ) -> list[Filled]:
+        """Do what :meth:`fill` does, but withdraw an older column only once all values are known.
+
+        An older column stays whole if a value cannot be read: until then, values lie in files on this machine.
+
+        Args:
+            version: Version of the column.
+            values: Gives the values of a shard.
+            check: Judges the summaries before an older column is withdrawn; it raises if they cannot be a column.
+            calls: Who asks for them; its progress receives every shard.
+        """
+        if not self._taken:
+            filled = self.fill(version, values, calls=calls)
+            check(filled)
+            return filled
+        calls.progress.start(total_bytes=None, total=len(self.urls))
+        shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
+        shards = [self.shard(number) for number in range(len(self.urls))]
+        filled = list[Filled]()
+        with tempfile.TemporaryDirectory(prefix="shardstream-column-") as folder:
+            files = [Path(folder, str(number)) for number in range(len(shards))]
+            made = calls.map(partial(_made, version, values), shards, shared=shared)
+            for file, (data, one) in zip(files, made, strict=True):
+                file.write_bytes(data)
+                filled.append(one)
+            check(filled)
+            _joined_kind(self.name, filled)
+            self.begin()
+            places = [(shard.path, file) for shard, file in zip(shards, files, strict=True)]
+            list(map_ordered(lambda place: self.storage.put(place[0], place[1].read_bytes()), places, THREADS))
+        return filled
+
+    def finish(
+        self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, **more: Any
+    ) -> AddReport:
+        """Write the description of the column, last, and return it as the report, with the fields in ``more``.
+
+        Args:
+            filled: Summary of each shard.
+            version: Version as written.
+            made_from: Description of the origin.
+            begun_s: When the work began, by ``time.monotonic``.
+            more: Further fields of the report.
+
+        Raises:
+            ConfigError: Shards hold values that cannot be compared.
+        """
+        missing = [one.num_missing for one in filled]
+        kind = _joined_kind(self.name, filled)
+        homes = np.array([self.homes.index(home_of(url, self.index_url)) for url in self.urls])
+        for number, home in enumerate(self.homes):
+            mine = np.flatnonzero(homes == number).tolist()
+            document = ColumnDocument(
+                name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
+                num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
+            )  # fmt: skip
+            told = SchemaColumn(type=kind, origin=late_origin(version, redact(made_from)))
+            _note_column(self.storage, home, self.name, told)
+            self.storage.put(join_url(home, column_document_path(self.name)), document.to_bytes())
+        num_samples, num_missing = sum(self.sizes), sum(missing)
+        return AddReport(
+            name=self.name, type=kind, column_version=version, num_shards=len(self.urls), num_samples=num_samples,
+            num_missing=num_missing, seconds=time.monotonic() - begun_s,
+            **{"num_rows": num_samples - num_missing, **more},
+        )  # fmt: skip
+
+
+def _joined_kind(name: str, filled: Sequence[Filled]) -> str:
+    """Return the type of the values of all shards.
+
+    Raises:
+        ConfigError: Shards hold values that cannot be compared.
+    """
+    found = sorted({one.type for one in filled} - {"null"})
+    joined = joined_type(map(pa.type_for_alias, found))
+    if joined is None:
+        raise ConfigError(
+            f"column {name!r}: shards hold values of different types: {', '.join(found)}; a column "
+            f"has numbers, or text, or booleans"
+        )
+    return str(joined)
+
+
+def _made(version: str, values: ShardValues, shard: ColumnShard, progress: Progress) -> tuple[bytes, Filled]:
+    array = values(shard)
+    progress.advance(num=1)
+    return shard.file(array, version), Filled(str(array.type), array.null_count)
+
+
+def _fill(version: str, values: ShardValues, again: bool, shard: ColumnShard, progress: Progress) -> Filled:  # noqa: FBT001
+    array = None if again else shard.written(version)
+    if array is None:
+        array = values(shard)
+        shard.write(array, version)
+    progress.advance(num=1)
+    return Filled(str(array.type), array.null_count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListReport(Report):
+    """Late columns beside the indexes of some shards.
+
+    Attributes:
+        columns: Each with its directory.
+    """
+
+    columns: tuple[dict[str, object], ...]
+
+
+def list_all(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None, allow_unfinished: bool = False
+) -> ListReport:
+    """Return all late columns of some shards."""
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    found = [(home, column) for home in homes_of(shards.urls, index_url) for column in list_columns(storage, home)]
+    names = ColumnDocument.__dataclass_fields__
+    return ListReport(
+        columns=tuple(
+            {"index": redact(home), **{name: getattr(column, name) for name in names}} for home, column in found
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropReport(Report):
+    """A deleted column, and the number of its files."""
+
+    name: str
+    num_files: int
+
+
+def drop_column(
+    urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, allow_unfinished: bool = False
+) -> DropReport:
+    """Delete a late column.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    homes = homes_of(shards.urls, index_url)
+    document = [join_url(home, column_document_path(checked_name(name, "column"))) for home in homes]
+    files = _files_of(storage, homes, name)
+    if not files:
+        there = sorted({column.name for home in homes for column in list_columns(storage, home)})
+        raise ConfigError(f"column {name!r}: there is no such late column; there are: {', '.join(there) or 'none'}")
+    for url in document:  # first: a column without its document does not exist
+        storage.delete(url)
+    list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
+    for home in homes:
+        _note_column(storage, home, name, None)
+    return DropReport(name=name, num_files=len(files))
+
+
+def _note_column(storage: Storage, home: str, name: str, column: SchemaColumn | None) -> None:
+    """Write what a set says of a column into its schema; None: there is no such column any more."""
+    known = read_schema(storage, home)
+    columns = {other: one for other, one in known.columns.items() if other != name}
+    new = replace(known, columns=columns if column is None else {**columns, name: column})
+    if new != known:
+        storage.put(join_url(home, SCHEMA_FILE), new.to_bytes())
+
+
+def _files_of(storage: Storage, homes: Sequence[str], name: str) -> list[str]:
+    """List all files of a late column."""
+    below = [join_url(home, f"{columns_directory()}/{name}") for home in homes]
+    return [info.url for folder in below for info in storage.list(folder)]

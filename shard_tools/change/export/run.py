@@ -1,0 +1,177 @@
+"""Export a set: the command ``export``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shard_tools.change.export import card, dali, energon, wids
+from shard_tools.change.export.job import ExportJob, ExportOptions
+from shard_tools.change.export.parquet import ParquetExport, part_namer
+from shard_tools.change.sets.open_set import open_set
+from shard_tools.make.convert.journal import TargetNotEmptyError
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
+from streaming.errors import ConfigError, NotFoundError
+from streaming.shards.schema.meeting import RESHARD, met
+from streaming.storage import Storage, join_url, redact
+
+Files: TypeAlias = "Callable[[ExportJob, Progress], Iterator[tuple[str, bytes]]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport(Report):
+    """What was exported.
+
+    Attributes:
+        to: The format.
+        target: Where it is.
+        num_shards: Shards of the set.
+        num_samples: Samples that the other program will see.
+        files: Names of the files that belong to it, below the target.
+        num_written: Those of them that this run wrote; the others were there, with the same content.
+        num_bytes: Bytes of shards that were read for it; 0 where the index suffices.
+        reads_tars: Whether the other program reads the tars themselves.
+        seconds: Wall time.
+    """
+
+    to: str
+    target: str
+    num_shards: int
+    num_samples: int
+    files: tuple[str, ...]
+    num_written: int
+    num_bytes: int
+    reads_tars: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFormat:
+    """A format.
+
+    Attributes:
+        files: Yields names and contents of files of metadata, of which the last completes the set; given the job.
+        parquet: Samples are written, too: with ``data/`` in the names of ``datasets`` (``"hub"``), or as the shards.
+    """
+
+    files: Files | None = None
+    parquet: str | None = None
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "energon": ExportFormat(files=energon.files),
+    "wids": ExportFormat(files=wids.files),
+    "dali": ExportFormat(files=dali.files),
+    "parquet": ExportFormat(parquet="shards"),
+    "hf": ExportFormat(parquet="hub"),
+    "card": ExportFormat(files=card.files),
+}
+
+
+def export(
+    urls: Sequence[str], target: str, *, to: str, options: ExportOptions | None = None,
+    storage_options: Mapping[str, object] | None = None, progress: Progress | None = None,
+) -> ExportReport:  # fmt: skip
+    """Write what another program needs to read a set. The set itself is never changed.
+
+    ``energon``, ``dali``, ``wids`` and ``card`` write files beside the tars, from the index alone. ``parquet`` and
+    ``hf`` write the samples, a file for each shard; a run that was stopped goes on where it was.
+
+    Args:
+        urls: Shards, as for ``StreamingDataset``.
+        target: Folder or prefix. Energon, and readers of a card, expect it to be that of the shards.
+        to: One of ``FORMATS``.
+        options: What to export.
+        storage_options: Options of both stores.
+        progress: Receives each shard.
+
+    Raises:
+        ConfigError: Options do not fit the format, or the set has something that the other program cannot read.
+        TargetNotEmptyError: Files of the same names are there, with other content.
+        NotFoundError: Nothing matches ``urls``.
+        DataError: A sample is damaged.
+        StorageError: A store failed.
+    """
+    started, options, progress = time.monotonic(), options or ExportOptions(), progress or NoProgress()
+    chosen = FORMATS.get(to)
+    if chosen is None:
+        raise ConfigError(f"--to {to!r}: expected one of {', '.join(FORMATS)}")
+    for name in options.of_samples if chosen.parquet is None else ():
+        raise ConfigError(
+            f"{name}: --to {to} writes about the tars as they are, with all their samples; write other shards first, "
+            f"with `shard_tools reshard … {name} …`"
+        )
+    storage = Storage(storage_options)
+    opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished, meets=False)
+    met({redact(home): schema for home, schema in opened.schemas(storage).items()}, cure=RESHARD)
+    job = ExportJob(opened=opened, storage=storage, target=target.rstrip("/") or target, options=options)
+    progress.start(total_bytes=None, total=len(opened.urls))
+    if chosen.files is not None:
+        written = [(name, _put(job, name, content)) for name, content in chosen.files(job, progress)]
+        num_samples, num_bytes = opened.chunks.total_samples, 0
+    else:
+        written, num_samples, num_bytes = _write_samples(job, progress, hub=chosen.parquet == "hub")
+    return ExportReport(
+        to=to, target=redact(job.target), num_shards=len(opened.urls), num_samples=num_samples,
+        files=tuple(name for name, _ in written), num_written=sum(is_new for _, is_new in written),
+        num_bytes=num_bytes, reads_tars=chosen.parquet is None, seconds=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def _put(job: ExportJob, name: str, content: bytes) -> bool:
+    """Write a file, unless it is there with this content; return whether it was written.
+
+    Raises:
+        TargetNotEmptyError: It has another content.
+    """
+    url = join_url(job.target, name)
+    try:
+        there = bytes(job.storage.read(url))
+    except NotFoundError:
+        there = None
+    if there == content:
+        return False
+    if there is not None and not job.options.overwrite:
+        raise TargetNotEmptyError(
+            f"{redact(url)}: there is a file of this name with other content; move it away, or give --overwrite"
+        )
+    job.storage.put(url, content)
+    return True
+
+
+def _write_samples(job: ExportJob, progress: Progress, *, hub: bool) -> tuple[list[tuple[str, bool]], int, int]:
+    """Write a file for each shard that samples are taken of, and for a hub its card; return files, samples, bytes."""
+    samples = ParquetExport.of(job, files=hub)
+    names = job.names
+    positions = [position for position, part in enumerate(samples.taken.parts) if part.rows.size]
+    if not positions:
+        raise ConfigError("no sample is left: --where or --view keeps none")
+    splits = job.splits([names[position] for position in positions])
+    renamed = _hub_names(splits) if hub else None
+    name_of = part_namer(names)
+    targets = [name_of(position) if renamed is None else renamed[names[position]] for position in positions]
+
+    def write(item: tuple[int, str]) -> int:
+        num_bytes = samples.write(*item)
+        progress.advance(num_bytes=num_bytes, num=1)
+        return num_bytes
+
+    sizes = list(map_ordered(write, zip(positions, targets, strict=True), job.options.workers))
+    written = [(name, size > 0) for name, size in zip(targets, sizes, strict=True)]
+    if renamed is not None:
+        content = card.card(job, {split: [renamed[name] for name in some] for split, some in splits.items()}, ())
+        written.append((card.NAME, _put(job, card.NAME, content)))
+    return written, samples.taken.num_samples, sum(sizes)
+
+
+def _hub_names(splits: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Name files as ``datasets`` does: ``data/train-00000-of-00012.parquet``."""
+    return {
+        name: f"data/{split}-{number:05d}-of-{len(names):05d}.parquet"
+        for split, names in splits.items()
+        for number, name in enumerate(names)
+    }

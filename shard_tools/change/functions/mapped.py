@@ -1,0 +1,382 @@
+"""Apply a function to the samples of a set and write what it returns as a new one: the command ``map``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import crc32c
+import numpy as np
+import pyarrow as pa
+
+from shard_tools.change.functions.produce import Given, Produce
+from shard_tools.change.functions.run import FunctionReport, Running, pack_made
+from shard_tools.change.sets.bad_list import BadList
+from shard_tools.change.sets.open_set import READ_THREADS, open_set, table_of_shard
+from shard_tools.change.sets.pieces import ShardPieces
+from shard_tools.change.sets.rewrite.meaning import Retold
+from shard_tools.change.sets.rewrite.selection import ShardPart, Taken, select
+from shard_tools.change.sets.rewrite.shard_source import ShardSource
+from shard_tools.make.convert.base.identity import Origins, SourceIdentity, SourceStorage
+from shard_tools.make.convert.base.records import Record, ShardOptions
+from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
+from shard_tools.running.engine import Shared, map_ordered
+from shard_tools.running.functions import identity_of, imported
+from shard_tools.running.progress import NoProgress, Progress
+from streaming.build.batches.bad_file import shown_url
+from streaming.build.decode import decode_field, resolve_decoders
+from streaming.build.decode.values import packed
+from streaming.common.arguments import unpacked_name
+from streaming.errors import ConfigError, DataError, DecodeError
+from streaming.sets.filters.select import late_names
+from streaming.shards.index.columns import KEY
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.index.where import unknown_column
+from streaming.shards.schema.joined import Classes
+from streaming.shards.tar.blocks import is_meta
+from streaming.storage import Storage, redact, split_url
+from streaming.types import Int64Array
+
+_WINDOW_BYTES = 8 << 20
+_PART_DIGITS = 3
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapOptions(ShardOptions):
+    """Options of the new shards, in addition to ``ShardOptions``.
+
+    Attributes:
+        fields: Fields that the function gets, decoded; None: all. The others are kept as they are.
+        where: Condition on columns, as ``StreamingDataset`` takes it.
+        view: Name of a saved view whose samples are taken.
+        columns: Late columns that the new sample tables hold, beside the columns of the old ones.
+        index_url: Location of the source's index, if not beside its shards.
+        allow_unfinished: Take what is there of a source that is not whole.
+        classes: ``"union"``: write the numbers of classes of several sets by name.
+    """
+
+    fields: tuple[str, ...] | None = None
+    where: str | None = None
+    view: str | None = None
+    columns: tuple[str, ...] = ()
+    index_url: str | None = None
+    allow_unfinished: bool = False
+    classes: Classes = None
+
+
+def map_set(
+    source: str | Sequence[str],
+    target: str,
+    spec: str,
+    *,
+    options: MapOptions | None = None,
+    running: Running | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    progress: Progress | None = None,
+) -> FunctionReport:
+    """Write what a function makes of the samples of ``source`` into shards in ``target``, with their index.
+
+    The function gets one sample, a dict of its fields, decoded as training does by default, with ``__key__`` and
+    ``__url__``. It returns the fields that change (None removes one), a list or generator of such dicts for several
+    samples of one, or None to leave the sample out. Fields that it does not name keep their bytes, and so do those
+    that it returns as it got them; if it returns the dict that it got, fields that it deleted there are removed.
+    Samples keep their keys (of several: ``KEY-000``, …) unless the function changes ``__key__``, and the columns of
+    their sample tables. Every byte read is checked. Deterministic and resumable, like :func:`shard_tools.optimize`.
+
+    Args:
+        source: Shards, as for ``StreamingDataset``; the samples of several places follow each other.
+        target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
+        spec: ``"module:function"``: a module that can be imported, also from the current folder.
+        options: Options of the new shards.
+        running: Where the function runs, and what happens where it fails.
+        storage_options: Options of both stores.
+        progress: Receives the samples read and the bytes written.
+
+    Raises:
+        ConfigError: There is no such function, or options do not fit the source.
+        TargetNotEmptyError: The target holds shards of other work.
+        DataError: A sample cannot be read or stored, or no sample is left.
+        Exception: Whatever the function raised; a note names the sample.
+    """
+    options = options or MapOptions()
+    function = imported(spec, "map")
+    storage = Storage(storage_options)
+    place = Destination.of(target)
+    sources = [source] if isinstance(source, str) else [*source]
+    for one in sources:
+        refuse_overlap(one, place)
+        warn_of_nesting(one, place)
+    inputs, versions, retold = _selected(sources, place, options, storage, storage_options)
+    names = tuple(dict.fromkeys((*inputs.taken.columns, *options.columns)))
+    work = Produce(
+        function=MapCall(function=function, fields=options.fields), read=inputs.read,
+        columns={name: Lift(name) for name in names}, name=spec,
+    )  # fmt: skip
+    identity = {
+        **options.identity(), "function": identity_of(function), "columns": list(names), "late": versions,
+        "fields": None if options.fields is None else sorted(options.fields), **retold.identity(),
+    }  # fmt: skip
+    return pack_made(
+        work, inputs, place, options, running=running or Running(), progress=progress or NoProgress(),
+        command=("map", " ".join(sources)), identity=identity, storage_options=storage_options,
+        schema=retold.schema(names),
+    )  # fmt: skip
+
+
+def _selected(
+    sources: list[str], place: Destination, options: MapOptions, storage: Storage,
+    storage_options: Mapping[str, object] | None,
+) -> tuple[SampleInputs, dict[str, str], Retold]:  # fmt: skip
+    """Return the samples that are taken, the versions of late columns that are kept, and what they mean."""
+    shards = open_set(
+        sources, storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished,
+        meets=False,
+    )  # fmt: skip
+    retold = Retold.of(shards, storage, classes=options.classes, fields=None)
+    retold.check_selected(shards, storage, where=options.where, view=options.view)
+    late = shards.late_columns(storage, options.columns)
+    taken = select(
+        shards, storage, kept=shards.kept(storage, where=options.where, view=options.view), late=[*late.values()],
+        drop=BadList(by_shard={}), needed=(), fields=None, with_keys=False, progress=NoProgress(),
+    )  # fmt: skip
+    known = {*taken.columns, *late, *late_names(storage, shards.as_opened), KEY}
+    for name in sorted({*options.columns} - known):
+        raise unknown_column(name, known, "--columns")
+    for name in sorted({*(options.fields or ())} - {*taken.fields}):
+        there = ", ".join(taken.fields)
+        raise ConfigError(
+            f"--fields: no sample of {' '.join(map(redact, sources))} has a field {name!r}; there are: {there}"
+        )
+    read = _ReadShards(
+        urls=shards.urls, index_url=options.index_url, storage_options=storage_options,
+        scanned=shards.scanned is not None, retold=retold,
+    )  # fmt: skip
+    inputs = SampleInputs(
+        taken=taken, urls=shards.urls, fingerprint=shards.chunks.fingerprint, read=read, storage=storage
+    )
+    return inputs, {name: column.version for name, column in sorted(late.items())}, retold
+
+
+_Rows = tuple[int, Int64Array, dict[str, pa.Array]]
+
+
+class SampleInputs:
+    """Samples of a selection, read as bytes by the processes that work on them.
+
+    Args:
+        taken: The samples.
+        urls: The shards.
+        fingerprint: Of the source's chunk table.
+        read: How they are read.
+        storage: Their store.
+    """
+
+    def __init__(
+        self, *, taken: Taken, urls: tuple[str, ...], fingerprint: str, read: Callable[[Any], Iterator[Given]],
+        storage: Storage,
+    ) -> None:  # fmt: skip
+        self.taken, self.urls, self.read = taken, urls, read
+        of_folders = {split_url(url)[0]: url for url in urls}
+        self.shared: Shared = [(storage, url) for url in of_folders.values()]
+        self._facts: dict[str, object] = {
+            "kind": "shards", "num_inputs": taken.num_samples, "fingerprint": fingerprint, "samples": taken.digest(),
+        }  # fmt: skip
+        self._firsts = np.cumsum([0] + [part.rows.size for part in taken.parts])
+        store = SourceStorage.of(storage)
+        infos = zip(urls, self._firsts.tolist(), map_ordered(store.info, urls, READ_THREADS), strict=False)
+        inputs = [
+            SourceIdentity(
+                name=split_url(url)[1], url=url, number=first, size_bytes=info.size_bytes, version=info.version
+            )
+            for url, first, info in infos
+        ]
+        self._origins = Origins(inputs=inputs, store=store)
+
+    def origins(self) -> Origins:
+        """Return the shards, each by the number of its first sample that is taken."""
+        return self._origins
+
+    def __len__(self) -> int:
+        return self.taken.num_samples
+
+    def identity(self) -> dict[str, object]:
+        """Return the shards' content, and which of their samples are taken."""
+        return dict(self._facts)
+
+    def part(self, start: int, stop: int) -> list[_Rows]:
+        """Return number, rows and columns of the shards that hold the samples."""
+        found: list[_Rows] = []
+        which = int(np.searchsorted(self._firsts, start, side="right")) - 1
+        while start < stop:
+            part, first = self.taken.parts[which], int(self._firsts[which])
+            low, high = start - first, min(stop - first, part.rows.size)
+            if high > low:
+                columns = {name: column.slice(low, high - low) for name, column in part.columns.items()}
+                found.append((which, part.rows[low:high], columns))
+            start, which = first + high, which + 1
+        return found
+
+    def describe(self, number: int) -> str:
+        """Return number and shard of a sample."""
+        ((which, rows, _),) = self.part(number, number + 1)
+        return f"sample {rows[0]} of {shown_url(self.urls[which])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadShards:
+    """Read samples of shards as records, in the process that works on them; every byte is checked."""
+
+    urls: tuple[str, ...]
+    index_url: str | None
+    storage_options: Mapping[str, object] | None
+    scanned: bool
+    retold: Retold
+
+    def __call__(self, part: list[_Rows]) -> Iterator[Given]:
+        storage = Storage(self.storage_options)
+        for which, rows, columns in part:
+            url = self.urls[which]
+            table = _table(self, which)
+            whole = ShardPart(
+                pieces=ShardPieces.of(url, table), rows=rows, sizes=np.diff(table.record_starts)[rows], columns=columns,
+                keys=None, present=None, first=0, samples=partial(_itself, table),
+            )  # fmt: skip
+            for row, found in zip(rows.tolist(), _records(whole, storage, self.retold), strict=True):
+                error = found if isinstance(found, DataError) else None
+                yield Given(
+                    value=(url, found), error=error, url=shown_url(url), key=table.keys[row], number_in_shard=row
+                )  # fmt: skip
+
+
+def _itself(table: SampleTable) -> SampleTable:
+    return table
+
+
+def _records(part: ShardPart, storage: Storage, retold: Retold) -> Iterator[Record | DataError]:
+    """Yield the record of each row; where a row is damaged, its error."""
+    done = 0
+    while done < part.rows.size:
+        taken = Taken(
+            parts=(part.taken(np.arange(done, part.rows.size)),), columns=(), fields=(), num_source=0, num_dropped=0,
+            num_filtered=0, not_found=(),
+        )  # fmt: skip
+        source = ShardSource(
+            taken, None, storage, fingerprint="", fields=None, window_bytes=_WINDOW_BYTES, num_threads=1,
+            changes=retold.of_shard if retold.by_home else None,
+        )  # fmt: skip
+        try:
+            for record in source.records(0):
+                yield record
+                done += 1
+        except DataError as error:
+            yield error
+            done += 1
+
+
+@lru_cache(maxsize=4)
+def _table_at(url: str, index_url: str | None, scanned: bool, options: tuple[tuple[str, object], ...]) -> SampleTable:  # noqa: FBT001
+    return table_of_shard(Storage(dict(options)), url, index_url, scanned=scanned)
+
+
+def _table(read: _ReadShards, which: int) -> SampleTable:
+    options = tuple(sorted((read.storage_options or {}).items()))
+    return _table_at(read.urls[which], read.index_url, read.scanned, options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapCall:
+    """Call the function on the decoded fields of a record, and put its answer together with what it leaves alone.
+
+    Attributes:
+        function: The user's function.
+        fields: Fields that it gets; None: all.
+    """
+
+    function: Callable[[Any], Any]
+    fields: tuple[str, ...] | None
+
+    def __call__(self, given: tuple[str, Record]) -> Any:
+        """Return a sample, an iterator of several, or None."""
+        url, record = given
+        decoders = resolve_decoders("auto")
+        decoded: dict[str, Any] = {}
+        try:
+            for name in record.fields if self.fields is None else self.fields:
+                if name in record.fields:
+                    decoder = decoders.decoder_for(name)
+                    decoded[name] = decode_field(decoder, record.fields[name], url=url, key=record.key, field=name)
+        except (DecodeError, ConfigError) as error:
+            error.add_note("--fields says which fields are decoded for the function")
+            raise
+        sample = {"__key__": record.key, "__url__": redact(url), **decoded}
+        answer = _Answer(record=record, decoded=decoded, sample=sample)
+        result = self.function(answer.sample)
+        if result is None or isinstance(result, Mapping):
+            return None if result is None else answer.joined(result, None)
+        return answer.several(result) if isinstance(result, (list, tuple, Iterator)) else result
+
+
+class _Answer:
+    """What a function got of a record, to be compared with what it returns."""
+
+    def __init__(self, *, record: Record, decoded: dict[str, Any], sample: dict[str, Any]) -> None:
+        self.sample = sample
+        self._record, self._decoded = record, decoded
+        self._sums = {name: crc32c.crc32c(_bytes(one)) for name, one in decoded.items() if isinstance(one, np.ndarray)}
+
+    def several(self, results: Any) -> Iterator[Any]:
+        """Yield each of several samples."""
+        for part, result in enumerate(results):
+            yield self.joined(result, part) if isinstance(result, Mapping) else result
+
+    def joined(self, result: Mapping[Any, Any], part: int | None) -> dict[Any, Any]:
+        """Return a whole sample; ``part`` is its number among several."""
+        record = self._record
+        gone = self._decoded.keys() - result.keys() if result is self.sample else set()
+        fields: dict[Any, Any] = {name: value for name, value in record.fields.items() if name not in gone}
+        for name, value in result.items():
+            if isinstance(name, str) and is_meta(name):
+                continue
+            if value is None:
+                fields.pop(name, None)
+            elif not self._is_same(name, value):
+                fields[name] = self._packed(name, value)
+        key = result.get("__key__", record.key)
+        if part is not None and key == record.key:
+            key = f"{key}-{part:0{_PART_DIGITS}d}"
+        return {**fields, "__key__": key, "__metadata__": record.metadata}
+
+    def _packed(self, name: Any, value: Any) -> Any:
+        """Return a value as its field stores it: bytes that were unpacked for the function are packed again."""
+        was_unpacked = isinstance(self._decoded.get(name), bytes) and unpacked_name(name) is not None
+        return packed(value) if was_unpacked and isinstance(value, bytes) else value
+
+    def _is_same(self, name: Any, value: Any) -> bool:
+        """Tell whether a value is what the function got, and unchanged, so that its bytes can stay."""
+        if name not in self._decoded or value is not self._decoded[name]:
+            return False
+        if isinstance(value, _PLAIN):
+            return True
+        if name in self._sums:
+            return self._sums[name] == crc32c.crc32c(_bytes(value))
+        return _equal(value, resolve_decoders("auto").decoder_for(name)(self._record.fields[name]))
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare decoded values, which may hold arrays."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_equal(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124  NaN

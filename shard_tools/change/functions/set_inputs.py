@@ -1,0 +1,91 @@
+"""Take the samples of a set as inputs of a function; torch is imported when one is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import streaming
+from shard_tools.change.functions.produce import Given
+from shard_tools.make.convert.base.identity import Origins
+from shard_tools.running.engine import Shared
+from streaming.build.batches.bad_file import shown_url
+from streaming.errors import NotFoundError
+
+
+def opened(url: str, storage_options: Mapping[str, object] | None) -> SetInputs:
+    """Open the set at ``url``, decoded as in training.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    options = None if storage_options is None else {**storage_options}
+    try:
+        return SetInputs(streaming.StreamingDataset(url, shuffle=False, storage_options=options))
+    except NotFoundError as error:
+        error.add_note("inputs: a text names a set of samples, or a file of lines (.txt, .jsonl); others: lines(path)")
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadSet:
+    """Read samples of a set by number, in the process that works on them."""
+
+    dataset: Any
+
+    def __call__(self, part: tuple[int, int]) -> Iterator[Given]:
+        numbers = range(*part)
+        try:
+            samples = self.dataset[numbers]
+        except Exception:  # noqa: BLE001  one of them is at fault: find which
+            samples = (self._alone(number) for number in numbers)
+        for sample in samples:
+            if isinstance(sample, Exception):
+                yield Given(error=sample)
+            else:
+                yield Given(value=sample, url=str(sample.get("__url__", "")), key=str(sample.get("__key__", "")))
+
+    def _alone(self, number: int) -> Any:
+        try:
+            return self.dataset[number]
+        except Exception as error:  # noqa: BLE001  the policy for failing inputs decides
+            return error
+
+
+class SetInputs:
+    """Samples of a set, which the processes that work on them read.
+
+    Args:
+        dataset: The set: anything with a length, samples by number, ``urls`` and a ``fingerprint`` of its content.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.read: Callable[[Any], Iterator[Given]] = _ReadSet(dataset=dataset)
+        self.shared: Shared = ()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def classes(self) -> Mapping[str, Sequence[str]]:
+        """The names of its classes by field, if it says any: a function that keeps a number keeps its meaning."""
+        names: Mapping[str, Sequence[str]] = getattr(self._dataset, "class_names", {})
+        return names
+
+    def identity(self) -> dict[str, object]:
+        """Return the set's fingerprint."""
+        return {"kind": "set", "num_inputs": len(self), "fingerprint": self._dataset.fingerprint}
+
+    def origins(self) -> Origins:
+        """Return none: the fingerprint tells the content of all shards, with which every byte is compared."""
+        return Origins()
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the numbers."""
+        return start, stop
+
+    def describe(self, number: int) -> str:
+        """Return the sample's number and the first shard of the set."""
+        return f"sample {number} of {', '.join(map(shown_url, self._dataset.urls[:1]))}"

@@ -1,0 +1,405 @@
+"""Copy shards from one store to another, every byte checked on the way, the index last."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import crc32c
+import numpy as np
+
+from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
+from shard_tools.change.sets.target import TargetContents
+from shard_tools.make.convert.journal import (
+    TargetNotEmptyError,
+    save_journal,
+    whole_journal,
+)
+from shard_tools.make.convert.pack import Destination, refuse_overlap, warn_of_nesting
+from shard_tools.make.write.above import meet_above
+from shard_tools.make.write.mark import TargetMark, digest_of_work
+from shard_tools.running.engine import Calls
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
+from streaming.errors import (
+    ChecksumError,
+    ConfigError,
+    DataError,
+    IndexFormatError,
+    IndexMismatchError,
+    NotFoundError,
+    TransferError,
+    shell_place,
+)
+from streaming.shards.catalog.build import (
+    home_of,
+    in_order,
+    load_tables,
+    read_chunks,
+    read_schema,
+    samples_url,
+    shard_name,
+    write_schema,
+)
+from streaming.shards.fetch.read import FetchRange, fetch_range
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.files import is_sealed
+from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.schema.joined import SchemaConflict, joined
+from streaming.shards.schema.value import Schema
+from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
+
+_log = logging.getLogger(__name__)
+_TAIL_BYTES = 1 << 20  # read at a time after the last chunk: the end-of-archive mark, usually one or a few KiB
+_TABLE_THREADS = 16  # at least: sample tables are small files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport(Report):
+    """The result of copying.
+
+    Attributes:
+        target: Location of the shards now.
+        num_shards: Shards of the source.
+        num_samples: Their samples.
+        num_bytes: Their bytes.
+        num_copied: Shards that this run wrote; the others existed already, and were read and found right.
+        num_copied_bytes: Bytes of those.
+        num_without_samples: Shards without a sample table, which the source lacks, too.
+        seconds: Wall time.
+    """
+
+    target: str
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    num_copied: int
+    num_copied_bytes: int
+    num_without_samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """One shard: its source, its target, and its rows of the chunk table (a table of this shard)."""
+
+    source: str
+    target: str
+    chunks: ChunkTable
+
+    @property
+    def size_bytes(self) -> int:
+        return self.chunks.shards[0].size_bytes
+
+    @property
+    def end(self) -> int:
+        """End of the last chunk."""
+        return int(self.chunks.byte_end[-1]) if self.chunks.num_chunks else 0
+
+
+def copy(
+    source: str | Sequence[str],
+    target: str,
+    *,
+    index_url: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    target_options: Mapping[str, object] | None = None,
+    workers: int = 4,
+    overwrite: bool = False,
+    allow_unfinished: bool = False,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copy the shards of ``source`` and their index to ``target``, byte for byte; directories are kept.
+
+    Before anything is written, everything at the target is compared: there may be shards of this set, in whatever
+    number, but no others. Every chunk is compared with the checksum in the index before it is written. A shard appears
+    at the target only when it is whole; sample tables follow when all shards are there, and the chunk table comes
+    last, merged with that of other shards of the set. Until then the target is marked as unfinished. An interrupted
+    run is continued by running it again: a shard that exists at the target is read there and skipped if it is right.
+
+    Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
+
+    Args:
+        source: Indexed shards, as in ``StreamingDataset``; several keep what differs of their folders.
+        target: Directory or prefix.
+        index_url: Location of the source's index, if not beside its shards.
+        storage_options: How to reach the source.
+        target_options: How to reach the target; None: as the source.
+        workers: Shards at a time.
+        overwrite: Replace different shards of the same name.
+        allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
+        executor: Executor on which shards and sample tables are copied, such as a cluster, instead of on threads.
+        progress: Called with bytes and shards.
+
+    Raises:
+        IndexMissingError: The source has no index to check against.
+        UnfinishedError: The source is not whole.
+        ChecksumError, IndexMismatchError: A shard of the source is damaged, or is not the one that was indexed.
+        TargetNotEmptyError: The target holds a different shard of the same name, or something else than this set.
+        ConfigError: Source and target are the same place, or two shards would have the same name; or the executor is
+            on a machine that does not see the files of this one.
+        StorageError: A store fails.
+    """
+    started = time.monotonic()
+    progress = progress or NoProgress()
+    there, here = Storage(storage_options), Storage(storage_options if target_options is None else target_options)
+    place = Destination.of(target)
+    if "{" in target:
+        raise ConfigError(f"{redact(target)}: copied shards keep their names; give a folder or prefix")
+    sources = [source] if isinstance(source, str) else list(source)
+    for one in sources if target_options is None else ():
+        refuse_overlap(one, place)
+        warn_of_nesting(one, place)
+    urls, marks = shards_beside(sources, there, place.directory, allow_unfinished=allow_unfinished)
+    names = relative_names(urls)
+    tables = load_tables(there, urls, index_url)
+    shards = _shards(urls, names, in_order(urls, index_url, tables), place.directory)
+    num_bytes = sum(shard.size_bytes for shard in shards)
+    progress.start(total_bytes=num_bytes, total=len(shards))
+    written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
+    mark = _mark_of(shards, here, " ".join(sources), None if marks else len(shards))
+    contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
+    meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
+    calls = Calls(workers=workers, executor=executor, progress=progress)
+    right = _find_right(shards, contents, here, calls, overwrite=overwrite)
+    missing = [shard for shard in shards if shard.target not in right]
+    if missing or mark.is_set() or marks:
+        mark.begin()
+    marked = join_url(split_url(shards[0].target)[0] or ".", UNFINISHED_FILE)
+    shared = [(there, shards[0].source), (here, marked)]
+    list(calls.map(partial(_bring, there, here), missing, shared=shared))
+    num_without = _copy_index(shards, meanings, there, here, index_url, calls)
+    if mark.is_begun and not marks:
+        is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
+        mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
+    return CopyReport(
+        target=redact(place.directory),
+        num_shards=len(shards),
+        num_samples=sum(shard.chunks.total_samples for shard in shards),
+        num_bytes=num_bytes,
+        num_copied=len(missing),
+        num_copied_bytes=sum(shard.size_bytes for shard in missing),
+        num_without_samples=num_without,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _copy_index(
+    shards: Sequence[_Shard], meanings: Mapping[str, Schema], there: Storage, here: Storage, index_url: str | None,
+    calls: Calls,
+) -> int:  # fmt: skip
+    """Write sample tables, what the sets mean, and the chunk tables; return how many shards have no sample table."""
+    small = Calls(workers=max(calls.workers, _TABLE_THREADS), executor=calls.executor)
+    shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
+    num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
+    homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
+    for home, directory in homes.items():
+        write_schema(here, directory, meanings[directory])
+        mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
+        with suppress(IndexFormatError):  # which `verify` of the source reports
+            journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))
+            if journal is not None:  # with the fields that its samples have
+                save_journal(directory, journal, here)
+    _write_chunk_tables(shards, here)
+    return num_without
+
+
+def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, target: str) -> list[_Shard]:
+    shards = []
+    for position, (url, name) in enumerate(zip(urls, names, strict=True)):
+        rows = chunks.of_shard(position)
+        info = replace(rows.shards[0], name=name.rpartition("/")[2])
+        shards.append(_Shard(source=url, target=join_url(target, name), chunks=replace(rows, shards=(info,))))
+    return shards
+
+
+def _sizes_of_set(shards: Sequence[_Shard], tables: Mapping[str, ChunkTable], index_url: str | None) -> dict[str, int]:
+    """Return the sizes of all shards of the source's directories, of which perhaps not all are copied, by target."""
+    sizes: dict[str, int] = {}
+    for shard in {split_url(shard.target)[0]: shard for shard in shards}.values():
+        directory = split_url(shard.target)[0]
+        above = shard_name(shard.source, index_url).removesuffix(split_url(shard.source)[1])
+        for one in tables[home_of(shard.source, index_url)].shards:
+            name = one.name.removeprefix(above)
+            if one.name.startswith(above) and "/" not in name:
+                sizes[join_url(directory, name)] = one.size_bytes
+    return sizes
+
+
+def _mark_of(shards: Sequence[_Shard], here: Storage, source: str, num_shards: int | None) -> TargetMark:
+    """Return the mark of this copy, of so many shards when it is whole; copies of parts of one set do the same work."""
+    work = digest_of_work("copy", sorted({redact(split_url(shard.source)[0]) for shard in shards}))
+    return TargetMark(
+        here, [split_url(shard.target)[0] for shard in shards], command="copy", work=work, what=redact(source),
+        writer=digest_of_work("copy", redact(source)), num_shards=num_shards,
+    )  # fmt: skip
+
+
+def _meet(
+    shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, contents: TargetContents, *,
+    overwrite: bool,
+) -> dict[str, Schema]:  # fmt: skip
+    """Return what is to be written of the meaning of each directory at the target.
+
+    Whatever else the copies will be read with, since it lies above them, must not mean something else.
+
+    Raises:
+        TargetNotEmptyError: The target numbers classes, or describes tokens, in another way than the source.
+        ConfigError: A set above the target does.
+    """
+    homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
+    sets = {directory: read_schema(there, home).without_late() for directory, home in homes.items()}
+    for finding in unlike_sets([*dict.fromkeys(homes.values())], there):
+        _log.warning("%s; %s", finding.what, finding.cure)
+    found = {}
+    for directory, one in sets.items():
+        has_schema = join_url(directory, SCHEMA_FILE) in contents.sizes
+        known = read_schema(here, directory) if has_schema and not overwrite else Schema()
+        both = joined({redact(homes[directory]): one, redact(directory): known})
+        if isinstance(both, SchemaConflict):
+            raise TargetNotEmptyError(
+                f"{redact(join_url(directory, SCHEMA_FILE))} belongs to another set: {both}; give another target, or "
+                "replace it with --overwrite"
+            )
+        found[directory] = both
+        meet_above(directory, both, here, is_whole=True)
+    return found
+
+
+def _find_right(
+    shards: Sequence[_Shard], contents: TargetContents, here: Storage, calls: Calls, *, overwrite: bool
+) -> set[str]:
+    """Return the targets that hold the very shard already.
+
+    Raises:
+        TargetNotEmptyError: One holds a different shard, which must not be overwritten.
+    """
+    present = [shard for shard in shards if shard.target in contents.sizes]
+    alike = [shard for shard in present if contents.sizes[shard.target] == shard.size_bytes]
+
+    def refuse(shard: _Shard) -> None:
+        if not overwrite:
+            raise TargetNotEmptyError(
+                f"{redact(shard.target)} is not the same shard as {redact(shard.source)} "
+                f"({contents.sizes[shard.target]} bytes, expected {shard.size_bytes} with the checksums of the index); "
+                "give another target, or replace it with --overwrite"
+            )
+
+    for shard in present if len(alike) < len(present) else ():
+        if contents.sizes[shard.target] != shard.size_bytes:
+            refuse(shard)
+
+    right = set()
+    shared = [(here, shard.target) for shard in alike[:1]]
+    with closing(calls.map(partial(_is_right, here), alike, shared=shared)) as found:
+        for shard, is_right in zip(alike, found, strict=True):
+            if is_right:
+                right.add(shard.target)
+            else:
+                refuse(shard)
+    return right
+
+
+def _is_right(here: Storage, shard: _Shard, progress: Progress) -> bool:
+    for start, end, expected in _ranges(shard.chunks):
+        if crc32c.crc32c(here.read(shard.target, start, end)) != expected:
+            return False
+    if any(np.frombuffer(tail, np.uint8).any() for tail in _tails(shard, shard.target, here)):
+        return False
+    progress.advance(num_bytes=shard.size_bytes, num=1)
+    return True
+
+
+def _ranges(chunks: ChunkTable) -> list[tuple[int, int, int]]:
+    """Return start, end and checksum of every chunk."""
+    return list(zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), chunks.crc32c.tolist(), strict=True))
+
+
+def _tails(shard: _Shard, url: str, storage: Storage) -> list[memoryview]:
+    """Return the bytes after the last chunk."""
+    starts = range(shard.end, shard.size_bytes, _TAIL_BYTES)
+    return [storage.read(url, start, min(shard.size_bytes, start + _TAIL_BYTES)) for start in starts]
+
+
+def _bring(there: Storage, here: Storage, shard: _Shard, progress: Progress) -> None:
+    """Copy one shard; a second time, its target is replaced when the copy is whole."""
+    size_bytes = there.info(shard.source).size_bytes
+    if size_bytes != shard.size_bytes:
+        raise IndexMismatchError(
+            f"{redact(shard.source)}: {size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut off since "
+            f"it was indexed. Restore it, or run `shard_tools index --force {shell_place(shard.source)}`"
+        )
+    with here.open_write(shard.target) as out:
+        _stream(shard, there, out)
+    got = here.info(shard.target).size_bytes
+    if got != shard.size_bytes:
+        raise TransferError(f"{redact(shard.target)}: {got} bytes at the target, {shard.size_bytes} were written")
+    progress.advance(num_bytes=shard.size_bytes, num=1)
+
+
+def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
+    for row, (start, end, expected) in enumerate(_ranges(shard.chunks)):
+        wanted = FetchRange(
+            url=shard.source,
+            byte_start=start,
+            byte_end=end,
+            first_sample=int(shard.chunks.first_sample[row]),
+            num_samples=int(shard.chunks.num_samples[row]),
+            crc32c=expected,
+            shard_bytes=shard.size_bytes,
+        )
+        buffer = bytearray(wanted.num_bytes)
+        with memoryview(buffer) as view:
+            fetch_range(there, wanted, view)
+            out.write(view)
+    for tail in _tails(shard, shard.source, there):
+        if np.frombuffer(tail, np.uint8).any():
+            raise ChecksumError(
+                f"{redact(shard.source)}: bytes behind the last chunk that are not zero; see "
+                f"`shard_tools verify {shell_place(shard.source)}`"
+            )
+        out.write(tail)
+
+
+def _parsed(data: ReadBuffer, source: str) -> tuple[SampleTable, bytes]:
+    """Return a sample table, and its bytes as they are."""
+    return SampleTable.from_parquet(data, source), bytes(data)
+
+
+def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _Shard, _: Progress) -> bool:
+    """Copy the sample table of a shard; tell whether there is one."""
+    url = samples_url(shard.source, index_url)
+    try:
+        table, body = there.read_parsed(url, _parsed, is_sealed)
+    except NotFoundError:
+        return False
+    info = shard.chunks.shards[0]
+    if table.shard != info:  # it had another name at the source
+        table = replace(table, chunks=replace(table.chunks, shards=(info,)))
+        body = table.to_parquet()
+    if table.chunks != shard.chunks:
+        raise DataError(
+            f"{redact(url)}: the sample table and the chunk table disagree; run `shard_tools index --force "
+            f"{shell_place(shard.source)}`"
+        )
+    here.put(join_url(split_url(shard.target)[0], samples_path(info.name)), body)
+    return True
+
+
+def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
+    """Write the chunk table of each directory of the target: the copied shards, and those listed there before."""
+    homes: dict[str, dict[str, ChunkTable]] = {}
+    for shard in shards:
+        homes.setdefault(split_url(shard.target)[0], {})[shard.chunks.shards[0].name] = shard.chunks
+    for home, tables in homes.items():
+        known: dict[str, ChunkTable] = {}
+        with suppress(NotFoundError):
+            known = read_chunks(here, home).by_shard()
+        here.put(join_url(home, chunks_path()), ChunkTable.merged(known, tables).to_parquet())

@@ -1,0 +1,438 @@
+"""Inspect a dataset: totals, the list of samples, one sample."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shard_tools.change.sets.open_set import (
+    READ_THREADS,
+    OpenSet,
+    names_shards,
+    open_set,
+    place_of,
+    table_of,
+    tables_of,
+    unfinished,
+)
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Finding, Report
+from streaming.common.arguments import counted
+from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_spec
+from streaming.sets.filters.select import late_names
+from streaming.sets.filters.views import View, list_views
+from streaming.shards.catalog.build import home_of, read_chunks, read_schema
+from streaming.shards.index.columns import Values
+from streaming.shards.index.sample_table import SampleLocation, SampleTable
+from streaming.shards.index.where import unknown_column
+from streaming.storage import Storage, redact, split_url
+from streaming.types import Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldInfo:
+    """One field over all samples that have it."""
+
+    name: str
+    num_samples: int
+    num_bytes: int
+    min_bytes: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnInfo:
+    """One column over all samples.
+
+    Attributes:
+        name: Its name.
+        type: Type of its values, in Arrow's words.
+        num_values: Samples that have a value.
+        least: The least of its numbers; None if it holds none.
+        most: The greatest of them.
+        version: Version of a late column; "" of one of the sample tables.
+    """
+
+    name: str
+    type: str = "null"
+    num_values: int = 0
+    least: float | None = None
+    most: float | None = None
+    version: str = ""
+
+    def joined(self, values: pa.Array) -> ColumnInfo:
+        """Return the same with the values of another shard."""
+        count = len(values) - values.null_count
+        if not count:
+            return self
+        kind = "double" if {self.type, str(values.type)} == {"int64", "double"} else str(values.type)
+        least, most = self.least, self.most
+        if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
+            found = pc.min_max(values).as_py()
+            least = found["min"] if least is None else min(least, found["min"])
+            most = found["max"] if most is None else max(most, found["max"])
+        return replace(self, type=kind, num_values=self.num_values + count, least=least, most=most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSetInfo:
+    """Totals of a dataset.
+
+    Attributes:
+        num_shards: Shards.
+        num_samples: Samples.
+        num_bytes: Bytes of the tar files.
+        num_chunks: Chunks.
+        fields: Every field, by name.
+        columns: Columns of the sample tables, and late ones.
+        views: Saved views.
+        index: Location of the index, or that there is none.
+        has_index: Whether there is a stored index.
+        fingerprint: The index's fingerprint.
+        findings: Shards that are missing, or differ in size from the index; late columns and views that cannot be read.
+    """
+
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    num_chunks: int
+    fields: tuple[FieldInfo, ...]
+    columns: tuple[ColumnInfo, ...]
+    views: tuple[View, ...]
+    index: str
+    has_index: bool
+    fingerprint: str
+    findings: tuple[Finding, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form."""
+        fields, columns = ([asdict(one) for one in some] for some in (self.fields, self.columns))
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+            "mean_sample_bytes": self.num_bytes / self.num_samples if self.num_samples else None,
+            "fields": {field.pop("name"): field for field in fields},
+            "columns": {column.pop("name"): column for column in columns},
+            "views": {view.name: {"where": view.where, "num_kept": view.num_kept} for view in self.views},
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleEntry(Report):
+    """One line of a listing.
+
+    Attributes:
+        number: The sample's number in the dataset.
+        shard: Its shard.
+        key: Its key.
+        fields: The size of each field.
+        columns: The value of each column.
+    """
+
+    number: int
+    shard: str
+    key: str
+    fields: Mapping[str, int]
+    columns: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """One sample with the bytes of its fields."""
+
+    entry: SampleEntry
+    payloads: Mapping[str, bytes]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form: sizes, and the content of fields that are JSON or text (null for others)."""
+        return {**self.entry.as_dict(), "content": {name: _content(name, body) for name, body in self.payloads.items()}}
+
+
+def _content(field: str, payload: bytes) -> object:
+    try:
+        text = payload.decode()
+        if field.rpartition(".")[2] not in {"json", "jsn"}:
+            return text
+        content: object = json.loads(text)
+        json.dumps(content, indent=2)  # what is nested too deeply for the stack may parse, but not print
+    except (ValueError, RecursionError):
+        return None
+    return content
+
+
+def info(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False,
+    progress: Progress | None = None,
+) -> DataSetInfo:  # fmt: skip
+    """Return the totals of a dataset, from its index; a small one without index is read (and its index not stored).
+
+    Of a set that is not whole, these are the totals of what is there; that is a finding unless ``allow_unfinished``.
+
+    Raises:
+        IndexMissingError: There is no index and the dataset is too large to read for this.
+        NotFoundError: Nothing matches ``urls``.
+    """
+    progress = progress or NoProgress()
+    shards = open_set(urls, storage, index_url, allow_unfinished=True, meets=False)
+    chunks = shards.chunks
+    findings = [] if allow_unfinished else unfinished(shards.marks)
+    progress.start(total_bytes=None, total=len(shards.urls))
+    fields: dict[str, FieldInfo] = {}
+    columns: dict[str, ColumnInfo] = {}
+    for _, _, table in tables_of(shards, storage, READ_THREADS):
+        for name, values in table.columns.items():
+            columns[name] = columns.get(name, ColumnInfo(name=name)).joined(values)
+        for name, (starts, sizes) in table.fields.items():
+            present = sizes[starts >= 0]
+            if present.size:
+                fields[name] = _add(fields.get(name), name, present)
+        progress.advance(num=1)
+    late, views, broken = _beside(shards, storage)
+    damaged = damaged_schemas(shards.homes, storage)
+    unlike = shards_unlike_index(shards, urls, storage) if shards.scanned is None else ()
+    return DataSetInfo(
+        num_shards=len(shards.urls),
+        num_samples=chunks.total_samples,
+        num_bytes=sum(shard.size_bytes for shard in chunks.shards),
+        num_chunks=chunks.num_chunks,
+        fields=tuple(fields[name] for name in sorted(fields)),
+        columns=(*columns.values(), *late),
+        views=tuple(views),
+        index=_where(shards, urls),
+        has_index=shards.scanned is None,
+        fingerprint=chunks.fingerprint,
+        findings=(*findings, *broken, *unlike, *(damaged or shards.unlike(storage))),
+    )
+
+
+def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
+    """Return a finding for each set of which it cannot be read what it means."""
+
+    def found(home: str) -> Finding | None:
+        try:
+            read_schema(storage, home)
+        except IndexFormatError as error:
+            return Finding(kind="index", shard=home, what=str(error), cure="see the message")
+        return None
+
+    return [one for one in map_ordered(found, homes, READ_THREADS) if one is not None]
+
+
+def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[View], list[Finding]]:
+    """Return the late columns and views beside the index, and what cannot be read of them."""
+    columns: list[ColumnInfo] = []
+    views: list[View] = []
+    home = shards.homes[0]
+
+    def read_columns() -> None:
+        for column in shards.late_columns(storage).values():
+            info = ColumnInfo(name=column.name, type=column.type, version=column.version)
+            for values in map_ordered(
+                lambda position: shards.late_values(storage, position, [column])[column.name],  # noqa: B023  read here
+                range(len(shards.urls)), READ_THREADS,
+            ):  # fmt: skip
+                info = info.joined(values)
+            columns.append(info)
+
+    findings = []
+    for read in (read_columns, lambda: views.extend(list_views(storage, home))):
+        try:
+            read()
+        except DataError as error:
+            findings.append(Finding(kind="index", shard=home, what=str(error), cure="see `shard_tools verify`"))
+        except StorageError:  # a store that cannot list
+            continue
+    return columns, views, findings
+
+
+def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
+    """Yield the shards that are not as the index describes them; one request each."""
+
+    def size_of(url: str) -> int | None:
+        try:
+            return storage.info(url).size_bytes
+        except NotFoundError:
+            return None
+
+    promised = {url: shard.size_bytes for url, shard in zip(shards.urls, shards.chunks.shards, strict=True)}
+    if not names_shards(urls):  # directories stand for everything listed in them
+        folders = {home_of(url, shards.index_url): split_url(url)[0] for url in reversed(shards.urls)}
+        for home, folder in folders.items():
+            with contextlib.suppress(NotFoundError):
+                for shard in read_chunks(storage, home).shards:
+                    promised.setdefault(place_of(shard.name, folder, shards.index_url), shard.size_bytes)
+    cure = "restore it, or run `shard_tools index --prune`, which takes it out of the index"
+    for (url, size_bytes), found in zip(promised.items(), map_ordered(size_of, promised, READ_THREADS), strict=True):
+        if found is None:
+            yield Finding(kind="missing", shard=url, what="in the index, but not in the store", cure=cure)
+        elif found != size_bytes:
+            yield Finding(
+                kind="size",
+                shard=url,
+                what="another size than the index says: cut off, or replaced",
+                cure="restore it, or run `shard_tools index` for it",
+                expected=f"{size_bytes} bytes",
+                got=f"{found} bytes",
+            )
+
+
+def _add(before: FieldInfo | None, name: str, sizes: Int64Array) -> FieldInfo:
+    least, most = int(sizes.min()), int(sizes.max())
+    return FieldInfo(
+        name=name,
+        num_samples=sizes.size + (before.num_samples if before else 0),
+        num_bytes=int(sizes.sum()) + (before.num_bytes if before else 0),
+        min_bytes=min(least, before.min_bytes) if before else least,
+        max_bytes=max(most, before.max_bytes) if before else most,
+    )
+
+
+def _where(shards: OpenSet, urls: Sequence[str]) -> str:
+    if shards.scanned is not None:
+        places = " ".join(map(shell_spec, urls))
+        return f"none stored (the shards were read); make one with `shard_tools index {places}`"
+    return redact(shards.index_url or "") or "beside the shards"
+
+
+def list_samples(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None,
+    where: str | None = None, view: str | None = None, columns: Sequence[str] | None = None,
+    allow_unfinished: bool = False,
+) -> Iterator[SampleEntry]:  # fmt: skip
+    """Yield the samples in the order of the dataset, at most ``limit``; sample tables are loaded when they are needed.
+
+    Args:
+        urls: Shards, as for ``StreamingDataset``.
+        storage: Their store.
+        index_url: Location of the index, if not beside the shards.
+        limit: Stop after so many samples.
+        where: Only samples that meet this condition.
+        view: Only samples of this saved view.
+        columns: Columns whose values are told, also late ones; None: all of the sample tables.
+        allow_unfinished: List what is there of a set that is not whole.
+
+    Raises:
+        ConfigError: A column or the view does not exist, or no sample is kept.
+        IndexMissingError: As :func:`info`.
+        NotFoundError: Nothing matches ``urls``.
+    """
+    if limit == 0:
+        return
+    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    kept = shards.kept(storage, where=where, view=view)
+    late = shards.late_columns(storage, columns or ())
+    _check_known(shards, storage, {*(columns or ())} - late.keys())
+    left = shards.chunks.total_samples if limit is None else limit
+    with contextlib.closing(tables_of(shards, storage)) as tables:
+        for position, (first, url, table) in enumerate(tables):
+            rows = np.arange(table.num_samples)
+            if kept is not None:
+                rows = np.flatnonzero(kept.mask(position))
+            values: dict[str, Values] = dict(table.columns)
+            if rows.size:
+                values |= shards.late_values(storage, position, late.values())
+            if columns is not None:
+                values = {name: values[name] for name in columns if name in values}
+            for number in rows[:left].tolist():
+                yield _entry(first + number, url, table.lookup(number), values, number)
+            left -= len(rows)
+            if left <= 0:
+                return
+
+
+def _check_known(shards: OpenSet, storage: Storage, names: AbstractSet[str]) -> None:
+    """Refuse columns that no sample table has; usually the first one tells.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    there: set[str] = set()
+    with contextlib.closing(tables_of(shards, storage)) as tables:
+        while not names <= there:
+            table = next(tables, None)
+            if table is None:
+                raise unknown_column(min(names - there), {*there, *late_names(storage, shards.as_opened)}, "--columns")
+            there.update(table[2].columns)
+
+
+def _entry(number: int, url: str, place: SampleLocation, columns: Mapping[str, pa.Array], row: int) -> SampleEntry:
+    sizes = {name: end - start for name, (start, end) in place.fields.items()}
+    values = {name: column[row].as_py() for name, column in columns.items()}
+    return SampleEntry(number=number, shard=url, key=place.key, fields=sizes, columns=values)
+
+
+def describe_sample(
+    url: str, sample: str, *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False
+) -> SampleView:
+    """Return one sample, by its key or its number, with its columns, also late ones, and the bytes of all its fields.
+
+    Raises:
+        NotFoundError: There is no such sample.
+    """
+    found = _find(url, sample, storage, index_url, allow_unfinished=allow_unfinished)
+    late = found.shards.late_values(storage, found.position, found.shards.late_columns(storage).values())
+    entry = found.entry({**found.table.columns, **late})
+    payloads = {name: bytes(storage.read(entry.shard, *span)) for name, span in found.place.fields.items()}
+    return SampleView(entry=entry, payloads=payloads)
+
+
+def cat_field(
+    url: str, sample: str, field: str, *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False
+) -> bytes:
+    """Return the bytes of one field of one sample; only these are read.
+
+    Raises:
+        NotFoundError: There is no such sample, or it has no such field.
+    """
+    found = _find(url, sample, storage, index_url, allow_unfinished=allow_unfinished)
+    place, shard = found.place, found.shards.urls[found.position]
+    if field not in place.fields:
+        raise NotFoundError(f"{shard}: sample {place.key!r} has no field {field!r}; it has {', '.join(place.fields)}")
+    return bytes(storage.read(shard, *place.fields[field]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundSample:
+    """A sample: its set, the position of its shard there, the shard's table, and the sample's row in it."""
+
+    shards: OpenSet
+    position: int
+    first: int
+    table: SampleTable
+    row: int
+
+    @property
+    def place(self) -> SampleLocation:
+        """Where its fields are."""
+        return self.table.lookup(self.row)
+
+    def entry(self, columns: Mapping[str, pa.Array]) -> SampleEntry:
+        """Return its line of a listing, with these columns of its shard."""
+        return _entry(self.first + self.row, self.shards.urls[self.position], self.place, columns, self.row)
+
+
+def _find(url: str, sample: str, storage: Storage, index_url: str | None, *, allow_unfinished: bool) -> _FoundSample:
+    """Find a sample: by its key first; else, if the text is a number, by its number from 0 on."""
+    shards = open_set([url], storage, index_url, allow_unfinished=allow_unfinished)
+    with contextlib.closing(tables_of(shards, storage, READ_THREADS)) as tables:
+        for position, (first, _, table) in enumerate(tables):
+            if sample in (keys := list(table.keys)):
+                return _FoundSample(shards=shards, position=position, first=first, table=table, row=keys.index(sample))
+    total = shards.chunks.total_samples
+    if sample.isdecimal() and int(sample) < total:
+        ends = np.cumsum([shard.num_samples for shard in shards.chunks.shards])
+        position = int(np.searchsorted(ends, int(sample), side="right"))
+        table = table_of(shards, position, storage)
+        first = int(ends[position]) - table.num_samples
+        return _FoundSample(shards=shards, position=position, first=first, table=table, row=int(sample) - first)
+    raise NotFoundError(
+        f"{redact(url)}: no sample has the key {sample!r}; there are {counted(total, 'sample')}, see "
+        f"`shard_tools ls {shell_place(url)}`"
+    )

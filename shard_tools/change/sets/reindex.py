@@ -1,0 +1,304 @@
+"""Index shards made by other programs, or shards that changed: the command ``index``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+import pyarrow as pa
+
+from shard_tools.change.sets.index_files import check_beside
+from shard_tools.change.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of, unlike_sets
+from shard_tools.make.write.mark import unmark
+from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Finding, Report
+from streaming.errors import IndexFormatError
+from streaming.shards.catalog.build import (
+    home_of,
+    index_shards,
+    read_chunks,
+    read_footer_of,
+    read_schema,
+    samples_url,
+    shard_name,
+    write_schema,
+)
+from streaming.shards.catalog.unfinished import Mark, expand_whole
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.columns import KEY, Values, read_sample_columns, stable_hash
+from streaming.shards.index.files import is_sealed
+from streaming.shards.index.layout import chunks_path, samples_path
+from streaming.shards.index.sample_table import columns_from_footer
+from streaming.shards.schema.meeting import RESHARD, met
+from streaming.shards.schema.value import Schema
+from streaming.shards.tar.passed_over import PassedOver
+from streaming.storage import Storage, join_url, redact, split_url
+from streaming.types import DuplicateKeys, Int64Array
+
+_log = logging.getLogger(__name__)
+_MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
+_SHOWN = 5
+_ASKED = 32  # shards of an index that are asked for the names of their columns, beside those that are named
+_PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexReport(Report):
+    """The result of indexing.
+
+    Attributes:
+        num_shards: Shards that were named.
+        num_samples: Their samples.
+        num_chunks: Their chunks.
+        num_bytes: Their bytes.
+        num_scanned_bytes: Bytes read by this run; the rest was indexed before.
+        num_pruned: Shards removed from the index because they no longer exist.
+        index_urls: The chunk tables.
+        num_keys_again: Keys that stand in an earlier shard, too; None: there are too many samples to look.
+        first_keys_again: The first of them, each with both shards.
+        lacking: Shards whose sample tables lack columns that others have, with these columns.
+        num_passed_over: Files that belong to no sample, in the shards that this run read.
+        first_passed_over: The first of them, each with its shard and why.
+        findings: Damaged files of the index that are not made from the shards, such as late columns and views.
+        fingerprint: Fingerprint of all these shards, in order.
+        declared_whole: Directories that were marked as unfinished, and no longer are.
+        seconds: Wall time.
+    """
+
+    num_shards: int
+    num_samples: int
+    num_chunks: int
+    num_bytes: int
+    num_scanned_bytes: int
+    num_pruned: int
+    index_urls: tuple[str, ...]
+    fingerprint: str
+    declared_whole: tuple[str, ...]
+    seconds: float
+    num_keys_again: int | None = 0
+    first_keys_again: tuple[str, ...] = ()
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    num_passed_over: int = 0
+    first_passed_over: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form."""
+        return Report.as_dict(self) | {"bytes_per_s": round(self.num_scanned_bytes / max(self.seconds, 1e-9))}
+
+
+class _Told:
+    """Forward a scan's progress, and add up what it tells. Thread-safe."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = Lock()
+        self._begun: set[str] = set()
+        self.num_bytes = 0
+        self.passed_over = PassedOver()
+
+    def __call__(self, url: str, num_bytes: int) -> None:
+        with self._lock:
+            new = url not in self._begun
+            self._begun.add(url)  # each shard counts once, however many of its pieces are reported
+            self.num_bytes += num_bytes
+        self._progress.advance(num_bytes=num_bytes, num=int(new))
+
+    def add_passed_over(self, found: PassedOver) -> None:
+        """Add files that belong to no sample."""
+        with self._lock:
+            self.passed_over += found  # of each scanned shard once, whichever thread tells of it
+
+
+def index(
+    urls: Sequence[str],
+    *,
+    storage: Storage,
+    index_url: str | None = None,
+    workers: int = DEFAULT_WORKERS["local"],
+    force: bool = False,
+    prune: bool = False,
+    duplicate_keys: DuplicateKeys = "error",
+    allow_unfinished: bool = False,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> IndexReport:
+    """Index shards; those with an index that matches their size are not read again.
+
+    All of the index is read, and what is damaged is rebuilt, or listed if the shards do not hold it.
+
+    Args:
+        urls: Shards, as for ``StreamingDataset``.
+        storage: The store.
+        index_url: Where to write the index; default: beside the shards.
+        workers: Shards scanned in parallel.
+        force: Read every shard again; columns of its sample table stay, where its keys did.
+        prune: Remove shards from the index that are no longer in the store.
+        duplicate_keys: How to treat a key that occurs twice in a shard; as for ``StreamingDataset``.
+        allow_unfinished: Index what is there of a set that is not whole, and declare it whole: the marks of its
+            writers are deleted, unless the index is written elsewhere.
+        executor: Executor on which to scan, such as a cluster, instead of here.
+        progress: Receives the bytes read and shards begun.
+
+    Raises:
+        UnfinishedError: The shards are those of a set that is not whole.
+        DataError: A shard is damaged; the others are indexed, and the next run reads only what is missing.
+        ConfigError: A shard is compressed; sets that get one index contradict each other; or the index at
+            ``index_url`` is that of another folder.
+        StorageError: A store failed.
+    """
+    started = time.monotonic()
+    progress = progress or NoProgress()
+    shards, marks = expand_whole(urls, storage, allow_unfinished=allow_unfinished)
+    schema = _meet(shards, storage, index_url)
+    total_bytes = sum(sizes_of(storage, shards))
+    progress.start(total_bytes=total_bytes, total=len(shards))
+    told = _Told(progress)
+    table = index_shards(
+        storage,
+        shards,
+        index_url,
+        parallel=workers,
+        force=force,
+        processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
+        executor=executor,
+        duplicate_keys=duplicate_keys,
+        progress=told,
+        on_passed_over=told.add_passed_over,
+    )
+    homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
+    findings = check_beside(
+        {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
+        damage_only=True,
+    )  # fmt: skip
+    _declare(storage, index_url, schema, marks)
+    columns, num_again, first_again = _compare_tables(
+        shards, table, storage, index_url, with_keys=duplicate_keys == "error"
+    )
+    num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
+    return IndexReport(
+        num_shards=len(shards),
+        num_samples=table.total_samples,
+        num_chunks=table.num_chunks,
+        num_bytes=sum(shard.size_bytes for shard in table.shards),
+        num_scanned_bytes=told.num_bytes,
+        num_pruned=num_pruned,
+        index_urls=tuple(redact(join_url(home, chunks_path())) for home in homes),
+        fingerprint=table.fingerprint,
+        declared_whole=tuple(redact(mark.directory) for mark in marks) if index_url is None else (),
+        seconds=time.monotonic() - started,
+        num_keys_again=num_again,
+        first_keys_again=first_again,
+        lacking=_lacking(shards, columns, _other_columns(shards, homes, storage, index_url)),
+        findings=tuple(findings),
+        num_passed_over=told.passed_over.num_files,
+        first_passed_over=told.passed_over.first,
+    )
+
+
+def _declare(storage: Storage, index_url: str | None, schema: Schema, marks: Sequence[Mark]) -> None:
+    """Write what an index elsewhere means; an index beside its shards declares them whole."""
+    if index_url is None:
+        for mark in marks:
+            unmark(storage, mark.directory, also_writers=True)
+    elif schema != read_schema(storage, index_url):
+        write_schema(storage, index_url, schema)
+
+
+def _meet(shards: Sequence[str], storage: Storage, index_url: str | None) -> Schema:
+    """Return what sets mean that get one index, with what that index says; of sets with their own there is a warning.
+
+    Raises:
+        ConfigError: Sets that get one index contradict each other.
+    """
+    folders = [*dict.fromkeys(split_url(url)[0] for url in shards)]
+    if index_url is None:
+        for finding in unlike_sets(folders, storage):
+            _log.warning("%s; %s", finding.what, finding.cure)
+        return Schema()
+    sets = {redact(folder): read_schema(storage, folder) for folder in [index_url, *folders]}
+    said = {place: schema for place, schema in sets.items() if schema}
+    return met(said, cure=RESHARD).schema
+
+
+def _compare_tables(
+    shards: Sequence[str], table: ChunkTable, storage: Storage, index_url: str | None, *, with_keys: bool
+) -> tuple[list[tuple[str, ...]], int | None, tuple[str, ...]]:
+    """Return the columns of each sample table, how many keys stand in two shards, and the first of them."""
+    is_small = table.total_samples <= _MAX_KEYS
+
+    def keys_of(number: int) -> tuple[Values, tuple[str, ...]]:
+        url = samples_url(shards[number], index_url)
+        found, facts = storage.read_parsed(
+            url, lambda data, source: read_sample_columns(data, [KEY], source), is_sealed
+        )
+        return found[KEY], tuple(facts.get("columns", ()))
+
+    def hashed(number: int) -> tuple[Int64Array, tuple[str, ...]]:
+        keys, columns = keys_of(number)
+        hashes = stable_hash(keys).to_numpy(zero_copy_only=False) if with_keys and is_small else np.empty(0, np.int64)
+        return hashes, columns
+
+    found = list(map_ordered(hashed, range(len(shards)), READ_THREADS))
+
+    def keys_at(number: int, rows: Sequence[int]) -> list[str]:
+        keys = keys_of(number)[0].take(pa.array(rows, pa.int64())).cast(pa.binary()).to_pylist()
+        return [key.decode("utf-8", "surrogateescape") for key in keys]
+
+    num_again = 0
+    first: list[str] = []
+    for number, key, before in keys_again([hashes for hashes, _ in found], keys_at):
+        num_again += 1
+        if num_again <= _SHOWN:
+            first.append(f"{key!r} in {redact(shards[before])} and {redact(shards[number])}")
+    return [columns for _, columns in found], num_again if is_small or not with_keys else None, tuple(first)
+
+
+def _other_columns(shards: Sequence[str], homes: Sequence[str], storage: Storage, index_url: str | None) -> set[str]:
+    """Return the columns of shards that are not named but are in the same indexes.
+
+    At most ``_ASKED`` of an index are asked, evenly spread: a set of many shards may be indexed one by one.
+    """
+    urls = list[str]()
+    for home in homes:
+        named = {shard_name(url, index_url) for url in shards if home_of(url, index_url) == home}
+        others = [shard.name for shard in read_chunks(storage, home).shards if shard.name not in named]
+        urls += [join_url(home, samples_path(name)) for name in others[:: -(-len(others) // _ASKED) or 1]]
+
+    def columns_at(url: str) -> list[str]:
+        with contextlib.suppress(IndexFormatError):
+            return read_footer_of(storage, url, columns_from_footer) or []
+        return []
+
+    return {name for names in map_ordered(columns_at, urls, READ_THREADS) for name in names}
+
+
+def _lacking(
+    shards: Sequence[str], columns: Sequence[tuple[str, ...]], others: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return the columns that each shard lacks and others have: named shards, or those with the columns ``others``."""
+    all_columns = {name for names in columns for name in names} | {*others}
+    lacks = {redact(url): tuple(sorted(all_columns - {*names})) for url, names in zip(shards, columns, strict=True)}
+    return {url: names for url, names in lacks.items() if names}
+
+
+def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | None) -> int:
+    """Remove shards that no longer exist from the index at ``home``; return their number."""
+    table = read_chunks(storage, home)
+    named = {shard_name(shard, index_url): shard for shard in shards}
+    folder = split_url(shards[0])[0]
+    places = {shard.name: named.get(shard.name, place_of(shard.name, folder, index_url)) for shard in table.shards}
+    gone = [name for name, place in places.items() if name not in named and not storage.exists(place)]
+    if gone:
+        left = [shard.name for shard in table.shards if shard.name not in set(gone)]
+        for name in gone:  # before the table that names them: a run that is killed is continued by the next one
+            storage.delete(join_url(home, samples_path(name)))
+        storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
+    return len(gone)

@@ -1,0 +1,63 @@
+"""Look at a target before anything is written there, for commands that know the names of the shards they write."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shard_tools.make.convert.journal import TargetNotEmptyError
+from shard_tools.make.convert.pack import Destination, refuse_writers
+from shard_tools.make.write.mark import Writers
+from streaming.common.arguments import counted
+from streaming.shards.catalog.build import read_chunks
+from streaming.shards.catalog.urls import is_shard
+from streaming.shards.index.layout import CHUNKS_FILE
+from streaming.storage import Storage, join_url, redact, split_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetContents:
+    """Sizes of everything at a target, by URL."""
+
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, place: Destination, storage: Storage, *, written: Collection[str], known: Mapping[str, int],
+        writers: Writers,
+    ) -> TargetContents:  # fmt: skip
+        """Return what is there, if it is nothing but shards of one set, with or without their index.
+
+        Args:
+            place: The target.
+            storage: Its store.
+            written: URLs of the shards that the command writes; what is there under these names is up to the command.
+            known: Sizes of all shards of that set, which may be there.
+            writers: Other commands that write there.
+
+        Raises:
+            TargetNotEmptyError: There are other shards, there or in the index, or there are other writers.
+        """
+        refuse_writers(writers, place.directory)
+        base = place.directory.rstrip("/") + "/"
+        sizes = {info.url: info.size_bytes for info in storage.list(place.directory)}
+
+        def is_other(url: str, size_bytes: int) -> bool:
+            return url not in written and known.get(url) != size_bytes
+
+        others = [url for url, size_bytes in sizes.items() if is_shard(url, base) and is_other(url, size_bytes)]
+        if others:
+            raise TargetNotEmptyError(
+                f"{redact(place.directory)} holds {counted(len(others), 'shard')} of another set, such as "
+                f"{redact(others[0])}, which would be read together with those of this command; give another "
+                f"target, or delete them"
+            )
+        for home in dict.fromkeys(split_url(url)[0] for url in written):
+            table = join_url(home, CHUNKS_FILE)
+            for shard in read_chunks(storage, home).shards if table in sizes else ():
+                if is_other(url := join_url(home, shard.name), shard.size_bytes):
+                    raise TargetNotEmptyError(
+                        f"{redact(table)} lists shards of another set, such as {redact(url)}, which is not there; give "
+                        "another target, or delete this index"
+                    )
+        return cls(sizes=sizes)

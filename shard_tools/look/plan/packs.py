@@ -1,0 +1,96 @@
+"""Sum up what became of the documents of packed sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+from shard_tools.look.plan.sources import sets_of
+from shard_tools.running.report import Report
+from streaming.common.arguments import format_bytes
+from streaming.order.plan.sizes import Sizes
+
+if TYPE_CHECKING:
+    from streaming.sets.sources.packs import PackCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackTotals(Report):
+    """The packs of a packed set, or of all sources of a mixture, which are alike.
+
+    Attributes:
+        length: Tokens per pack, or the budget of a padded one.
+        padded: Packs are batches of documents of similar length.
+        unit: What lengths count: ``"tokens"``, or the column of whole samples.
+        packs: Number of packs.
+        rows: If rows grow over a run: the first row of the run, tokens of a row, and rows of a global batch, of each
+            part of it.
+        counts: What became of the documents.
+    """
+
+    length: int
+    padded: bool
+    unit: str
+    packs: int
+    counts: PackCounts
+    rows: tuple[Mapping[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, planned: Any, sizes: Sizes) -> PackTotals:
+        """Sum up all sets of a packed dataset, in global batches of these sizes."""
+        sets, items = [one for _, one in sets_of(planned)], planned.items
+        changes = sorted({row for row, _ in (*items.changes, *sizes.steps)}) if items.changes else []
+        each = {row: items.rows_each(row) for row in changes}
+        return cls(
+            rows=tuple(
+                {"from": row, "length": sets[0].rules.length // count, "rows": count * sizes.at(row)}
+                for row, count in each.items()
+            ),
+            length=sets[0].rules.length, padded=sets[0].rules.padded, unit=sets[0].unit,
+            packs=sum(one.num_readable for one in sets),
+            counts=reduce(add, (one.counts for one in sets)),
+        )  # fmt: skip
+
+    @property
+    def fill(self) -> float:
+        """Part of all places that holds tokens, 0 to 1."""
+        return self.counts.packed / self.counts.places
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form, with the counts beside the rest."""
+        found = {**asdict(self), "fill": round(self.fill, 3)}
+        rows = found.pop("rows")
+        return {**found, **found.pop("counts"), **({"rows": rows} if rows else {})}
+
+    @property
+    def rows_in_words(self) -> str:
+        """The rows of a global batch, by row of the run; "" if all are as long as a pack."""
+        return ", ".join(
+            f"{one['rows']:,} of {one['length']:,} {self.unit} from row {one['from']:,} on" for one in self.rows
+        )
+
+    def warnings(self, sizes: Mapping[int, int], num_ranks: int) -> list[str]:
+        """Return what training would refuse of global batches of these sizes, by row."""
+        most = max(sizes.values())
+        if not self.padded or most <= num_ranks:
+            return []
+        return [
+            (
+                f"a padded pack is already a batch; a rank gets up to {-(-most // num_ranks)} of them: "
+                "training would refuse this without collate_fn=list; use --batch-size 1"
+            )
+        ]
+
+    def in_words(self, sample_bytes: float) -> str:
+        """Describe the packs in a line, with the mean size of what one is made from."""
+        left_out = {name: getattr(self.counts, name) for name in ("split", "truncated", "dropped", "empty")}
+        told = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        kind = "padded packs of at most" if self.padded else "packs of"
+        what = "samples" if self.unit != "tokens" else "documents"
+        return (
+            f"{self.packs:,} {kind} {self.length:,} {self.unit} ({format_bytes(sample_bytes)}), "
+            f"{self.fill:.1%} filled, of {self.counts.documents:,} {what}{told}"
+        )

@@ -1,0 +1,258 @@
+"""Find samples of a set by number, key or condition, in bounded time; tell where their fields lie."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shard_tools.look.plan.keys import places_by_order
+from streaming.common.arrays import sums
+from streaming.errors import DataError, IndexMissingError, NotFoundError, StorageError, shell_place
+from streaming.sets.filters.late_columns import LateColumn
+from streaming.sets.filters.select import column_reader, late_columns_of, late_names, reading_threads
+from streaming.shards.index.columns import KEY, Bits, Values, fitting, kept_rows, no_values
+from streaming.shards.index.sample_table import SampleLocation, SampleTable
+from streaming.shards.index.where import parse_where, unknown_column
+from streaming.types import Int64Array
+
+if TYPE_CHECKING:
+    from streaming.sets.sources.samples import SampleSource
+
+FEW_SAMPLES = 4_000_000
+"""Up to so many samples, a condition is evaluated for all of them at once, so that the total is known."""
+SEARCH_SECONDS = 5.0
+"""How long one request searches a larger set before it says how far it came; the next one goes on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlace:
+    """Where a sample is stored: its number in the set, its shard, and its number there."""
+
+    number: int
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSet:
+    """The samples of a set, by number: those that its filter keeps, in storage order. Thread-safe.
+
+    Attributes:
+        source: What training reads.
+    """
+
+    source: SampleSource
+
+    @cached_property
+    def starts(self) -> Int64Array:
+        """int64 [C + 1], samples before each chunk."""
+        return sums(self.source.table.num_samples)
+
+    @property
+    def total(self) -> int:
+        """How many samples there are."""
+        return int(self.starts[-1])
+
+    def places(self, numbers: Int64Array) -> list[SamplePlace]:
+        """Return where samples are stored, given by numbers that exist, int64 [n]."""
+        table = self.source.table
+        chunks = np.searchsorted(self.starts, numbers, side="right") - 1
+        rows = table.first_sample[chunks] + self.source.samples_of(chunks, numbers - self.starts[chunks])
+        shards = table.shard[chunks]
+        return [SamplePlace(*one) for one in zip(numbers.tolist(), shards.tolist(), rows.tolist(), strict=True)]
+
+    def place(self, number: int) -> SamplePlace:
+        """Return where a sample is stored.
+
+        Raises:
+            NotFoundError: There is no such sample.
+        """
+        if number >= self.total:
+            raise NotFoundError(f"number: no sample {number:,}; there are {self.total:,}, the first is 0")
+        return self.places(np.array([number], np.int64))[0]
+
+    def table(self, shard: int) -> SampleTable:
+        """Return the sample table of a shard.
+
+        Raises:
+            IndexMissingError: There is none.
+        """
+        found = self.source.samples_at(self.source.urls[shard])
+        if found is None:
+            shown = self.source.shards.shown_urls[shard]
+            raise IndexMissingError(
+                f"{shown}: no sample table of this shard; build it with `shard_tools index {shell_place(shown)}`"
+            )
+        return found
+
+    def locate(self, place: SamplePlace) -> SampleLocation:
+        """Return where the fields of a sample lie in its shard.
+
+        Raises:
+            IndexMissingError: There is no sample table.
+        """
+        return self.table(place.shard).lookup(place.row)
+
+    def number_of(self, shard: int, row: int) -> int | None:
+        """Return the number of a sample given by its place; None: the set leaves it out."""
+        if not self.source.selection.mask(shard)[row]:
+            return None
+        return int(self.source.numbers_of(np.array([shard]), np.array([row]))[0])
+
+    def by_key(self, key: str) -> list[int]:
+        """Return the numbers of samples with a key, if keys ascend from shard to shard; else, most likely, none."""
+        found = (self.number_of(*at) for at in places_by_order(self.source.shard_keys, key))
+        return [number for number in found if number is not None]
+
+    def numbers_of(self, shard: int, rows: Int64Array) -> Int64Array:
+        """Return the numbers of samples of a shard that the set has, given by their numbers there, int64 [n]."""
+        return self.source.numbers_of(np.full(len(rows), shard), rows)
+
+    @cached_property
+    def filled(self) -> list[int]:
+        """The shards that hold samples of the set, ascending."""
+        found: list[int] = np.unique(self.source.table.shard).tolist()
+        return found
+
+    def rows_of(self, shard: int) -> Int64Array:
+        """Return the numbers in a shard of the samples that the set has of it, int64 [n], ascending."""
+        return np.flatnonzero(self.source.selection.mask(shard))
+
+    # --- columns ---
+
+    @cached_property
+    def late(self) -> Mapping[str, LateColumn]:
+        """The late columns, by name; none in a store that cannot list, or where they do not belong to all shards."""
+        shards = self.source.shards
+        try:
+            return late_columns_of(self.source.storage, shards, late_names(self.source.storage, shards), None)
+        except (DataError, StorageError):
+            return {}
+
+    @cached_property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns of the first shard's samples and the late ones, sorted."""
+        first = self.table(self.filled[0]).columns if self.filled else ()
+        return tuple(sorted({*first, *self.late}))
+
+    def columns(self, shard: int, names: Collection[str]) -> dict[str, Values]:
+        """Return the columns of all samples of a shard; one that only other shards have is all missing.
+
+        Raises:
+            IndexMissingError: It has no sample table.
+            IndexMismatchError: A late column is of another version of the shard.
+        """
+        if not names:
+            return {}
+        source = self.source
+        late = {name: self.late[name] for name in names if name in self.late}
+        found, _ = column_reader(source.storage, source.shards, source.shards.chunks, names, late)(shard)
+        count = source.shards.chunks.shards[shard].num_samples
+        return {name: found[name] if name in found else no_values(count) for name in names}
+
+    def check_columns(self, names: Collection[str], what: str) -> None:
+        """Refuse columns that neither the first shard has nor, in a small set, any other.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        unknown = sorted({*names} - {KEY, *self.column_names})
+        there = set(self.column_names)
+        for shard in self.filled[1:] if unknown and self.total <= FEW_SAMPLES else ():
+            there.update(self.table(shard).columns)
+            if there >= {*unknown}:
+                return
+        if unknown:
+            raise unknown_column(unknown[0], {*there, KEY}, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Samples that were found.
+
+    Attributes:
+        numbers: int64 [n], those that were asked for.
+        total: How many there are; None: not all of the set was looked at.
+        num_looked: Shards that were looked at.
+        num_shards: All that could hold one.
+    """
+
+    numbers: Int64Array
+    total: int | None
+    num_looked: int
+    num_shards: int
+
+
+class Search:
+    """Find the samples of a set that meet a condition, in order, shard by shard, as far as anybody asked. Thread-safe.
+
+    Args:
+        within: The set.
+        where: The condition.
+
+    Raises:
+        ConfigError: It is not understood, or names a column that is not there.
+    """
+
+    def __init__(self, within: SampleSet, where: str) -> None:
+        self.within, self.where = within, parse_where(where)
+        within.check_columns(self._names, "where")
+        self._lock = threading.Lock()
+        self._bits: list[Bits] = []
+        self._ends = [0]
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return self.where.names or frozenset()
+
+    def find(self, first: int, stop: int) -> Found:
+        """Return matches ``[first, stop)``, looking at further shards if needed, for a limited time.
+
+        Raises:
+            ConfigError: The condition does not fit the columns.
+        """
+        shards = self.within.filled
+        with self._lock:
+            # Bits are known of a prefix of the shards; who waits here most likely needs the same ones.
+            self._look(shards, stop)
+            done = len(self._bits)
+            ends = np.array(self._ends, np.int64)
+        total = int(ends[-1])
+        parts = [np.empty(0, np.int64)]
+        sizes = self.within.source.shards.chunks.shards
+        for at in range(int(np.searchsorted(ends[1:], first, side="right")), done):
+            if ends[at] >= stop:
+                break
+            rows = np.flatnonzero(kept_rows(self._bits[at], sizes[shards[at]].num_samples))
+            low, high = max(first - int(ends[at]), 0), stop - int(ends[at])
+            parts.append(self.within.numbers_of(shards[at], rows[low:high]))
+        numbers = np.concatenate(parts)
+        return Found(
+            numbers=numbers, total=total if done == len(shards) else None, num_looked=done, num_shards=len(shards)
+        )
+
+    def _look(self, shards: list[int], stop: int) -> None:
+        """Evaluate shards until so many matches are known, all are, or the time is over."""
+        wants_all = self.within.total <= FEW_SAMPLES
+        until = time.monotonic() + SEARCH_SECONDS * (4 if wants_all else 1)
+        num_threads = reading_threads(self.within.source.shards)
+        with ThreadPoolExecutor(num_threads, "shardstream-search") as threads:
+            while len(self._bits) < len(shards) and (wants_all or self._ends[-1] < stop) and time.monotonic() < until:
+                done = len(self._bits)
+                for bits, count in threads.map(self._fitting, shards[done : done + 2 * num_threads]):
+                    self._bits.append(bits)
+                    self._ends.append(self._ends[-1] + count)
+
+    def _fitting(self, shard: int) -> tuple[Bits, int]:
+        """Return which samples of a shard match, and how many."""
+        count = self.within.source.shards.chunks.shards[shard].num_samples
+        bits = fitting(self.where, self.within.columns(shard, self._names), count)
+        bits = bits & np.packbits(self.within.source.selection.mask(shard), bitorder="little")
+        return bits, int(np.unpackbits(bits).sum())

@@ -1,0 +1,170 @@
+"""Open what is shown: a set, a mixture, packs, a curriculum, as training opens it; or a running job alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shard_tools.look.plan.sources import is_mixture_file, open_planned
+from shard_tools.look.show.base.samples import SampleSet
+from streaming.common.arguments import some_names
+from streaming.errors import ConfigError
+from streaming.storage import Storage, redact, redact_text
+
+if TYPE_CHECKING:
+    from streaming.sets.sources.mixed import AnySource
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """What is shown, and what pages keep of it while it is. Thread-safe.
+
+    Attributes:
+        urls: As the user wrote them; they may contain secrets.
+        source: What training reads of it, a ``Source``; None: there is only a job.
+        storage_options: How to reach the store, for sets that do not say it themselves.
+        chosen: Options that choose samples or shape rows, to be shown, without secrets: ``where``, ``view``, …
+        state_url: A saved ``state_dict``.
+        bad: Files of bad samples.
+        tokenizer: The tokenizer that made the tokens.
+        run: Addresses of a running job.
+    """
+
+    urls: tuple[str, ...]
+    source: AnySource | None
+    storage_options: Mapping[str, object] = field(default_factory=dict, repr=False)
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    state_url: str | None = None
+    bad: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    run: tuple[str, ...] = ()
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def title(self) -> str:
+        """What is shown, in words, without secrets."""
+        if not self.urls:
+            return f"run {some_names([redact(address) for address in self.run])}"
+        return some_names([redact(url) for url in self.urls])
+
+    @cached_property
+    def storage(self) -> Storage:
+        """Reads the files that the user names: states, lists."""
+        return Storage(self.storage_options)
+
+    @cached_property
+    def sets(self) -> dict[str, SampleSet]:
+        """The sets that hold the samples, by their name in batches (``""``: the only one); documents of packs."""
+        return {} if self.source is None else {name: SampleSet(one) for name, one in sorted(_sets(self.source).items())}
+
+    @cached_property
+    def bad_lists(self) -> tuple[str, ...]:
+        """Files of bad samples that the user names, else those that the sets would write and that are there."""
+        if self.bad or self.source is None:
+            return self.bad
+        named = dict.fromkeys(self.source.bad_files.values())
+        return tuple(one for one in named if "{" not in one and self.storage.exists(one))
+
+    def set_of(self, name: str) -> SampleSet:
+        """Return the set that is a source of this name; the first one for ``""``.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if not name and self.sets:
+            return next(iter(self.sets.values()))
+        found = self.sets.get(name)
+        if found is None:
+            there = some_names([*map(repr, filter(None, self.sets))]) or "none: it is a single set"
+            raise ConfigError(f"source: no source {name[:80]!r}; there are: {there}")
+        return found
+
+    def keep(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return what ``make`` made when it was first asked for under this name; it is closed with the subject."""
+        with self._lock:
+            # One lock for each name: only who asks for the same thing waits for it to be made.
+            making = self._making.setdefault(name, threading.Lock())
+        with making:
+            # What is kept under a name stays the same until the subject is closed.
+            if name not in self._kept:
+                self._kept[name] = make()
+            found: _T = self._kept[name]
+        return found
+
+    def close(self) -> None:
+        """Close whatever is kept and can be closed: processes, connections."""
+        with self._lock:
+            # Nothing is kept any more; what is asked for from now on is made anew.
+            kept = list(self._kept.values())
+            self._kept.clear()
+        for one in kept:
+            if hasattr(one, "close"):
+                one.close()
+
+
+def _sets(source: Any, name: str = "") -> dict[str, Any]:
+    """Return the sources that hold samples: of packs their documents, of groups the set that they are of."""
+    if hasattr(source, "documents"):
+        return {name: source.documents}
+    if hasattr(source, "dataset"):
+        return {name: source.dataset}
+    if not hasattr(source, "sources"):
+        return {name: source}
+    found: dict[str, Any] = {}
+    for inner, one in source.sources.items():
+        found |= _sets(one, f"{name}/{inner}" if name else inner)
+    return found
+
+
+def _shown(option: Any) -> Any:
+    """Return the value of an option for pages."""
+    text = ", ".join(option) if isinstance(option, tuple) else option
+    return redact_text(text) if isinstance(text, str) else text
+
+
+def open_subject(
+    urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
+    bad: Sequence[str] = (), tokenizer: str | None = None, run: Sequence[str] = (), **options: Any,
+) -> Subject:  # fmt: skip
+    """Open what is to be shown.
+
+    Args:
+        urls: Shards, or the JSON file of a mixture; none: only a running job is shown.
+        storage_options: How to reach the store.
+        state_url: A saved ``state_dict`` (JSON).
+        bad: Files of bad samples.
+        tokenizer: The tokenizer that made the tokens.
+        run: Addresses of a running job.
+        options: As for :func:`~shard_tools.look.plan.sources.open_planned`.
+
+    Raises:
+        ConfigError: It cannot be opened with these options.
+        IndexMissingError: There is no index, and the set is too large to index on the fly.
+        NotFoundError: Nothing matches ``urls``.
+    """
+    given_options = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: _shown(one) for name, one in given_options.items()}
+    source = None
+    if urls:
+        shown = (
+            {} if is_mixture_file(urls) else {"duplicate_keys": "keep"}
+        )  # of shards without an index: they are to be seen
+        source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
+    elif not run:
+        raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")
+    elif given := [
+        *chosen,
+        *(name for name, one in (("state", state_url), ("bad", bad), ("tokenizer", tokenizer)) if one),
+    ]:
+        raise ConfigError(f"--{given[0].replace('_', '-')}: has no effect without a URL; give one, or leave it out")
+    return Subject(
+        urls=tuple(urls), source=source, storage_options=dict(storage_options or {}), chosen=chosen,
+        state_url=state_url, bad=tuple(bad), tokenizer=tokenizer, run=tuple(run),
+    )  # fmt: skip

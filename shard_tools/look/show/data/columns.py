@@ -1,0 +1,422 @@
+"""Show how the values of columns are spread, and two columns against each other; each bar is a condition to click."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shard_tools.look.show.base.page import Query, address
+from shard_tools.look.show.base.plots import Histogram, histogram
+from shard_tools.look.show.base.samples import SampleSet
+from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.stats.sketches import WORD_CHARACTERS, Word
+from shard_tools.look.stats.totals import ColumnTotals
+from shard_tools.running.report import Report
+from streaming.common.arguments import counted
+from streaming.errors import ConfigError
+from streaming.sets.filters.select import reading_threads
+from streaming.shards.index.columns import Values, fitting, kept_rows
+from streaming.shards.index.where import Where, is_comparable, parse_where
+
+ASKS = ("source", "where", "name", "against")
+MOST_ROWS = 2_000_000
+"""Of more samples, shards that are spread over all of them are looked at."""
+MOST_SHARDS = 64
+_TOP = 12
+_TOLD = 10  # of the top values, in JSON
+_CELLS = 16
+_WIDEST_LABEL = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bin:
+    """A bar that can be clicked: what it is, how many have it, its length in percent, and the samples behind it."""
+
+    label: str
+    count: int
+    share: float
+    width: float
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnShown:
+    """A column.
+
+    Attributes:
+        name: Its name.
+        type: Type of its values, in Arrow's words.
+        is_late: Whether it was added later.
+        num: Samples that were looked at.
+        missing: Those of them without a value.
+        least, most: The range of its numbers or texts; None: it has none.
+        middle: Half of its numbers are up to this one; None: they are no numbers.
+        mean: Their mean.
+        distinct: How many different values there are; None: too many to count.
+        top: The most frequent values, with their counts.
+        plot: How its numbers are spread; None: they are none, or few.
+        bars: Links of the bars of ``plot``.
+        words: The most frequent values, to click.
+        missing_address: The samples without a value.
+    """
+
+    name: str
+    type: str
+    is_late: bool
+    num: int
+    missing: int
+    least: Any
+    most: Any
+    middle: float | None
+    mean: float | None
+    distinct: int | None
+    top: tuple[tuple[Word, int], ...]
+    plot: Histogram | None
+    bars: tuple[str, ...]
+    words: tuple[Bin, ...]
+    missing_address: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "name": self.name, "type": self.type, "late": self.is_late, "samples": self.num, "missing": self.missing,
+            "min": self.least, "max": self.most, "p50": self.middle, "mean": self.mean, "distinct": self.distinct,
+            "top": [[value, count] for value, count in self.top[:_TOLD]],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A field of a plot of two columns: its place, how dark it is, what it says, and the samples behind it."""
+
+    x: int
+    y: int
+    weight: float
+    title: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossed:
+    """Two columns against each other: counts of samples, by parts of the range or by value of each."""
+
+    across: str
+    up: str
+    across_labels: tuple[str, ...]
+    up_labels: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    counts: tuple[tuple[int, ...], ...]
+    num: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "name": self.across, "against": self.up, "columns": self.across_labels, "rows": self.up_labels,
+            "counts": self.counts, "samples": self.num,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnsPage(Report):
+    """The columns of a set.
+
+    Attributes:
+        source: Name of the set among the sources.
+        sources: All sources.
+        columns: The columns, or the one that was asked for.
+        names: All columns there are.
+        crossed: Two columns against each other.
+        read: What was looked at, in words.
+        where: The condition that chose the samples.
+    """
+
+    source: str
+    sources: tuple[str, ...]
+    columns: tuple[ColumnShown, ...]
+    names: tuple[str, ...]
+    crossed: Crossed | None
+    read: str
+    where: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        told = {"source": self.source, "read": self.read, "columns": [one.as_dict() for one in self.columns]}
+        return told | ({} if self.crossed is None else {"crossed": self.crossed.as_dict()})
+
+
+def columns(subject: Subject, query: Query) -> ColumnsPage:
+    """Return how the columns of a set are spread: all, or the one by name; with ``against``, two of them.
+
+    Raises:
+        ConfigError: A parameter is invalid, or there is no such column.
+    """
+    source = query.text("source") or next(iter(subject.sets), "")
+    within, where, name, other = (
+        subject.set_of(source),
+        query.text("where").strip(),
+        query.text("name"),
+        query.text("against"),
+    )
+    if other and not name:
+        raise ConfigError("against: expected name, too: the column that it is compared with")
+    names = [one for one in (name, other) if one] or list(within.column_names)
+    if name:
+        within.check_columns(names, "name")
+    taken = subject.keep("columns", ColumnReading).of(source, within, where, tuple(names))
+    shown = [_shown(one, taken, source, where) for one in names]
+    return ColumnsPage(
+        source=source, sources=tuple(one for one in subject.sets if one), columns=tuple(shown[:1] if other else shown),
+        names=within.column_names, read=taken.words, where=where,
+        crossed=_crossed(name, other, taken, source, where) if other else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ColumnsTaken:
+    """Columns of the samples that were looked at.
+
+    Attributes:
+        values: By column, an array of each shard.
+        late: Which of them are late.
+        words: What was looked at.
+    """
+
+    values: Mapping[str, Sequence[Values]]
+    late: frozenset[str]
+    words: str
+
+    @property
+    def num(self) -> int:
+        """Samples looked at."""
+        return sum(len(one) for one in next(iter(self.values.values()), ()))
+
+
+class ColumnReading:
+    """Read columns, and keep the latest."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, ColumnsTaken] | None = None
+
+    def of(self, source: str, within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken:
+        """Return columns of the samples that meet a condition, of all shards or of some that are spread over all.
+
+        Raises:
+            ConfigError: The condition cannot be evaluated.
+        """
+        asked, kept = (source, where, names), self._kept
+        if kept is not None and kept[0] == asked:
+            return kept[1]
+        taken = _take(within, where, names)
+        self._kept = asked, taken
+        return taken
+
+
+def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken:
+    condition = parse_where(where) if where else None
+    if condition is not None:
+        within.check_columns(condition.names or (), "where")
+    shards = _spread(within)
+
+    def read(shard: int) -> dict[str, Values]:
+        return _of_shard(within, shard, names, condition)
+
+    with ThreadPoolExecutor(reading_threads(within.source.shards), "shardstream-columns") as threads:
+        parts = list(threads.map(read, shards))
+    values = {name: [part[name] for part in parts] for name in names}
+    num = sum(within.rows_of(shard).size for shard in shards) if len(shards) < len(within.filled) else within.total
+    words = f"all {counted(within.total, 'sample')}"
+    if len(shards) < len(within.filled):
+        words = (
+            f"{num:,} of {counted(within.total, 'sample')}, in {len(shards):,} of {len(within.filled):,} shards spread "
+            f"over all"
+        )
+    return ColumnsTaken(values=values, late=frozenset(within.late), words=words)
+
+
+def _spread(within: SampleSet) -> list[int]:
+    """Return the shards that are looked at: all if they are few, else some at equal distances."""
+    shards = within.filled
+    if within.total <= MOST_ROWS and len(shards) <= 16 * MOST_SHARDS:
+        return shards
+    fitting_rows = int(MOST_ROWS * len(shards) / max(within.total, 1))
+    count = max(1, min(MOST_SHARDS, fitting_rows, len(shards)))
+    return [shards[(2 * place + 1) * len(shards) // (2 * count)] for place in range(count)]
+
+
+def _of_shard(within: SampleSet, shard: int, names: tuple[str, ...], condition: Where | None) -> dict[str, Values]:
+    asked = {*names, *((condition.names or ()) if condition is not None else ())}
+    found = within.columns(shard, asked)
+    kept = within.source.selection.mask(shard)
+    if condition is not None:
+        kept = kept & kept_rows(fitting(condition, found, len(kept)), len(kept))
+    mask = None if kept.all() else pa.array(kept)
+    return {name: _decoded(found[name] if mask is None else found[name].filter(mask)) for name in names}
+
+
+def _decoded(values: Values) -> Values:
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnShown:
+    totals, draw = ColumnTotals(is_late=name in taken.late), np.random.default_rng(0)
+    for values in taken.values[name]:
+        totals.add(name, values, draw)
+    told = totals.numbers.told() if totals.numbers.num else {}
+    is_few = totals.top.is_exact and len(totals.top.counts) <= _TOP
+    plot: Histogram | None = None
+    bars: tuple[str, ...] = ()
+    if totals.numbers.num and not is_few:
+        plot, bars = _plotted(name, totals, source, where)
+    top = tuple(totals.top.most_common(_TOP))
+    most = max((count for _, count in top), default=1)
+    words = tuple(
+        Bin(
+            label=str(value), count=count, share=count / max(totals.num, 1), width=100 * count / most,
+            address=_link(source, where, _equals(name, value)),
+        ) for value, count in top
+    )  # fmt: skip
+    return ColumnShown(
+        name=name, type=totals.type, is_late=totals.is_late, num=taken.num, missing=taken.num - totals.num,
+        least=told.get("min", totals.least), most=told.get("max", totals.most), middle=told.get("p50"),
+        mean=told.get("mean"), distinct=len(totals.top.counts) if totals.top.is_exact else None, top=top, plot=plot,
+        bars=bars, words=() if plot else words, missing_address=_link(source, where, f"{_quoted(name)} IS NULL"),
+    )  # fmt: skip
+
+
+def _plotted(name: str, totals: ColumnTotals, source: str, where: str) -> tuple[Histogram, tuple[str, ...]]:
+    told, bins = totals.numbers.told(), totals.numbers.bins()
+    least, most = (_number(told[one]) for one in ("min", "max"))
+    middle = f"half up to {_number(told['p50'])}, mean {_number(told['mean'])}"
+    widths = [high - low for low, high, _ in bins]
+    if widths[-1] > 2 * widths[0]:
+        middle += "; logarithmic"
+    plot = histogram(name, bins, least=least, most=most, middle=middle)
+    links = [
+        _link(source, where, _between(name, low, high, is_last=number == len(bins) - 1))
+        for number, (low, high, _) in enumerate(bins)
+    ]
+    return plot, tuple(links)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _equals(name: str, value: Word) -> str:
+    """Return the condition that a column has a value; of a text that was cut, that it begins so."""
+    if isinstance(value, bool):
+        return f"{_quoted(name)} = {'TRUE' if value else 'FALSE'}"
+    if isinstance(value, str):
+        text = value.replace("'", "''")
+        is_cut = len(value) == WORD_CHARACTERS
+        return f"{_quoted(name)} LIKE '{text}%'" if is_cut else f"{_quoted(name)} = '{text}'"
+    return f"{_quoted(name)} = {value!r}"
+
+
+def _between(name: str, low: float, high: float, *, is_last: bool) -> str:
+    return f"{_quoted(name)} >= {low!r} AND {_quoted(name)} {'<=' if is_last else '<'} {high!r}"
+
+
+def _link(source: str, where: str, condition: str) -> str:
+    return address("/", source=source, where=f"({where}) AND {condition}" if where else condition)
+
+
+# --- two columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Axis:
+    """The parts of a column: the part of each sample (-1: no value), and of each part its label and condition."""
+
+    codes: npt.NDArray[np.int64]
+    labels: tuple[str, ...]
+    conditions: tuple[str, ...]
+
+
+def _crossed(name: str, other: str, taken: ColumnsTaken, source: str, where: str) -> Crossed:
+    across, up = _axis(name, taken), _axis(other, taken)
+    there = (across.codes >= 0) & (up.codes >= 0)
+    shape = (len(up.labels), len(across.labels))
+    flat = up.codes[there] * max(shape[1], 1) + across.codes[there]
+    counts = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
+    most = max(int(counts.max(initial=0)), 1)
+    cells = [
+        Cell(
+            x=x, y=shape[0] - 1 - y, weight=math.sqrt(count / most),
+            title=f"{name} {across.labels[x]}, {other} {up.labels[y]}: {counted(count, 'sample')}",
+            address=_link(source, where, f"{across.conditions[x]} AND {up.conditions[y]}"),
+        ) for y, row in enumerate(counts.tolist()) for x, count in enumerate(row) if count
+    ]  # fmt: skip
+    return Crossed(
+        across=name, up=other, across_labels=across.labels, up_labels=up.labels, cells=tuple(cells),
+        counts=tuple(map(tuple, counts.tolist())), num=int(there.sum()),
+    )  # fmt: skip
+
+
+def _axis(name: str, taken: ColumnsTaken) -> _Axis:
+    """Divide the values of a column: numbers by range, all else by its most frequent values.
+
+    Raises:
+        ConfigError: They cannot be compared.
+    """
+    parts = [one for one in taken.values[name] if not pa.types.is_null(one.type)]
+    for one in parts:
+        if not is_comparable(one.type):
+            raise ConfigError(f"{name}: holds {one.type}; numbers, texts and booleans can be compared")
+    kinds = {str(one.type) for one in parts}
+    if len(kinds) > 1:
+        parts = [one.cast(pa.float64(), safe=False) if _are_numbers(parts) else one.cast(pa.string()) for one in parts]
+    kind = parts[0].type if parts else pa.null()
+    whole = [one if not pa.types.is_null(one.type) else pa.nulls(len(one), kind) for one in taken.values[name]]
+    if len(kinds) > 1:
+        whole = [one.cast(kind) for one in whole]
+    values = pa.chunked_array(whole, kind).combine_chunks()
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    distinct = pc.count_distinct(values).as_py()
+    return _ranges(name, values) if _are_numbers([values]) and distinct > _CELLS else _words(name, values)
+
+
+def _are_numbers(parts: Sequence[Values]) -> bool:
+    return all(pa.types.is_integer(one.type) or pa.types.is_floating(one.type) for one in parts)
+
+
+def _ranges(name: str, values: Values) -> _Axis:
+    numbers = values.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(zero_copy_only=False)
+    finite = numbers[np.isfinite(numbers)]
+    low, high = float(finite.min(initial=0) if not finite.size else finite.min()), float(finite.max(initial=0))
+    spans = low > 0 and high / low > 100
+    edges = np.geomspace(low, high, _CELLS + 1) if spans else np.linspace(low, high, _CELLS + 1)
+    edges[0], edges[-1] = low, high
+    codes = np.where(
+        np.isfinite(numbers), np.clip(np.searchsorted(edges, numbers, side="right") - 1, 0, _CELLS - 1), -1
+    )
+    pairs = list(zip(edges.tolist(), edges[1:].tolist(), strict=False))
+    return _Axis(
+        codes=codes.astype(np.int64), labels=tuple(f"{_number(one)} to {_number(two)}" for one, two in pairs),
+        conditions=tuple(_between(name, *pair, is_last=at == _CELLS - 1) for at, pair in enumerate(pairs)),
+    )  # fmt: skip
+
+
+def _words(name: str, values: Values) -> _Axis:
+    found = pc.value_counts(values.drop_null())
+    order = np.argsort(-found.field("counts").to_numpy(), kind="stable")[:_CELLS]
+    words = found.field("values").take(pa.array(order))
+    listed = words.to_pylist()
+    if all(isinstance(one, (int, float)) for one in listed):
+        listed.sort()
+        words = pa.array(listed, words.type)
+    codes = pc.index_in(values, value_set=words, skip_nulls=True).fill_null(-1).to_numpy(zero_copy_only=False)
+    labels = tuple(str(one) if len(str(one)) <= _WIDEST_LABEL else str(one)[:_WIDEST_LABEL] + "…" for one in listed)
+    return _Axis(codes=codes.astype(np.int64), labels=labels, conditions=tuple(_equals(name, one) for one in listed))

@@ -1,0 +1,267 @@
+"""Decode values into small pictures and facts, tokens into text: in a process that may be killed at any time.
+
+It reads requests from its standard input and answers on its standard output, one by one. It has no part of the server's
+memory nor of its environment, may use only so much more than it has at its start, and can write no file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from streaming.build.decode.images import MAX_PIXELS, ImageDecoder, open_image, stored_size
+from streaming.build.decode.upright import orientation_of, turned
+from streaming.build.decode.values import is_gzip, unpacked
+
+HEADER: Final = struct.Struct("<II")  # bytes of the facts (JSON), and of what follows them
+MEMORY_BYTES: Final = 2 << 30
+_MOST_ARRAYS = 64
+_MOST_WORDS = 200  # characters of a name or token in facts
+_MOST_ITEMS = 1 << 24  # of an array whose values are looked at
+_PICTURED = range(2, 2049)
+_WIDTHS = {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_TYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8",
+    "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?",
+}  # fmt: skip
+_QUALITY = 82
+_Array = npt.NDArray[Any]
+
+
+def shrink(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
+    """Return facts about an image, and the image upright, at most ``pixels`` wide and high, as JPEG or PNG.
+
+    Raises:
+        Exception: It is damaged, too large, or none; of any library.
+    """
+    height, width, _ = stored_size(data)
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"{width:,} x {height:,} pixels, more than the {MAX_PIXELS:,} that are decoded")
+    with open_image(data) as image:
+        facts: dict[str, Any] = {"format": image.format, "mode": image.mode, "width": width, "height": height}
+        is_clear = image.mode in {"RGBA", "LA", "PA"} or "transparency" in image.info
+        if image.format == "JPEG" and image.mode in {"L", "RGB"}:
+            image.draft(image.mode, (pixels, pixels))  # libjpeg scales while it decodes
+            picture = Image.fromarray(turned(np.asarray(image), orientation_of(data)))
+        else:
+            picture = Image.fromarray(ImageDecoder(mode="rgba8" if is_clear else "rgb8")(data))
+    if max(picture.size) > pixels:
+        picture.thumbnail(
+            (pixels, pixels), Image.Resampling.BOX if min(picture.size) > 4 * pixels else Image.Resampling.LANCZOS
+        )
+    elif max(picture.size) < 32:  # a digit, a mask: as large squares, not as a blur
+        times = max(1, min(pixels, 256) // max(picture.size))
+        picture = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+        is_clear = True
+    return facts, _encoded(picture, exactly=is_clear)
+
+
+def _encoded(picture: Image.Image, *, exactly: bool) -> bytes:
+    out = io.BytesIO()
+    if exactly:
+        picture.save(out, "PNG")
+    else:
+        picture.save(out, "JPEG", quality=_QUALITY)
+    return out.getvalue()
+
+
+def arrays(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
+    """Return facts about the arrays of a value, and a picture of the first one that is small and flat; b"": none.
+
+    Raises:
+        Exception: It is damaged, or holds Python objects; of any library.
+    """
+    told, picture = [], b""
+    for name, dtype, shape, read in _listed(data):
+        facts: dict[str, Any] = {"name": name[:_MOST_WORDS], "dtype": dtype[:_MOST_WORDS], "shape": list(shape[:32])}
+        if np.prod(shape, dtype=np.float64) <= _MOST_ITEMS:
+            found = read()
+            facts |= _statistics(found)
+            if not picture:
+                picture = _picture(found, pixels)
+        told.append(facts)
+        if len(told) == _MOST_ARRAYS:
+            break
+    return {"arrays": told}, picture
+
+
+def _listed(data: bytes) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], _Array]]]:
+    """Yield name, type, shape and a function that reads, of each array in an npy, npz or safetensors file."""
+    if data[:6] == b"\x93NUMPY":
+        yield _npy("", data)
+    elif data[:2] == b"PK":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for item in archive.infolist():
+                if item.file_size > 8 * _MOST_ITEMS + 4096:
+                    yield item.filename, f"{item.file_size:,} bytes, not unpacked", (), lambda: np.empty(0)
+                else:
+                    with archive.open(item) as stream:
+                        yield _npy(item.filename.removesuffix(".npy"), stream.read(item.file_size))
+    else:
+        size = int.from_bytes(data[:8], "little")
+        if size > len(data) - 8:
+            raise ValueError(f"a header of {size:,} bytes in {len(data):,}: neither npy, npz nor safetensors")
+        for name, one in json.loads(data[8 : 8 + size]).items():
+            if name != "__metadata__":
+                start, stop = one["data_offsets"]
+                body = data[8 + size + start : 8 + size + stop]
+                shape = tuple(map(int, one["shape"]))
+                yield (
+                    str(name),
+                    str(one["dtype"]),
+                    shape,
+                    partial(_plain, body, str(one["dtype"]), shape),
+                )
+
+
+def _npy(name: str, data: bytes) -> tuple[str, str, tuple[int, ...], Callable[[], _Array]]:
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    header: Any = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = header(stream)
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects, which are pickles and may run code: not opened")
+    return name, str(dtype), shape, lambda: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _plain(body: bytes, dtype: str, shape: tuple[int, ...]) -> _Array:
+    if dtype == "BF16":
+        wide = np.frombuffer(body, "<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape)
+    if dtype not in _TYPES:
+        raise ValueError(f"arrays of {dtype} are not shown")
+    return np.frombuffer(body, _TYPES[dtype]).reshape(shape)
+
+
+def _statistics(found: _Array) -> dict[str, Any]:
+    if not found.size or found.dtype.kind not in "iufb":
+        return {}
+    numbers = found.astype(np.float64).ravel()
+    finite = numbers[np.isfinite(numbers)]
+    facts: dict[str, Any] = {"not_finite": int(numbers.size - finite.size)}
+    if finite.size:
+        facts |= {"min": float(finite.min()), "max": float(finite.max()), "mean": float(finite.mean())}
+        facts |= {"std": float(finite.std()), "zeros": int((finite == 0).sum())}
+        facts["first"] = [float(one) for one in numbers[:12] if np.isfinite(one)]
+    return facts
+
+
+def _picture(found: _Array, pixels: int) -> bytes:
+    """Return an array of two dimensions, or three with channels, as a picture of its range; b"": it is none."""
+    if found.dtype.kind not in "iufb":
+        return b""
+    if found.ndim == 3 and found.shape[0] in {1, 3, 4} and found.shape[2] not in {1, 3, 4}:
+        found = np.moveaxis(found, 0, 2)
+    if found.ndim == 3 and found.shape[2] == 1:
+        found = found[:, :, 0]
+    if found.ndim not in {2, 3} or (found.ndim == 3 and found.shape[2] not in {3, 4}):
+        return b""
+    if found.shape[0] not in _PICTURED or found.shape[1] not in _PICTURED:
+        return b""
+    numbers = np.nan_to_num((found[:, :, :3] if found.ndim == 3 else found).astype(np.float64), posinf=0, neginf=0)
+    low, high = (0.0, 255.0) if found.dtype == np.uint8 else (numbers.min(), numbers.max())
+    scaled = np.clip((numbers - low) * (255 / (high - low if high > low else 1)), 0, 255).astype(np.uint8)
+    picture = Image.fromarray(scaled)
+    if max(picture.size) > pixels:
+        picture.thumbnail((pixels, pixels))
+    else:
+        times = max(1, min(pixels, 256) // max(picture.size))
+        picture = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+    return _encoded(picture, exactly=True)
+
+
+class Texts:
+    """The tokenizer that this process has opened."""
+
+    def __init__(self) -> None:
+        self._opened: Any = None
+
+    def open(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Open a tokenizer, ``data``; return nothing.
+
+        Raises:
+            Exception: It is damaged, or its package is missing; of any library.
+        """
+        from shard_tools.make.tokens.tokenizer import TokenizerFile, open_tokenizer  # noqa: PLC0415  pictures need none
+
+        self._opened = open_tokenizer(TokenizerFile(**asked["tokenizer"] | {"content": data}))
+        return {}, b""
+
+    def pieces(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:  # noqa: ARG002  as all work
+        """Return the text of each token, uint32, of ``data``.
+
+        Raises:
+            Exception: Of any library.
+        """
+        found = self._opened.pieces(np.frombuffer(data, "<u4").astype(np.uint32))
+        return {"pieces": [one[:_MOST_WORDS] for one in found]}, b""
+
+
+_TEXTS = Texts()
+_WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], bytes]]]] = {
+    "image": lambda data, asked: shrink(data, asked["pixels"]),
+    "tensor": lambda data, asked: arrays(data, asked["pixels"]),
+    "tokenizer": _TEXTS.open,
+    "tokens": _TEXTS.pieces,
+}
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # what a library prints must not be taken for an answer
+    _confine()
+    while (head := source.read(HEADER.size)) and len(head) == HEADER.size:
+        facts_bytes, data_bytes = HEADER.unpack(head)
+        asked = json.loads(_exactly(source, facts_bytes))
+        data = _exactly(source, data_bytes)
+        try:
+            if is_gzip(data):  # no image and no array begins so: a gzip field
+                data = unpacked(data)
+            told, found = _WORK[asked["kind"]](data, asked)
+        except MemoryError:
+            told, found = {"error": "takes more memory than this may"}, b""
+        except Exception as error:  # noqa: BLE001  the border of the process
+            told, found = {"error": f"{type(error).__name__}: {error}"[:500]}, b""
+        text = json.dumps(told).encode()
+        target.write(HEADER.pack(len(text), len(found)) + text + found)
+        target.flush()
+
+
+def _exactly(source: IO[bytes], num_bytes: int) -> bytes:
+    found = source.read(num_bytes)
+    if len(found) < num_bytes:
+        raise SystemExit(0)
+    return found
+
+
+def _confine() -> None:
+    """Bound memory, and forbid files, core dumps, and Ctrl-C of the terminal, which is meant for the server."""
+    import resource  # noqa: PLC0415  not everywhere
+    import signal  # noqa: PLC0415
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        now = 1 << 30
+    for what, most in (
+        (resource.RLIMIT_AS, now + MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0),
+    ):  # fmt: skip
+        hard = resource.getrlimit(what)[1]
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        try:
+            resource.setrlimit(what, (limit, limit))
+        except (OSError, ValueError):  # a platform that has no such limit
+            continue

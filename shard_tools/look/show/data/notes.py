@@ -1,0 +1,165 @@
+"""Read what lies beside a set for readers: names of classes, and how its tokens turn back into text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from shard_tools.look.show.base.samples import SampleSet
+from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.data.workers import MOST_BYTES, TokenTexts
+from shard_tools.make.tokens.adapters import BytesTokenizer
+from shard_tools.make.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer
+from streaming.common.arguments import format_bytes
+from streaming.errors import ConfigError, DecodeError, StorageError
+from streaming.sets.filters.late_columns import homes_of
+from streaming.shards.index.layout import SCHEMA_FILE
+from streaming.shards.schema import value as meant
+from streaming.storage import join_url, redact
+
+_BESIDE = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """How the tokens of a set are stored, and what turns them into text.
+
+    Attributes:
+        field: The field that holds them.
+        dtype: Type of a token.
+        mask: The field that says which of them count; "": none.
+        file: The tokenizer, if it is at hand.
+        why: Why it is not, in words.
+        texts: What uses it.
+    """
+
+    field: str
+    dtype: str
+    mask: str
+    file: TokenizerFile | None
+    why: str
+    texts: TokenTexts | BytesTokenizer | None = None
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return np.dtype(self.dtype).itemsize
+
+    def pieces(self, data: bytes) -> tuple[list[str], str]:
+        """Return the text of each token; of a tokenizer that is not at hand, or fails, its number, and why."""
+        ids = np.frombuffer(data[: len(data) // self.width * self.width], np.dtype(self.dtype).newbyteorder("<"))
+        why = self.why
+        if self.texts is not None:
+            try:
+                return self.texts.pieces(ids.astype(np.uint32)), ""
+            except DecodeError as error:
+                why = str(error)
+        return [str(one) for one in ids.tolist()], why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What lies beside a set.
+
+    Attributes:
+        classes: Names of classes, by number.
+        tokens: Its tokens; None: it has none, or nothing says how they are stored.
+        by_set: The same for each of several sets that are read as one, by the directory of its shards as shown.
+    """
+
+    classes: tuple[str, ...] = ()
+    tokens: Tokens | None = None
+    by_set: Mapping[str, Notes] = field(default_factory=dict)
+
+    def of_shard(self, shown_url: str) -> Notes:
+        """Return what lies beside the set of a shard: values are shown as they are stored."""
+        return self.by_set.get(shown_url.rpartition("/")[0], self)
+
+
+def notes_of(subject: Subject, source: str) -> Notes:
+    """Return what lies beside a set; read once."""
+    return subject.keep(f"notes of {source}", lambda: _read(subject, subject.set_of(source)))
+
+
+def check_tokenizer(subject: Subject) -> None:
+    """Refuse a tokenizer that made the tokens of no set.
+
+    Raises:
+        ConfigError: It did not, or it is none.
+    """
+    if not subject.tokenizer:
+        return
+    given = find_tokenizer(subject.tokenizer, subject.storage, special=False)
+    notes = [notes_of(subject, name) for name in subject.sets]
+    if not any(one.tokens and one.tokens.file and one.tokens.file.sha256 == given.sha256 for one in notes):
+        raise ConfigError(
+            f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of what is shown; expected the file whose "
+            f"sha256 {SCHEMA_FILE} beside the set has, got {given.sha256[:12]}…. Leave it out to see numbers"
+        )
+
+
+def _read(subject: Subject, within: SampleSet) -> Notes:
+    homes = homes_of(within.source.urls, within.source.shards.index)
+    meaning = within.source.meaning
+    by_set = {
+        place: _of_schema(subject, within, home, schema)
+        for (place, schema), home in zip(meaning.sets.items(), homes * len(meaning.sets), strict=False)
+    }
+    whole = _of_schema(subject, within, homes[0], meaning.schema)
+    return replace(whole, by_set=by_set if len(by_set) > 1 else {})
+
+
+def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Schema) -> Notes:
+    lists = schema.classes
+    classes = lists.get("cls") or next(iter(lists.values()), ())
+    for name, one in schema.tokens.items():
+        told = one.tokens or meant.TokenMeaning()
+        file, why = _at_hand(subject, within, home, told.tokenizer)
+        tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why, texts=_texts(subject, file))
+        return Notes(classes=classes, tokens=tokens)
+    return Notes(classes=classes)
+
+
+def _texts(subject: Subject, file: TokenizerFile | None) -> TokenTexts | BytesTokenizer | None:
+    """Return what uses a tokenizer: of a file, which a stranger may have made, a process."""
+    if file is None or file.kind == BYTES:
+        return None if file is None else BytesTokenizer(special=file.special)
+    return subject.keep(f"texts of {file.sha256} {file.pattern}", lambda: TokenTexts(file))
+
+
+def _at_hand(
+    subject: Subject, within: SampleSet, home: str, given: meant.TokenizerKey | None
+) -> tuple[TokenizerFile | None, str]:
+    """Return the tokenizer that a set names by its digest, from ``--tokenizer`` or beside it; or why there is none."""
+    if given is None:
+        return None, "the set does not say which tokenizer made its tokens"
+    pattern = given.pattern or None
+    if given.kind == BYTES:
+        return find_tokenizer(BYTES, within.source.storage, special=True), ""
+    places = [(subject.storage, subject.tokenizer)] if subject.tokenizer else []
+    for storage, spec in [*places, *((within.source.storage, join_url(home, name)) for name in _BESIDE)]:
+        try:
+            size_bytes = storage.info(spec).size_bytes if spec != subject.tokenizer else 0  # that one is the user's
+            if size_bytes > MOST_BYTES:
+                return None, f"{redact(spec)} is not read: {format_bytes(size_bytes)}"
+            file = find_tokenizer(spec, storage, special=given.kind == "huggingface", pattern=pattern)
+            if file.sha256 == given.sha256:
+                return file, ""
+        except (ConfigError, StorageError):  # not there, or of another kind
+            continue
+    return (
+        None,
+        f"text needs the tokenizer {given.kind} with sha256 {given.sha256[:12]}…: give it with --tokenizer FILE",
+    )
+
+
+def named(classes: Sequence[str], value: str) -> str:
+    """Return the name of a class given by its number; "": it has none."""
+    text = value.strip()
+    return (
+        classes[int(text)]
+        if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < len(classes)
+        else ""
+    )

@@ -1,0 +1,90 @@
+"""Read the beginnings of values: as few requests as possible, of hardly more bytes than are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shard_tools.look.show.base.samples import SampleSet
+from streaming.common.arguments import counted
+from streaming.errors import TransferError
+
+_SPARE = 0.25
+"""Bytes read that are not shown, as a part of those that are: headers between values that one request joins."""
+_FARTHEST = 64 << 10  # bytes between neighbors: beyond, another request takes less time
+_REQUESTS = 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Wanted:
+    """Bytes of a shard, from one to before another."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> list[bytes]:
+    """Return bytes of shards, in the order of ``wanted``.
+
+    Neighbors are read with one request, the closest first, while what lies between stays below a quarter of all that
+    the page shows.
+
+    Args:
+        within: The set that the shards are of.
+        wanted: The bytes.
+        beside: Bytes that the page shows beside these: its pictures.
+
+    Raises:
+        StorageError: They cannot be read.
+    """
+    runs = _joined(wanted, beside)
+    if not runs:
+        return [b""] * len(wanted)
+
+    def read(run: Wanted) -> memoryview:
+        url = within.source.urls[run.shard]
+        found = memoryview(within.source.storage.read(url, run.start, run.stop))
+        if len(found) < run.stop - run.start:
+            raise TransferError(f"{url}: {counted(len(found), 'byte')} in place of {run.stop - run.start}")
+        return found
+
+    if len(runs) == 1:
+        pieces = [read(runs[0])]
+    else:
+        with ThreadPoolExecutor(min(_REQUESTS, len(runs)), "shardstream-show") as threads:
+            pieces = list(threads.map(read, runs))
+    found: dict[Wanted, bytes] = {}
+    places = iter(zip(runs, pieces, strict=True))
+    run, piece = next(places)
+    for one in sorted({one for one in wanted if one.stop > one.start}):
+        while one.shard != run.shard or one.stop > run.stop:
+            run, piece = next(places)
+        found[one] = bytes(piece[one.start - run.start : one.stop - run.start])
+    return [found.get(one, b"") for one in wanted]
+
+
+def _joined(wanted: Sequence[Wanted], beside: int) -> list[Wanted]:
+    """Return what is requested, in order; values that overlap are one."""
+    listed = sorted({one for one in wanted if one.stop > one.start})
+    left = int(_SPARE * (beside + sum(one.stop - one.start for one in listed)))
+    gaps = sorted(
+        (max(after.start - before.stop, 0), number)
+        for number, (before, after) in enumerate(pairwise(listed))
+        if after.shard == before.shard
+    )
+    joined = set[int]()
+    for gap, number in gaps:
+        left -= gap
+        if left < 0 or gap > _FARTHEST:
+            break
+        joined.add(number + 1)
+    runs: list[Wanted] = []
+    for number, one in enumerate(listed):
+        if number in joined:
+            runs[-1] = Wanted(one.shard, runs[-1].start, max(runs[-1].stop, one.stop))
+        else:
+            runs.append(one)
+    return runs

@@ -1,0 +1,339 @@
+"""Show what a mixture does over a run: shares against their targets, passes of each source, the ledger in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from shard_tools.look.plan.steps import PlannedRun
+from shard_tools.look.show.base.page import Query
+from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.order.asked import OF_THE_RUN, asked_of
+from shard_tools.look.show.order.lines import Plot, plotted
+from shard_tools.look.show.order.pages import runs_of
+from shard_tools.look.show.order.step import NUM_COLOURS
+from streaming.common.arguments import counted, some_names
+from streaming.errors import ConfigError
+from streaming.order.mixing.forecast import Forecast
+from streaming.order.plan.ledger import CHANGED, GROWN, RESUMED, START, Entry
+
+MIXTURE_ASKS = ("epoch", "until", *OF_THE_RUN)
+_POINTS = ((16, 48), (64, 24), (2**62, 12))
+"""Up to so many sources, so many rows at which they are counted: each costs a permutation of every source."""
+_PLOTTED = 8
+_NEXT_PASSES = 3
+_PASSES_SHOWN, _LEAST_STEPS = 2, 50
+"""Of a run without an end: as many samples as there are, so many times, and at least so many steps."""
+_SHOWN_WEIGHTS = 8
+_BEHIND = 1.25  # of what happens, so that what follows can be seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceShown:
+    """A source or group, over the rows that are shown.
+
+    Attributes:
+        name: Its name.
+        colour: Number of its colour.
+        samples: Its samples, or packs.
+        target: The share that it should have.
+        realised: The share that it has.
+        strayed: The most samples by which its count is off the target, at the rows where it was counted.
+        drawn: Samples drawn of it.
+        passes: Passes over it that these are.
+        begins: The next passes that begin, with their steps.
+        words: When it ends, or how often it is read, in words.
+    """
+
+    name: str
+    colour: int
+    samples: int
+    target: float
+    realised: float
+    strayed: int
+    drawn: int
+    passes: float
+    begins: tuple[tuple[int, int], ...]
+    words: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        names = ("name", "samples", "target", "realised", "strayed", "drawn", "passes")
+        return {**{name: getattr(self, name) for name in names}, "begins": dict(self.begins)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryShown:
+    """An entry of the ledger, in words: from which row and step, and what happened."""
+
+    row: int
+    step: int
+    what: str
+    words: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {"row": self.row, "step": self.step, "what": self.what, "words": list(self.words)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixturePage:
+    """What a mixture does over some rows of a run.
+
+    Attributes:
+        query: The address.
+        is_mixture: Whether there is anything to mix; else the rest is empty.
+        kind: What is mixed: sources or groups.
+        steps: Steps at which sources are counted, the first and the last of what is shown included.
+        sources: The sources, largest target first.
+        realised: Their shares between these steps, in the order of ``sources``.
+        targets: What these should be, likewise.
+        entries: The ledger.
+        epoch: The epoch that is shown; None: a run without end.
+        at_step: The step of the saved state, within what is shown; None: there is none.
+        words: What is mixed, in words.
+    """
+
+    query: Query
+    is_mixture: bool
+    kind: str = "sources"
+    steps: tuple[int, ...] = ()
+    sources: tuple[SourceShown, ...] = ()
+    realised: tuple[tuple[float, ...], ...] = ()
+    targets: tuple[tuple[float, ...], ...] = ()
+    entries: tuple[EntryShown, ...] = ()
+    epoch: int | None = None
+    at_step: int | None = None
+    words: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        if not self.is_mixture:
+            return {"is_mixture": False, "sources": []}
+        names = [one.name for one in self.sources]
+        return {
+            "is_mixture": True, "epoch": self.epoch, "steps": list(self.steps),
+            "sources": [one.as_dict() for one in self.sources],
+            "realised": dict(zip(names, map(list, self.realised), strict=True)),
+            "targets": dict(zip(names, map(list, self.targets), strict=True)),
+            "ledger": [one.as_dict() for one in self.entries],
+        }  # fmt: skip
+
+    @cached_property
+    def plot(self) -> Plot:
+        """The shares of the largest sources, over steps."""
+        shown = self.sources[:_PLOTTED]
+        return plotted(
+            self.steps, [(one.name, one.colour) for one in shown], self.realised[:_PLOTTED], self.targets[:_PLOTTED],
+            mark=self.at_step,
+        )  # fmt: skip
+
+    @property
+    def form(self) -> list[tuple[str, str, str]]:
+        """What the form asks: names, labels and values."""
+        first = ("epoch", "epoch", str(self.epoch)) if self.epoch is not None else (
+            "until", "up to step", str(self.steps[-1]))  # fmt: skip
+        return [
+            first,
+            ("global_batch_size", "rows per batch", self.query.text("global_batch_size")),
+            ("seed", "seed", self.query.text("seed")),
+        ]
+
+    @property
+    def kept(self) -> list[tuple[str, str]]:
+        """What the address says beside the form."""
+        asked = {name for name, _, _ in self.form} | {"format", "token"}
+        return [(name, value) for name, value in self.query.given.items() if name not in asked]
+
+
+def mixture_page(subject: Subject, query: Query) -> MixturePage:
+    """Return what the mixture does in an epoch, or up to a step; of a single set, that it is none.
+
+    Raises:
+        ConfigError: The address asks for what is not there.
+        StateError: The saved state belongs to another mixture.
+    """
+    asked = asked_of(query)
+    runs = runs_of(subject)
+    run = runs.of(asked.run)
+    if run.state.ledger is None:
+        return MixturePage(query=query, is_mixture=False)
+    until = query.some_number("until", least=1, most=2**40)
+
+    def made() -> MixturePage:
+        return _Shown(run, asked.epoch, until, has_state=runs.state is not None and asked.run.state).page()
+
+    found: MixturePage = runs.answers.of(("mixture", asked, until), made)
+    return replace(found, query=query)
+
+
+class _Shown:
+    """The rows of a run that a page shows."""
+
+    def __init__(self, run: PlannedRun, epoch: int | None, until: int | None, *, has_state: bool) -> None:
+        ledger = run.state.ledger
+        if ledger is None:
+            raise AssertionError("of a mixture")
+        self._run, self._ledger, self._has_state = run, ledger, has_state
+        self._mixture: Any = run.mixture
+        self._forecast: Forecast = self._mixture.drawing.forecast(ledger)
+        self.epoch = None if run.is_endless else run.state.epoch if epoch is None else epoch
+        if run.is_endless and epoch:
+            raise ConfigError(f"epoch: the run is one epoch without an end, number 0; got {epoch}; give until instead")
+        if self.epoch is not None and until is not None:
+            raise ConfigError("until: an epoch is shown as a whole; leave it out, and give its number as epoch")
+        self.begin = 0 if self.epoch is None else self.epoch * run.num_samples
+        self.first_step = 0 if self.epoch is None else run.first_step(self.epoch)
+        self.num_steps = (until or self._until()) if self.epoch is None else run.batches_of(self.epoch)
+        if not self.num_steps:
+            raise ConfigError(f"epoch: no batch is full in epoch {self.epoch}; give a smaller global_batch_size")
+        self.names = sorted(self._forecast.passes)
+
+    def _until(self) -> int:
+        """Return the step up to which a run without an end is shown."""
+        changes, seen = [row for row, _ in self._ledger.segments()], self._run.state.samples_seen
+        most = max(_PASSES_SHOWN * sum(self._mixture.sizes.values()), _BEHIND * changes[-1], _BEHIND * seen)
+        return max(self._step(round(most)), _LEAST_STEPS)
+
+    def _step(self, row: int) -> int:
+        """Return the step, within what is shown, that holds a row."""
+        return self._run.shape.sizes.batches(self.begin, max(row - self.begin, 0), "drop")
+
+    def page(self) -> MixturePage:
+        """Return the page."""
+        run, names = self._run, self.names
+        edges = [self._row(step) for step in self._edges()]
+        counts = np.array([[one.get(name, 0) for name in names] for one in map(self._drawn, edges)], np.int64)
+        due = np.cumsum([[0.0] * len(names), *(self._due(*pair) for pair in pairwise(edges))], axis=0)
+        found = self._sources(edges, counts, due)
+        order = sorted(range(len(names)), key=lambda at: (-found[at].target, names[at]))
+        lengths = np.diff(edges)
+        realised, targets = (np.diff(some, axis=0).T / lengths for some in (counts, due))
+        at_step = self._step(self.begin + run.state.samples_seen) if self._has_state else None
+        if self.epoch is not None and self.epoch != run.state.epoch:
+            at_step = None
+        return MixturePage(
+            query=Query({}), is_mixture=True, kind="groups" if hasattr(self._mixture, "dataset") else "sources",
+            steps=tuple(self._edges()), sources=tuple(found[at] for at in order),
+            realised=tuple(tuple(realised[at].tolist()) for at in order),
+            targets=tuple(tuple(targets[at].tolist()) for at in order), entries=tuple(self._entries()),
+            epoch=self.epoch, at_step=at_step, words=self._mixture.blend.in_words(),
+        )  # fmt: skip
+
+    def _edges(self) -> list[int]:
+        """Return steps at which sources are counted."""
+        points = next(points for most, points in _POINTS if len(self.names) <= most)
+        found: list[int] = np.unique(np.linspace(0, self.num_steps, points + 1).round().astype(np.int64)).tolist()
+        return found
+
+    def _row(self, step: int) -> int:
+        """Return the row at which a step of what is shown begins; behind the last one, where that ends."""
+        run = self._run
+        if step < self.num_steps or self.epoch is None:
+            plan, number = run.plan_of(self.first_step + step)
+            return plan.row_of(number)
+        plan, number = run.plan_of(self.first_step + self.num_steps - 1)
+        return min(plan.row_of(number) + plan.global_batch_size, self.begin + run.num_samples)
+
+    def _drawn(self, row: int) -> Mapping[str, int]:
+        """Count the samples of each source before a row."""
+        return self._run.drawn_before(row)
+
+    def _due(self, row: int, stop: int) -> list[float]:
+        """Return how many samples each source should give from a row to another."""
+        drawn = self._forecast.drawn(row, stop - row)
+        return [drawn[name] for name in self.names]
+
+    def _sources(self, edges: Sequence[int], counts: Any, due: Any) -> list[SourceShown]:
+        begin, stop = edges[0], edges[-1]
+        begins, found = self._forecast.pass_rows(begin, _NEXT_PASSES), []
+        drawn = counts[-1] - counts[0]
+        strayed = np.ceil(np.abs(counts - counts[0] - due).max(axis=0)).astype(np.int64)
+        for at, name in enumerate(self.names):
+            size = self._mixture.sizes[name]
+            starts = tuple((number, self._step(row)) for row, number in begins[name] if row < stop)
+            found.append(
+                SourceShown(
+                    name=name, colour=at % NUM_COLOURS, samples=size, target=float(due[-1][at]) / (stop - begin),
+                    realised=int(drawn[at]) / (stop - begin), strayed=int(strayed[at]), drawn=int(drawn[at]),
+                    passes=int(drawn[at]) / max(size, 1), begins=starts, words=self._words(name, starts),
+                )
+            )  # fmt: skip
+        return found
+
+    def _words(self, name: str, begins: Sequence[tuple[int, int]]) -> str:
+        """Return when a source begins, ends and repeats."""
+        said = []
+        given = [(row, weights.get(name, 0.0)) for row, weights in self._ledger.segments()]
+        opened = next((row for row, weight in given if weight), None)
+        if given and opened is None:
+            return "never drawn"
+        if opened:
+            said.append(f"first drawn at step {self._step(opened):,}")
+        if given and not given[-1][1]:
+            closed = max(row for (_, before), (row, weight) in pairwise(given) if before and not weight)
+            said.append(f"no longer drawn from step {self._step(closed):,} on")
+        if begins:
+            said.append("begins " + ", ".join(f"pass {number} at step {step:,}" for number, step in begins))
+        return "; ".join(said)
+
+    # --- the ledger ---
+
+    def _entries(self) -> list[EntryShown]:
+        found, before = [], None
+        for entry in self._ledger.entries:
+            found.append(
+                EntryShown(
+                    row=entry.start,
+                    step=self._run.shape.sizes.batches(0, entry.start, "drop"),
+                    what=_WHAT[entry.why],
+                    words=tuple(_told(entry, before)),
+                )
+            )
+            before = entry
+        return found
+
+
+_WHAT = {
+    START: "the run begins",
+    RESUMED: "changed when it was resumed",
+    CHANGED: "set_weights",
+    GROWN: "a source has grown",
+}
+
+
+def _told(entry: Entry, before: Entry | None) -> list[str]:
+    """Return what an entry of a ledger says that the one before it does not."""
+    said = []
+    rows = entry.blend.rows(entry.start)
+    if not rows:
+        said.append(f"each pass draws {_weights(entry.blend.shares([])[0][1])}")
+    elif before is None or entry.blend != before.blend or rows[0][1] != before.blend.at(entry.start):
+        said.append(f"shares of rows: {_weights(rows[0][1])}")
+    if len(rows) > 1:
+        row, last = rows[-1]
+        said.append(f"changing in {counted(len(rows) - 1, 'step')} up to row {row:,}: {_weights(last)}")
+    was = {} if before is None else before.sources
+    joined, left = sorted(set(entry.sources) - set(was)), sorted(set(was) - set(entry.sources))
+    if before is not None and joined:
+        said.append(f"joined: {some_names(joined)}")
+    if left:
+        said.append(f"left: {some_names(left)}")
+    for name, number in entry.joins.items():
+        said.append(f"{name}: new shards are read from its pass {number} on")
+    if before is None or entry.even != before.even:
+        even = sorted(entry.even)
+        said += [f"dealt by single samples, since they are small or repeated fast: {some_names(even)}"] if even else []
+    return said
+
+
+def _weights(weights: Mapping[str, float]) -> str:
+    total = sum(weights.values()) or 1
+    most = sorted((name for name in weights if weights[name]), key=lambda name: (-weights[name], name))
+    shown = ", ".join(f"{name} {weights[name] / total:.1%}" for name in most[:_SHOWN_WEIGHTS])
+    return shown + (f" and {counted(len(most) - _SHOWN_WEIGHTS, 'other')}" if len(most) > _SHOWN_WEIGHTS else "")

@@ -1,0 +1,40 @@
+"""List the pages: a new one costs its module and a row here."""
+
+from __future__ import annotations
+
+from shard_tools.look.show.base.page import Media, Page, PagePart, always
+from shard_tools.look.show.data import bad, columns, gallery, sample, values
+from shard_tools.look.show.order import mixture
+from shard_tools.look.show.order import pages as order
+from shard_tools.look.show.run import page as run
+
+OF_A_SAMPLE = (PagePart(name="steps", template="coming.html", answer=order.coming_part),)
+"""What is told of one sample, beside what is stored."""
+
+PAGES: tuple[Page, ...] = (
+    Page(path="/", title="Samples", template="gallery.html", answer=gallery.gallery, asks=gallery.ASKS, in_file=always),
+    Page(
+        path="/columns", title="Columns", template="columns.html", answer=columns.columns, asks=columns.ASKS,
+        in_file=always,
+    ),
+    Page(
+        path="/step", title="Step", template="step.html", answer=order.step_page, asks=order.STEP_ASKS, in_file=always
+    ),
+    Page(
+        path="/mixture", title="Mixture", template="mixture.html", answer=mixture.mixture_page,
+        asks=mixture.MIXTURE_ASKS, in_file=lambda subject: hasattr(subject.source, "sources"),
+    ),
+    Page(
+        path="/sample", title="Sample", template="sample.html", answer=sample.sample,
+        asks=(*sample.ASKS, *order.COMING_ASKS), parts=OF_A_SAMPLE, in_navigation=False,
+    ),
+    Page(
+        path="/bad", title="Bad samples", template="bad.html", answer=bad.bad_samples, asks=bad.ASKS,
+        in_file=lambda subject: bool(subject.bad),
+    ),
+    Page(path="/run", title="Run", template="run.html", answer=run.run_page, asks=run.ASKS, needs="run"),
+)  # fmt: skip
+"""All pages, in the order of the navigation and of ``--html``."""
+
+MEDIA: tuple[Media, ...] = (Media(path="/value", answer=values.value, asks=values.ASKS),)
+"""The bytes that they show."""

@@ -1,0 +1,275 @@
+"""Take the facts of one shard: from its sample table, and of some samples from their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from shard_tools.change.sets.open_set import needed_samples
+from shard_tools.look.stats.kinds import kind_of
+from shard_tools.look.stats.looks import CutError, head_bytes, look
+from shard_tools.look.stats.sketches import Distribution
+from shard_tools.look.stats.totals import EXAMPLES, ColumnTotals, FieldTotals, Looked, Totals
+from shard_tools.running.progress import Progress
+from streaming.errors import AccessDeniedError, DataError, NotFoundError, StorageError
+from streaming.sets.filters.late_columns import LateColumn, read_values
+from streaming.shards.catalog.build import home_of
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.columns import Values
+from streaming.shards.index.sample_table import SampleTable
+from streaming.storage import Storage, redact
+from streaming.types import Int64Array
+
+_GAP_BYTES = 64 << 10  # below it, reading what lies between costs less than another request
+_REQUEST_BYTES = 8 << 20
+_MOST_BYTES = 16 << 20  # of one value, if its beginning does not suffice
+_NOT_COMPARED = ("class", "number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StatsPart:
+    """What of one shard counts, and what is read of it.
+
+    Attributes:
+        position: Number of the shard in its set.
+        url: The shard.
+        chunks: Its rows of the chunk table.
+        scanned: Its sample table, if it was read because there is no index.
+        rows: Ascending rows of the samples that count; None: all.
+        numbers: Ascending numbers, among the samples that count, of those whose bytes are read; None: all.
+    """
+
+    position: int
+    url: str
+    chunks: ChunkTable
+    scanned: SampleTable | None
+    rows: Int64Array | None
+    numbers: Int64Array | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of its samples counts."""
+        return not (self.chunks.total_samples if self.rows is None else self.rows.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardReader:
+    """Take the facts of the shards of a set, one by one, anywhere; the same arguments give the same facts.
+
+    Attributes:
+        storage: Store of the set.
+        index_url: Location of its index, if not beside the shards.
+        late: Late columns.
+        token_bytes: Width of the tokens of a field, where the set says it, by directory of the index.
+        reads_all: Whether the bytes of all samples are read, and so small values are compared.
+        seed: Seed of all that is random.
+    """
+
+    storage: Storage
+    index_url: str | None
+    late: Sequence[LateColumn]
+    token_bytes: Mapping[str, Mapping[str, int]]
+    reads_all: bool
+    seed: int
+
+    def read(self, part: StatsPart, progress: Progress) -> Totals:
+        """Return the facts of one shard.
+
+        Raises:
+            IndexMissingError, IndexFormatError: Its sample table is missing or damaged.
+            AccessDeniedError, StorageError: The store refuses, or fails, other than by lacking the bytes.
+        """
+        totals = Totals()
+        if not part.is_empty:
+            table = part.scanned
+            if table is None:
+                table = needed_samples(self.storage, part.url, self.index_url)
+            rows = np.arange(table.num_samples) if part.rows is None else part.rows
+            draw = np.random.default_rng((self.seed, part.position))
+            self._add_table(totals, part, table, rows, draw)
+            numbers = np.arange(len(rows)) if part.numbers is None else part.numbers
+            if numbers.size:
+                looked = Looked()
+                self._look(_Values(self, totals, looked, part.url, table, progress), rows, numbers)
+                looked.sum_up(totals, draw)
+        progress.advance(num=1)
+        return totals
+
+    def _add_table(
+        self, totals: Totals, part: StatsPart, table: SampleTable, rows: Int64Array, draw: np.random.Generator
+    ) -> None:
+        """Add what the sample table and late columns say of some rows."""
+        sizes = np.diff(table.record_starts)[rows]
+        totals.sizes.add(sizes, draw)
+        largest = int(np.argmax(sizes))
+        totals.largest = (int(sizes[largest]), table.keys[int(rows[largest])], redact(part.url))
+        whole = len(rows) == table.num_samples
+        totals.add_keys(table.keys if whole else [table.keys[row] for row in rows.tolist()])
+        late: dict[str, Values] = {}
+        for asked in self.late:
+            try:
+                late[asked.name] = read_values(self.storage, part.url, self.index_url, part.chunks, asked)
+            except DataError as error:
+                totals.late_errors = [*totals.late_errors, str(error)][:EXAMPLES]
+        taken = pa.array(rows)
+        for name, values in {**table.columns, **late}.items():
+            column = totals.columns[name] = ColumnTotals(is_late=name in late)
+            column.add(name, values if whole else values.take(taken), draw)
+        for name, (starts, all_sizes) in table.fields.items():
+            there = rows[starts[rows] >= 0]
+            if not there.size:
+                continue
+            one = totals.fields[name] = FieldTotals()
+            of_field = all_sizes[there]
+            one.sizes.add(of_field, draw)
+            one.num_empty = int((of_field == 0).sum())
+            sums = table.large.fields.get(name)
+            if sums is not None:
+                known = there[sums[there] >= 0]
+                one.add_checksums(all_sizes[known], sums[known])
+            width = self._token_bytes(name, part.url, table, there)
+            if width:
+                one.numbers.setdefault("tokens", Distribution()).add(of_field // width, draw)
+
+    def _token_bytes(self, field: str, url: str, table: SampleTable, rows: Int64Array) -> int:
+        """Return the width of the tokens of a field; 0: it holds none, or nothing says."""
+        said = self.token_bytes.get(home_of(url, self.index_url), {})
+        if field in said or kind_of(field) != "tokens" or "tokens" not in table.columns:
+            return said.get(field, 0)
+        counts = table.columns["tokens"].take(pa.array(rows)).fill_null(0).to_numpy(zero_copy_only=False)
+        some = int(np.argmax(counts))
+        width = int(table.fields[field][1][rows[some]]) // int(counts[some]) if counts[some] > 0 else 0
+        return width if width in {2, 4} else 0
+
+    def _look(self, values: _Values, rows: Int64Array, numbers: Int64Array) -> None:
+        """Read the values of rows ``rows[numbers]`` as far as they tell something, and take it in."""
+        values.totals.num_read = len(numbers)
+        for first, stop, wanted in _requests(list(self._wanted(values.table, rows, numbers))):
+            data = values.bytes_of(first, stop, len({one.row for one in wanted}))
+            if data is None:
+                if values.is_gone:
+                    break
+                continue
+            for one in wanted:
+                values.take(one, bytes(data[one.start - first : one.stop - first]))
+
+    def _wanted(self, table: SampleTable, rows: Int64Array, numbers: Int64Array) -> Iterator[_Wanted]:
+        """Yield what is read of each value."""
+        columns = {*table.columns, *(column.name for column in self.late)}
+        for name, (all_starts, all_sizes) in table.fields.items():
+            kind = kind_of(name)
+            if kind == "class" and name in columns:
+                continue
+            starts, sizes = all_starts[rows[numbers]], all_sizes[rows[numbers]]
+            sums = table.large.fields.get(name)
+            known = np.zeros(len(numbers), np.bool_) if sums is None else sums[rows[numbers]] >= 0
+            compared = self.reads_all and kind not in _NOT_COMPARED
+            read = np.minimum(sizes, head_bytes(kind))
+            whole = ~known & (sizes <= _REQUEST_BYTES) if compared else np.zeros(len(numbers), np.bool_)
+            read[whole] = sizes[whole]
+            for i in np.flatnonzero((starts >= 0) & (read > 0)).tolist():
+                start = int(starts[i])
+                stop = start + int(read[i])
+                row = int(rows[numbers[i]])
+                yield _Wanted(start, stop, name, kind, row, int(numbers[i]), int(sizes[i]), bool(whole[i]))
+
+
+class _Wanted(NamedTuple):
+    """The beginning of one value: its bytes in the shard, its row there and number among those that count."""
+
+    start: int
+    stop: int
+    field: str
+    kind: str
+    row: int
+    number: int
+    size: int
+    is_compared: bool
+
+
+def _requests(wanted: list[_Wanted]) -> Iterator[tuple[int, int, list[_Wanted]]]:
+    """Yield runs of bytes that are read at once, and what is wanted of each."""
+    wanted.sort()
+    first = stop = 0
+    some: list[_Wanted] = []
+    for one in wanted:
+        if some and (one.start > stop + _GAP_BYTES or max(one.stop, stop) - first > _REQUEST_BYTES):
+            yield first, stop, some
+            some = []
+        if not some:
+            first = stop = one.start
+        some.append(one)
+        stop = max(stop, one.stop)
+    if some:
+        yield first, stop, some
+
+
+@dataclass(slots=True)
+class _Values:
+    """Values of one shard, looked at one by one."""
+
+    reader: ShardReader
+    totals: Totals
+    looked: Looked
+    url: str
+    table: SampleTable
+    progress: Progress
+    is_gone: bool = False
+
+    def bytes_of(self, first: int, stop: int, num_samples: int) -> memoryview | None:
+        """Return bytes of the shard; None if it lacks them, which is counted."""
+        try:
+            data = self.reader.storage.read(self.url, first, stop)
+        except AccessDeniedError:
+            raise
+        except (StorageError, DataError) as error:
+            if isinstance(error, NotFoundError):
+                self.is_gone = True
+                num_samples = self.totals.num_read
+            elif self.table.shard.size_bytes == _size_of(self.reader.storage, self.url):
+                raise
+            self.totals.num_unread += num_samples
+            self.totals.unread = [*self.totals.unread, str(error)][:1]
+            return None
+        self.totals.num_bytes_read += stop - first
+        self.progress.advance(num_bytes=stop - first)
+        return data
+
+    def take(self, one: _Wanted, data: bytes) -> None:
+        """Look at a value, whole if its beginning does not suffice."""
+        field = self.totals.fields[one.field]
+        field.num_read += 1
+        if one.is_compared:
+            digest = hashlib.blake2b(data, digest_size=8).digest()
+            self.looked.hashes[one.field].append(int.from_bytes(digest, "little") >> 1)
+        try:
+            try:
+                seen = look(one.kind, one.field, data, one.size)
+            except CutError:
+                more = self.bytes_of(one.start, one.start + min(one.size, _MOST_BYTES), 1)
+                seen = look(one.kind, one.field, b"" if more is None else bytes(more), one.size)
+        except (StorageError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  of any library, about bytes of any origin: counted
+            field.add_broken(f"{self.table.keys[one.row]}: {type(error).__name__}: {error}"[:300])
+            return
+        for name, number in seen.numbers.items():
+            self.looked.numbers[one.field, name].append(number)
+        for name, word in seen.words.items():
+            self.looked.words[one.field, name].append(word)
+        for name, words in seen.many.items():
+            self.looked.words[one.field, name] += words
+        if one.kind == "class":
+            self.looked.classes[one.field].append((one.number, str(seen.words["value"])))
+
+
+def _size_of(storage: Storage, url: str) -> int | None:
+    try:
+        return storage.info(url).size_bytes
+    except NotFoundError:
+        return None

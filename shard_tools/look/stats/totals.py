@@ -1,0 +1,324 @@
+"""Add up what is known of samples: sizes, columns, keys, and what their values show. Totals of shards can be merged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shard_tools.look.stats.kinds import is_class
+from shard_tools.look.stats.sketches import WORD_CHARACTERS, Distribution, Repeats, Top, Word
+from streaming.shards.index.columns import stable_hash
+from streaming.shards.index.keys import key_array
+from streaming.shards.index.where import is_comparable
+from streaming.types import Int64Array
+
+EXAMPLES = 3
+_PLAIN_KEY = r"^[\pL\pN\pM_.+=@:,~#%/-]*$"  # letters and digits of any script, and what file names usually have
+_ODD_START = r"^(/|\.\.?/)|/\.\./"
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Adjacent:
+    """Pairs of samples that follow each other in a shard: how many there are, and how many agree."""
+
+    num: int = 0
+    num_equal: int = 0
+
+    def add(self, values: pa.Array) -> None:
+        """Take values in storage order in."""
+        if len(values) > 1:
+            equal = pc.equal(values[1:], values[:-1]).drop_null()
+            self.num += len(equal)
+            self.num_equal += pc.sum(equal).as_py() or 0
+
+    def merge(self, other: Adjacent) -> None:
+        """Take all pairs of another summary in."""
+        self.num += other.num
+        self.num_equal += other.num_equal
+
+
+@dataclass(slots=True)
+class ColumnTotals:
+    """A column: its type, the samples that have a value, their range, and the most frequent ones."""
+
+    type: str = "null"
+    is_late: bool = False
+    num: int = 0
+    least: str | None = None
+    most: str | None = None
+    numbers: Distribution = field(default_factory=Distribution)
+    top: Top = field(default_factory=Top)
+    adjacent: Adjacent = field(default_factory=Adjacent)
+
+    def add(self, name: str, values: pa.Array, draw: np.random.Generator) -> None:
+        """Take the values of some samples in."""
+        if pa.types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        there = values.drop_null()
+        if not len(there):
+            return
+        self._join_type(str(there.type))
+        self.num += len(there)
+        if not is_comparable(there.type):  # of another writer: nothing more is told of it
+            return
+        if pa.types.is_integer(there.type) or pa.types.is_floating(there.type):
+            self.numbers.add(there.to_numpy(zero_copy_only=False), draw)
+            there = there.filter(pc.is_finite(there))
+        elif not pa.types.is_boolean(there.type):
+            ends = pc.min_max(there).as_py()
+            self._join_ends(ends["min"][:WORD_CHARACTERS], ends["max"][:WORD_CHARACTERS])
+        self.top.add(there)
+        if is_class(name):
+            self.adjacent.add(values)
+
+    def _join_type(self, kind: str) -> None:
+        if self.type == "null":
+            self.type = kind
+        elif self.type != kind:
+            self.type = "double" if {self.type, kind} == {"int64", "double"} else "mixed"
+
+    def _join_ends(self, least: str, most: str) -> None:
+        self.least = least if self.least is None else min(self.least, least)
+        self.most = most if self.most is None else max(self.most, most)
+
+    def merge(self, other: ColumnTotals) -> None:
+        """Take all values of another summary in."""
+        if other.num:
+            self._join_type(other.type)
+        if other.least is not None and other.most is not None:
+            self._join_ends(other.least, other.most)
+        self.is_late |= other.is_late
+        self.num += other.num
+        self.numbers.merge(other.numbers)
+        self.top.merge(other.top)
+        self.adjacent.merge(other.adjacent)
+
+
+@dataclass(slots=True)
+class FieldTotals:
+    """A field: sizes of all values, and what those that were read show.
+
+    Attributes:
+        num_empty: Values of 0 bytes.
+        sizes: Bytes of the values.
+        num_read: Values that were looked at.
+        num_broken: Those of them that are not what their name says.
+        broken: The first of them, in words.
+        numbers: Numbers that values show, by name: ``width``, ``characters``, …
+        words: Words that they show, by name: ``mode``, ``format``, …
+        adjacent: Pairs of values of a field that holds a class.
+        repeats: Contents that were compared.
+    """
+
+    num_empty: int = 0
+    sizes: Distribution = field(default_factory=Distribution)
+    num_read: int = 0
+    num_broken: int = 0
+    broken: list[str] = field(default_factory=list)
+    numbers: dict[str, Distribution] = field(default_factory=dict)
+    words: dict[str, Top] = field(default_factory=dict)
+    adjacent: Adjacent = field(default_factory=Adjacent)
+    repeats: Repeats = field(default_factory=Repeats)
+
+    def merge(self, other: FieldTotals) -> None:
+        """Take all values of another summary in."""
+        self.num_empty += other.num_empty
+        self.num_read += other.num_read
+        self.num_broken += other.num_broken
+        self.broken = [*self.broken, *other.broken][:EXAMPLES]
+        self.sizes.merge(other.sizes)
+        self.adjacent.merge(other.adjacent)
+        self.repeats.merge(other.repeats)
+        for name, spread in other.numbers.items():
+            self.numbers.setdefault(name, Distribution()).merge(spread)
+        for name, top in other.words.items():
+            self.words.setdefault(name, Top()).merge(top)
+
+    @property
+    def num(self) -> int:
+        """Samples that have the field."""
+        return self.sizes.num
+
+    @property
+    def num_looked(self) -> int:
+        """Values that were looked at and are not broken."""
+        return self.num_read - self.num_broken
+
+    def shown_words(self) -> list[tuple[str, Top]]:
+        """Return the words that are told of a field: not its kind, nor its classes, which are told apart."""
+        return [(name, top) for name, top in sorted(self.words.items()) if name not in {"kind", "value"}]
+
+    def add_checksums(self, sizes: Int64Array, sums: Int64Array) -> None:
+        """Take contents in by size and CRC32C."""
+        self.repeats.add(stable_hash(pa.array(sizes << 32 ^ sums)).to_numpy())
+
+    def add_broken(self, what: str) -> None:
+        """Count a value that is broken."""
+        self.num_broken += 1
+        if len(self.broken) < EXAMPLES:
+            self.broken.append(what)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What is known of some samples.
+
+    Attributes:
+        sizes: Bytes of records: fields with headers and padding.
+        largest: Size, key and shard of the largest.
+        keys: Keys.
+        num_odd: Keys with characters that other programs may stumble over.
+        odd: The first of them.
+        fields: By name.
+        columns: By name.
+        num_read: Samples whose values were looked at.
+        num_bytes_read: Bytes that this took.
+        late_errors: Why late columns could not be read, the first reasons.
+        num_unread: Samples that should have been, but the shard could not be read there.
+        unread: The first reasons.
+    """
+
+    sizes: Distribution = field(default_factory=Distribution)
+    largest: tuple[int, str, str] = (0, "", "")
+    keys: Repeats = field(default_factory=Repeats)
+    num_odd: int = 0
+    odd: list[str] = field(default_factory=list)
+    fields: dict[str, FieldTotals] = field(default_factory=dict)
+    columns: dict[str, ColumnTotals] = field(default_factory=dict)
+    num_read: int = 0
+    num_bytes_read: int = 0
+    late_errors: list[str] = field(default_factory=list)
+    num_unread: int = 0
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples."""
+        return self.sizes.num
+
+    def add_keys(self, keys: Sequence[str]) -> None:
+        """Take keys in."""
+        array = texts = key_array(keys)
+        odd: list[str] = []
+        if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):  # not all UTF-8
+            odd = [key for key in keys if not _is_utf8(key)]
+            texts = pa.array([key for key in keys if _is_utf8(key)], pa.string())
+            array = array.view(pa.large_string() if pa.types.is_large_binary(array.type) else pa.string())
+        odd += _odd_of(texts)
+        self.keys.add(stable_hash(array).to_numpy())
+        self.num_odd += len(odd)
+        self.odd = [*self.odd, *odd][:EXAMPLES]
+
+    def merge(self, other: Totals) -> None:
+        """Take all samples of another summary in."""
+        self.sizes.merge(other.sizes)
+        self.largest = max(self.largest, other.largest, key=lambda one: one[0])
+        self.keys.merge(other.keys)
+        self.num_odd += other.num_odd
+        self.odd = [*self.odd, *other.odd][:EXAMPLES]
+        self.num_read += other.num_read
+        self.num_bytes_read += other.num_bytes_read
+        self.late_errors = [*self.late_errors, *other.late_errors][:EXAMPLES]
+        self.num_unread += other.num_unread
+        self.unread = [*self.unread, *other.unread][:EXAMPLES]
+        for name, one in other.fields.items():
+            self.fields.setdefault(name, FieldTotals()).merge(one)
+        for name, column in other.columns.items():
+            self.columns.setdefault(name, ColumnTotals()).merge(column)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        return _written(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> Totals:
+        """Return the inverse of :meth:`as_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        given = dict(content)
+        fields = {name: _read(FieldTotals, one) for name, one in given.pop("fields").items()}
+        columns = {name: _read(ColumnTotals, one) for name, one in given.pop("columns").items()}
+        found = _read(cls, {**given, "largest": tuple(given["largest"])})
+        found.fields, found.columns = fields, columns
+        return found
+
+
+_SKETCHES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "sizes": Distribution.of_dict, "top": Top.of_dict, "keys": Repeats.of_dict, "repeats": Repeats.of_dict,
+    "adjacent": lambda content: Adjacent(**content),
+}  # fmt: skip
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, (Distribution, Top, Repeats)):
+        return value.as_dict()
+    if isinstance(value, (Adjacent, ColumnTotals, FieldTotals, Totals)):
+        return {name: _written(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, dict):
+        return {name: _written(one) for name, one in value.items()}
+    return value
+
+
+def _read(kind: type[_T], content: Mapping[str, Any]) -> _T:
+    given = {name: _SKETCHES[name](one) if name in _SKETCHES else one for name, one in content.items()}
+    if kind is ColumnTotals:
+        given["numbers"] = Distribution.of_dict(content["numbers"])
+    if kind is FieldTotals:
+        given["numbers"] = {name: Distribution.of_dict(one) for name, one in content["numbers"].items()}
+        given["words"] = {name: Top.of_dict(one) for name, one in content["words"].items()}
+    return kind(**given)
+
+
+def _is_utf8(key: str) -> bool:
+    return not any("\ud800" <= one <= "\udfff" for one in key)
+
+
+def _odd_of(keys: pa.Array) -> list[str]:
+    """Return the keys with characters, or a beginning, that other programs may stumble over."""
+    plain = pc.and_not(pc.match_substring_regex(keys, _PLAIN_KEY), pc.match_substring_regex(keys, _ODD_START))
+    composed = pc.equal(pc.utf8_normalize(keys, form="NFC"), keys)
+    found: list[str] = keys.filter(pc.invert(pc.and_(plain, composed))).to_pylist()
+    return found
+
+
+@dataclass(slots=True)
+class Looked:
+    """What values of one shard show, collected before it is summed up."""
+
+    numbers: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    words: dict[tuple[str, str], list[Word]] = field(default_factory=lambda: defaultdict(list))
+    classes: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
+    hashes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def sum_up(self, totals: Totals, draw: np.random.Generator) -> None:
+        """Add everything to the totals of the shard."""
+        for (name, what), numbers in sorted(self.numbers.items()):
+            totals.fields[name].numbers.setdefault(what, Distribution()).add(np.array(numbers), draw)
+        for (name, what), words in self.words.items():
+            totals.fields[name].words.setdefault(what, Top()).count(words)
+        for name, hashes in self.hashes.items():
+            totals.fields[name].repeats.add(np.array(hashes, np.int64))
+        for name, found in self.classes.items():
+            for run in _runs(sorted(found)):
+                totals.fields[name].adjacent.add(pa.array(run))
+
+
+def _runs(found: Iterable[tuple[int, str]]) -> list[list[str]]:
+    """Return the values of samples that follow each other, run by run."""
+    runs: list[list[str]] = []
+    before = -2
+    for number, value in found:
+        if number != before + 1:
+            runs.append([])
+        runs[-1].append(value)
+        before = number
+    return runs

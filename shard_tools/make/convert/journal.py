@@ -1,0 +1,187 @@
+"""Keep the journal that a conversion writes to its target, so that it can be interrupted and continued.
+
+``_shardstream/convert.json`` records the source and the options of the shards there. It holds no time and no machine:
+the same conversion writes the same journal. ``_shardstream/sources.parquet`` belongs to it: the inputs that the shards
+were made of, with what tells whether they changed. That file is of this place alone, so copies of a set leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from shard_tools.make.convert.base.identity import SourceIdentity
+from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
+from streaming.shards.index.files import (
+    SOURCES_KIND,
+    is_sealed,
+    read_document,
+    read_table,
+    write_document,
+    write_table,
+)
+from streaming.storage import ReadBuffer, Storage, join_url, redact
+
+_FORMAT = "shardstream-convert"
+_VERSION, _KEPT = 1, 32
+_COLUMNS = {
+    "number": pa.int64(), "name": pa.string(), "size_bytes": pa.int64(), "version": pa.string(), "crc32c": pa.uint32(),
+}  # fmt: skip
+NAME = "_shardstream/convert.json"
+SOURCES = "_shardstream/sources.parquet"
+
+
+class TargetNotEmptyError(ShardstreamError, FileExistsError):
+    """The target holds shards that this conversion did not write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waypoint:
+    """Where a source stands after so many shards, and what was counted by then.
+
+    Attributes:
+        through: Number of the last input that the shards are made of.
+        remarks: Samples by what is odd about them.
+        left_out: Records that are left out, by reason.
+        standing: Where the source goes on, if the number of samples does not tell.
+    """
+
+    through: int = -1
+    remarks: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    standing: Mapping[str, Any] = field(default_factory=dict)
+
+
+def kept(positions: Mapping[int, Waypoint]) -> dict[int, Waypoint]:
+    """Return the positions that a journal keeps: the latest ones, and ever fewer of earlier ones.
+
+    That after shard n is kept for 32 times the largest power of two that divides n. So a run that goes back by k shards
+    writes at most k / 15 + 1 more of them again, and a journal of any number of shards stays small.
+    """
+    latest = max(positions, default=0)
+    return {number: one for number, one in sorted(positions.items()) if latest - number < _KEPT * (number & -number)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    """The work of a conversion, whether it is complete, and the fields that its samples then have.
+
+    ``fields`` is the source's own word, not what was written, so that ``verify`` can compare the two: True for a field
+    of every sample, False for one that some lack; None if only reading tells.
+
+    ``positions`` says where the source stood after so many shards, for some numbers of them (:func:`kept`); ``skipped``
+    what reading found that is no sample, with the reason.
+    """
+
+    source: dict[str, Any]
+    options: dict[str, Any]
+    complete: bool = False
+    num_samples: int | None = None
+    fields: Mapping[str, bool] | None = None
+    positions: Mapping[int, Waypoint] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def same_work(self, other: Journal) -> bool:
+        """Tell whether both describe the same conversion."""
+        return self.source == other.source and self.options == other.options
+
+    def differences(self, other: Journal) -> str:
+        """Describe what differs."""
+        pairs = (("source", self.source, other.source), ("options", self.options, other.options))
+        return "; ".join(
+            f"{what} {name}: there {theirs.get(name)!r}, here {ours.get(name)!r}"
+            for what, theirs, ours in pairs
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
+        )
+
+
+def load_journal(target: str, storage: Storage) -> Journal | None:
+    """Return the journal in ``target``, or None.
+
+    Raises:
+        IndexFormatError: It is damaged, or of another version.
+    """
+    url = join_url(target, NAME)
+    if not storage.exists(url):
+        return None
+    try:
+        content = storage.read_parsed(url, lambda data, _: read_document(data), is_sealed)
+        _check_version(content["format"], content["version"])
+        return Journal(
+            source=dict(content["source"]),
+            options=dict(content["options"]),
+            complete=bool(content["complete"]),
+            num_samples=content["num_samples"],
+            fields=None if content.get("fields") is None else dict(content["fields"]),
+            positions={int(number): Waypoint(**one) for number, one in content.get("positions", {}).items()},
+            skipped=dict(content.get("skipped", {})),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IndexFormatError(
+            f"{redact(url)}: not a journal that this release can read ({error}); start over with "
+            "`shard_tools convert … --overwrite`, or delete this file, which nothing but `convert` and `verify` reads"
+        ) from error
+
+
+def whole_journal(home: str, storage: Storage, num_samples: int) -> Journal | None:
+    """Return the journal in ``home`` if the set there, of so many samples, is what it describes, else None.
+
+    Raises:
+        IndexFormatError: It is damaged.
+    """
+    try:
+        journal = load_journal(home, storage)
+    except AccessDeniedError:  # what many stores say of a file that is not there
+        return None
+    return journal if journal is not None and journal.complete and journal.num_samples == num_samples else None
+
+
+def _check_version(name: object, version: object) -> None:
+    if (name, version) != (_FORMAT, _VERSION):
+        raise ValueError(f"format {name!r}, version {version!r}")
+
+
+def save_journal(target: str, journal: Journal, storage: Storage) -> None:
+    """Write the journal atomically."""
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "source": journal.source,
+        "options": journal.options,
+        "complete": journal.complete,
+        "num_samples": journal.num_samples,
+        "fields": None if journal.fields is None else dict(journal.fields),
+    }
+    if journal.positions:
+        content["positions"] = {str(number): asdict(one) for number, one in kept(journal.positions).items()}
+    if journal.skipped:
+        content["skipped"] = dict(journal.skipped)
+    storage.put(join_url(target, NAME), write_document(content))
+
+
+def sources_of(origins: Sequence[SourceIdentity]) -> bytes:
+    """Return the file of a set's inputs."""
+    columns = {name: pa.array([getattr(one, name) for one in origins], kind) for name, kind in _COLUMNS.items()}
+    return write_table(pa.table(columns), {"kind": SOURCES_KIND}, plain=["number", "name", "version"])
+
+
+def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
+    """Return the inputs of the set in ``target``; none: nothing is known of them.
+
+    Raises:
+        IndexFormatError: Their file is damaged.
+    """
+    url = join_url(target, SOURCES)
+    try:
+        return storage.read_parsed(url, _identities, is_sealed)
+    except (NotFoundError, AccessDeniedError):
+        return []
+
+
+def _identities(data: ReadBuffer, source: str) -> list[SourceIdentity]:
+    table, _ = read_table(data, SOURCES_KIND, source, lambda _: list(_COLUMNS))
+    return [SourceIdentity(**row) for row in table.to_pylist()]

@@ -1,0 +1,272 @@
+"""Write a source's records through the writer: the command ``convert``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from shard_tools.make.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
+from shard_tools.make.convert.pack import Destination, pack, refuse_overlap
+from shard_tools.make.convert.recode import ImageOptions, Reencoded
+from shard_tools.make.convert.sources import LAYOUTS, open_source
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
+from streaming.common.arguments import did_you_mean
+from streaming.errors import ConfigError
+from streaming.shards.schema.value import Schema
+from streaming.shards.tar.inflate import MAX_GZIP_RATIO
+from streaming.storage import Storage
+
+_LOOKED_AT = 1000  # records, where each may have columns of its own
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOptions(ShardOptions):
+    """How records of a source of another layout become samples, of their bytes or of their tokens.
+
+    Attributes:
+        kind: The source's layout, or ``"auto"``.
+        key_field: The field that holds keys; ``"number"`` counts; None: what is usual for the layout.
+        fields: (column, extension) pairs: columns to be stored as fields of their own.
+        columns: Metadata that the sample table shall hold, in addition to those that the layout gives it.
+        keep_order: Do not shuffle what usually is shuffled: folders of several classes.
+        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
+        allow_unfinished: Take what is there of shards that are still being written.
+        part: The split to take, of a source that has several.
+        config: The configuration to take, of a source that has several.
+        unlike_columns: Take files of unlike columns as they are, and log it.
+    """
+
+    kind: str = "auto"
+    key_field: str | None = None
+    fields: tuple[tuple[str, str], ...] = ()
+    columns: tuple[str, ...] = ()
+    keep_order: bool = False
+    max_gzip_ratio: float = MAX_GZIP_RATIO
+    allow_unfinished: bool = False
+    part: str | None = None
+    config: str | None = None
+    unlike_columns: bool = False
+
+    def __post_init__(self) -> None:
+        """Reject options that contradict each other.
+
+        Raises:
+            ConfigError: They do.
+        """
+        if self.keep_order and self.shuffle_seed is not None:
+            raise ConfigError(f"--shuffle {self.shuffle_seed}: the order cannot be kept, too; give a seed, or none")
+
+    def identity(self) -> dict[str, object]:
+        """Return what the bytes of the result depend on."""
+        fields = [list(pair) for pair in self.fields]
+        return ShardOptions.identity(self) | {
+            "key_field": self.key_field, "fields": fields, "columns": list(self.columns),
+        }  # fmt: skip
+
+    def open(self, source: str | Sequence[str], target: str, storage: Storage, **how: Any) -> Source:
+        """Open the source, for shards in ``target``; ``how`` are further fields of ``SourceOptions``.
+
+        Raises:
+            ConfigError: Options do not fit the source, or it is the target.
+            NotFoundError: There is nothing to read.
+        """
+        place = Destination.of(target)
+        options = SourceOptions(
+            fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
+            num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
+            allow_unfinished=self.allow_unfinished, part=self.part, config=self.config,
+            unlike_columns=self.unlike_columns, **how,
+        )  # fmt: skip
+        for one in [source] if isinstance(source, str) else source:
+            refuse_overlap(one, place)
+        return open_source(source, storage, kind=self.kind, options=options)
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """Every column that an option names, with the option."""
+        return [("--columns", name) for name in self.columns] + [("--field", column) for column, _ in self.fields]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(RecordOptions):
+    """Options of a conversion, in addition to :class:`RecordOptions`.
+
+    Attributes:
+        classes: Where the numbers of classes come from (``numbered_classes`` in ``base/class_folders.py``).
+        image_folder: Where the images of a file of annotations are.
+        images: How images are re-encoded.
+    """
+
+    classes: str | None = None
+    image_folder: str | None = None
+    images: ImageOptions = field(default_factory=ImageOptions)
+
+    def identity(self) -> dict[str, object]:
+        """Return what the bytes of the result depend on."""
+        return RecordOptions.identity(self) | ({"images": self.images.identity()} if self.images else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport(Report):
+    """The result of a conversion.
+
+    Attributes:
+        kind: The source's format.
+        target: Where the shards are.
+        num_shards: Shards there now.
+        num_samples: Samples there now.
+        num_bytes: Bytes of all shards.
+        num_resumed_samples: Samples that an earlier run had written.
+        was_complete: An earlier run had written everything, so that this one wrote nothing.
+        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
+        classes: Class numbers, if the source has classes.
+        classes_from: What determined the numbers; "" if the source alone did.
+        shuffle_seed: The seed by which records were shuffled; None: they keep the source's order.
+        skipped: What was left out of the source.
+        remarks: What is odd about samples, and about how many; of earlier runs, too.
+        seconds: Wall time of this run.
+    """
+
+    kind: str
+    target: str
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    num_resumed_samples: int
+    was_complete: bool
+    changed: tuple[str, ...]
+    classes: Mapping[str, int]
+    classes_from: str
+    shuffle_seed: int | None
+    skipped: tuple[Skipped, ...]
+    remarks: Mapping[str, int]
+    seconds: float
+
+
+def convert(
+    source: str | Sequence[str],
+    target: str,
+    *,
+    options: ConvertOptions | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Pack ``source`` into shards ``000000.tar``, … in ``target``, with their index.
+
+    Deterministic: the same source and options give the same bytes, whether or not the conversion was interrupted and
+    continued. Memory: a few samples per worker, and what the writer holds.
+
+    Args:
+        source: File, folder, pattern or URL of the data; or several of one layout, whose records follow each other.
+        target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
+        options: The options.
+        storage_options: Options of both stores, as for ``StreamingDataset``.
+        executor: Where to read and write, such as a cluster: many shards in parallel, with the same bytes. It must have
+            access to source and target.
+        progress: Receives the samples and bytes written.
+
+    Raises:
+        TargetNotEmptyError: The target holds shards of other work.
+        ConfigError: Options do not fit the source.
+        DataError: A record cannot be read or stored; the message names file and line.
+        StorageError: A store failed.
+    """
+    started = time.monotonic()
+    options = options or ConvertOptions()
+    storage = Storage(storage_options)
+    place = Destination.of(target)
+    reader = options.open(source, target, storage, classes=options.classes, images=options.image_folder)
+    check_columns(reader, options.named_columns)
+    written, image_columns = _reencoded(reader, options)
+    classes: dict[str, int] = getattr(reader, "classes", {})
+    seed: int | None = getattr(reader, "shuffle_seed", options.shuffle_seed)
+    packed = pack(
+        written,
+        place,
+        options,
+        command=("convert", source if isinstance(source, str) else ", ".join(source)),
+        identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
+        columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *options.columns))),
+        schema=getattr(reader, "meaning", Schema()),
+        storage_options=storage_options,
+        executor=executor,
+        progress=progress or NoProgress(),
+    )
+    return ConvertReport(
+        kind=reader.kind,
+        target=place.directory,
+        num_shards=packed.num_shards,
+        num_samples=packed.num_samples,
+        num_bytes=packed.num_bytes,
+        num_resumed_samples=packed.num_resumed_samples,
+        was_complete=packed.was_complete,
+        changed=packed.changed,
+        classes=classes,
+        classes_from=getattr(reader, "classes_from", ""),
+        shuffle_seed=seed,
+        skipped=tuple({one.path: one for one in (*packed.skipped, *reader.skipped)}.values()),
+        remarks=packed.remarks,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _reencoded(reader: Source, options: ConvertOptions) -> tuple[Source, tuple[str, ...]]:
+    """Return the source with its images re-encoded as asked, and the columns that this adds.
+
+    Raises:
+        ConfigError: The source has no images.
+    """
+    if not options.images:
+        return reader, ()
+    if not LAYOUTS[reader.kind].images:
+        raise ConfigError(
+            f"--image-max-side, --quality and --format re-encode images; a source of kind {reader.kind!r} has none"
+        )
+    reencoded = Reencoded(below=reader, how=options.images, num_threads=options.workers)
+    return reencoded, reencoded.check()
+
+
+def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]:
+    """Tell what numbers of classes add to the options that the result depends on: nothing, if names say them."""
+    if list(classes) == sorted(getattr(reader, "class_names", classes)):
+        return {}
+    return {"classes": sorted(classes, key=classes.__getitem__)}
+
+
+def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields: bool = False) -> None:
+    """Look for named columns, as (option, column) pairs, in the first records, since a typo gives an empty column.
+
+    Args:
+        reader: The source.
+        named: The pairs.
+        in_fields: Records without columns may have fields of these names.
+
+    Raises:
+        ConfigError: A table has no such column. If each record has columns of its own, it is a warning.
+    """
+    if not named:
+        return
+    free = reader.kind == "jsonl"
+    there: dict[str, None] = {}
+    with contextlib.closing(reader.records(0)) as records:
+        whole = (record for record in records if record.problem is None)
+        for record in itertools.islice(whole, _LOOKED_AT if free else 1):
+            there.update(dict.fromkeys(record.metadata or (record.fields if in_fields else ())))
+    for option, name in named if there or not free else ():
+        if name in there or (option != "--field" and name.partition(".")[0] in there):
+            continue
+        hint = did_you_mean(name, there)
+        what = f"{option}: no column {name!r} in {'the first records' if free else 'the source'}{hint}; there are: "
+        what += ", ".join(there) or "none"
+        if not free:
+            raise ConfigError(what)
+        _log.warning("%s", what)

@@ -1,0 +1,253 @@
+"""Choose the reader for a source and open it. A new format is a module with a ``Source``, and its line in LAYOUTS."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+
+from shard_tools.make.convert import lines, parquet, tars
+from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS
+from shard_tools.make.convert.base.files import SourceFile, find_files, is_folder, is_local, places, walked
+from shard_tools.make.convert.base.identity import SourceStorage
+from shard_tools.make.convert.base.records import FolderWalks, Source, SourceOptions
+from shard_tools.make.convert.base.zips import SUFFIX, ZipStorage, is_zip
+from shard_tools.make.convert.formats import indexed, litdata, lmdb, mds, tfrecord
+from shard_tools.make.convert.formats.audio import AUDIO_EXTENSIONS, AudioFolder
+from shard_tools.make.convert.formats.coco import CocoFolder
+from shard_tools.make.convert.formats.folder import FolderFiles
+from shard_tools.make.convert.formats.hf import HfDataset
+from shard_tools.make.convert.formats.voc import VocFolder
+from shard_tools.make.convert.images import ImageFolder
+from streaming.errors import ConfigError, NotFoundError
+from streaming.storage import Storage, local_path, redact
+from streaming.types import SHARD_SUFFIXES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How data of one layout is recognized and read.
+
+    Attributes:
+        open: Makes the source; called with what the user named, the store and the options.
+        suffixes: How names of its files end, in lower case.
+        names: What is found in names of its files, in lower case, where the end does not tell.
+        fields: It has columns, which ``--field`` may store as fields of their own.
+        classes: It has classes, which ``--classes`` numbers.
+        shuffles: It can be read in another order than front to back.
+        shards: It may be a set of shards that is not whole.
+        several: It takes further places (``SourceOptions.more``).
+        zips: It reads whole files, so that a zip archive may take the place of a folder.
+        images: Its fields may hold images, which can be re-encoded.
+        parts: It may have splits, of which ``--source-split`` takes one.
+        configs: It may have configurations, of which ``--source-config`` takes one.
+        image_folder: Its images may lie elsewhere (``--image-folder``).
+        named: A name that is no path may stand for it.
+    """
+
+    open: Callable[[str, Storage, SourceOptions], Source]
+    suffixes: tuple[str, ...] = ()
+    names: re.Pattern[str] | None = None
+    fields: bool = False
+    classes: bool = False
+    shuffles: bool = False
+    shards: bool = False
+    several: bool = False
+    zips: bool = False
+    images: bool = False
+    parts: bool = False
+    configs: bool = False
+    image_folder: bool = False
+    named: bool = False
+
+    def has(self, name: str) -> bool:
+        """Tell whether a file with this name, in lower case, is one of this layout."""
+        return name.endswith(self.suffixes) or (self.names is not None and self.names.search(name) is not None)
+
+
+def _endings(extensions: frozenset[str]) -> tuple[str, ...]:
+    return tuple(f".{extension}" for extension in sorted(extensions))
+
+
+LAYOUTS: dict[str, Layout] = {
+    "images": Layout(
+        open=ImageFolder, suffixes=_endings(IMAGE_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True,
+        images=True,
+    ),
+    "jsonl": Layout(
+        open=partial(lines.LineFiles, "jsonl"), suffixes=lines.SUFFIXES["jsonl"], fields=True, shuffles=True,
+        several=True,
+    ),
+    "parquet": Layout(
+        open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "csv": Layout(open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True, several=True),
+    "text": Layout(
+        open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True,
+        several=True,
+    ),
+    "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True, several=True, images=True),
+    "mds": Layout(
+        open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "litdata": Layout(
+        open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "tfrecord": Layout(
+        open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True, several=True, images=True
+    ),
+    "tfrecord-raw": Layout(
+        open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True, several=True, images=True
+    ),
+    "lmdb": Layout(open=lmdb.LmdbFiles, suffixes=lmdb.SUFFIXES, fields=True, shuffles=True, several=True, images=True),
+    "audio": Layout(
+        open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True
+    ),
+    "files": Layout(open=FolderFiles, shuffles=True, several=True, zips=True, images=True),
+    "coco": Layout(
+        open=CocoFolder, classes=True, shuffles=True, zips=True, images=True, parts=True, image_folder=True
+    ),
+    "voc": Layout(open=VocFolder, classes=True, shuffles=True, zips=True, images=True, parts=True),
+    "hf": Layout(
+        open=HfDataset, fields=True, shuffles=True, images=True, parts=True, configs=True, named=True
+    ),
+}  # fmt: skip
+SOURCE_KINDS = ("auto", *LAYOUTS)
+# Layouts whose files have no endings of their own are known by a file that others do not have.
+_MARKS = (
+    ("hf", re.compile(r"dataset_dict\.json|state\.json")),
+    ("coco", re.compile(r"(.*/)?annotations/(instances|captions|person_keypoints)_[^/]*\.json")),
+    ("voc", re.compile(r"(.*/)?ImageSets/Main/[^/]*\.txt")),
+)
+_MARKED = (".json", ".txt")  # how the names of these files end
+_BESIDE = frozenset({"text", "csv"})  # captions, transcripts and lists, beside images and sounds
+
+
+def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: FolderWalks | None = None) -> str:
+    """Detect the format of ``spec`` from the names of its files.
+
+    Raises:
+        ConfigError: The names are not recognized, or belong to several formats.
+        NotFoundError: There is nothing.
+    """
+    files = _named_by(spec, storage, exclude, {} if known is None else known)
+    names = [file.name for file in files]
+    noted = [name for name in names if name.endswith(_MARKED)]
+    marked = next((kind for kind, mark in _MARKS if any(map(mark.fullmatch, noted))), None)
+    if marked is not None:
+        return marked
+    kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
+    index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
+    if not kinds and index is not None:
+        kinds = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
+    if kinds & {"images", "audio"}:
+        kinds -= _BESIDE
+    if len(kinds) == 1:
+        return kinds.pop()
+    found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a known layout"
+    raise ConfigError(
+        f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}. --from files takes any folder: files "
+        "whose names differ after the first dot alone are one sample"
+    )
+
+
+def _named_by(spec: str, storage: Storage, exclude: str | None, known: FolderWalks) -> list[SourceFile]:
+    if not is_folder(spec):
+        return find_files(spec, storage, exclude=exclude)
+    files = [file for file in walked(spec, exclude, known)[0] if "_shardstream/" not in file.name]
+    if not files:
+        raise NotFoundError(f"{spec}: nothing found; check the path, or name the layout with --from")
+    return sorted(files, key=attrgetter("name"))
+
+
+def kind_of_name(name: str) -> str | None:
+    """Return the layout that a file's name tells, or None."""
+    lowered = name.lower()
+    return next((kind for kind, layout in LAYOUTS.items() if layout.has(lowered)), None)
+
+
+def open_source(
+    spec: str | Sequence[str], storage: Storage, *, kind: str = "auto", options: SourceOptions | None = None
+) -> Source:
+    """Open the records of ``spec``.
+
+    Args:
+        spec: File, folder, pattern or URL; or several of one layout, whose records follow each other.
+        storage: The store that holds it.
+        kind: One of ``SOURCE_KINDS``.
+        options: How to read it.
+
+    Raises:
+        ConfigError: If options do not fit the layout, or ``"auto"`` cannot tell it.
+        NotFoundError: If there is nothing to read.
+    """
+    options = options or SourceOptions()
+    specs = places([spec] if isinstance(spec, str) else spec, storage, (SUFFIX,))
+    if not specs:
+        raise ConfigError("no source: name at least one file, folder or pattern")
+    layout = LAYOUTS.get(kind)
+    for one in specs if layout is None or not layout.named else ():
+        if is_local(one) and not any(letter in one for letter in "*?[{") and not os.path.exists(local_path(one)):
+            raise NotFoundError(f"{one}: no such file or folder")
+    zipped = [one for one in specs if is_zip(one)]
+    watched = SourceStorage.of(storage)
+    if zipped:
+        watched = opened = ZipStorage.over(storage, options.max_gzip_ratio)
+        specs = [opened.root(one) if is_zip(one) else one for one in specs]
+    if kind == "auto":
+        kind = _one_kind(specs, watched, options)
+        layout = LAYOUTS[kind]
+    if layout is None:
+        raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
+    if zipped and not layout.zips:
+        taken = ", ".join(name for name, one in LAYOUTS.items() if one.zips)
+        raise ConfigError(f"{redact(zipped[0])}: an archive is read as {taken}, not as {kind!r}; unpack it")
+    _refuse_unfit(kind, layout, replace(options, more=tuple(specs[1:])))
+    reader = layout.open(specs[0], watched, replace(options, more=tuple(specs[1:])))
+    watched.expect(reader.origins().inputs)
+    return reader
+
+
+def _one_kind(specs: Sequence[str], storage: Storage, options: SourceOptions) -> str:
+    kinds = {detect_kind(one, storage, options.exclude, options.walks): one for one in reversed(specs)}
+    if len(kinds) > 1:
+        told = ", ".join(f"{redact(one)} is of kind {kind!r}" for kind, one in reversed(kinds.items()))
+        raise ConfigError(f"several sources have to be of one layout: {told}; convert them apart, or say --from")
+    return kinds.popitem()[0]
+
+
+def _refuse_unfit(kind: str, layout: Layout, options: SourceOptions) -> None:
+    """Refuse options that a layout would not heed.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    has = f"a source of kind {kind!r} has none"
+    wrong = {
+        f"--field names columns of a table; {has}": options.fields and not layout.fields,
+        f"--allow-unfinished is for sets of shards; a source of kind {kind!r} is none": (
+            options.allow_unfinished and not layout.shards
+        ),
+        f"--classes numbers the folders of images and the like; {has}": (
+            options.classes is not None and not layout.classes
+        ),
+        f"--shuffle: a source of kind {kind!r} can only be read front to back; leave --shuffle out (the loader "
+        "shuffles while reading), or bring the source into JSONL or Parquet first": (
+            options.shuffle_seed is not None and not layout.shuffles
+        ),
+        f"a source of kind {kind!r} is a single one, got {1 + len(options.more)}; convert them apart, with one target "
+        "each": bool(options.more) and not layout.several,
+        f"--source-split takes one split of several; {has}": options.part is not None and not layout.parts,
+        f"--source-config takes one configuration of several; {has}": (
+            options.config is not None and not layout.configs
+        ),
+        f"--image-folder says where the images of annotations are; {has}": (
+            options.images is not None and not layout.image_folder
+        ),
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(what)

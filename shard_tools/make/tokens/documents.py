@@ -1,0 +1,225 @@
+"""Extract the document from a record, report why there is none, and tell which set it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TypeAlias
+
+from shard_tools.make.convert.base.records import Record
+from shard_tools.make.tokens.ids import TokenIds
+from shard_tools.make.tokens.messages import Conversation, RejectedError, read_conversation
+from shard_tools.make.write.columns import follow
+from streaming.errors import ConfigError
+
+Content: TypeAlias = str | Conversation | TokenIds
+TRAIN = "train"
+_HASHES = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The documents of one set: those whose hash lies in ``[start, stop)`` of 2**64.
+
+    Attributes:
+        name: Name of the set; ``""``: the only one.
+        start: The first hash.
+        stop: One past the last hash.
+    """
+
+    name: str = ""
+    start: int = 0
+    stop: int = _HASHES
+
+    @property
+    def takes_rest(self) -> bool:
+        """Whether everything that belongs to no other set belongs to this one."""
+        return self.stop == _HASHES
+
+
+def parse_shares(specs: Sequence[str]) -> tuple[Share, ...]:
+    """Return the sets requested by ``name=share`` (``val=0.5%`` or ``val=1/200``), and ``train``, which gets the rest.
+
+    Hashes are allocated from 0 in the order given, so that a share that grows keeps its documents, if it is the first
+    or only one.
+
+    Raises:
+        ConfigError: A share is invalid, a name repeats, or nothing is left for ``train``.
+    """
+    shares: list[Share] = []
+    stop = 0
+    for spec in specs:
+        name, _, text = spec.partition("=")
+        if not name or not name.isidentifier() or name == TRAIN or name in {share.name for share in shares}:
+            raise ConfigError(f"--split {spec!r}: expected another name than {TRAIN!r} and a share, such as val=0.5%")
+        start, stop = stop, stop + int(_fraction(spec, text) * _HASHES)
+        shares.append(Share(name=name, start=start, stop=stop))
+    if stop >= _HASHES:
+        raise ConfigError(f"--split {' '.join(specs)}: nothing is left for {TRAIN!r}, which gets the rest; take less")
+    return (Share(name=TRAIN, start=stop), *shares) if shares else (Share(),)
+
+
+def _fraction(spec: str, text: str) -> Fraction:
+    try:
+        share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"--split {spec!r}: expected a share such as 0.5%, 0.005 or 1/200") from error
+    if not 0 < share < 1:
+        raise ConfigError(f"--split {spec!r}: a share lies between 0 and 1 (100%), got {text}")
+    return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One document, not yet tokens.
+
+    Attributes:
+        number: Number of its record in the source.
+        record: Its record.
+        content: Its text, its messages, or its tokens.
+        num_bytes: Size of its text in UTF-8.
+    """
+
+    number: int
+    record: Record
+    content: Content
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class SetTally:
+    """What one run found in one set; changed only by the thread that reads.
+
+    Attributes:
+        num_documents: Documents written.
+        num_tokens: Their tokens.
+        longest: Tokens of the longest one.
+        num_differing: Conversations whose tokens are not those of their whole text.
+        rejected: Number of records without tokens, by reason.
+        keys: Keys of messages that were compared with the template.
+        waiting: Number and reason of rejected records, for the next document that is written.
+    """
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    longest: int = 0
+    num_differing: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    keys: set[str] = field(default_factory=set)
+    waiting: list[tuple[int, str]] = field(default_factory=list)
+
+    def reject(self, number: int, reason: str) -> None:
+        """Count a record."""
+        self.rejected[reason] += 1
+        heapq.heappush(self.waiting, (number, reason))
+
+    def left_out_before(self, number: int | None) -> list[str]:
+        """Return the reasons for records before a document, or all, that were not returned yet."""
+        found = []
+        while self.waiting and (number is None or self.waiting[0][0] < number):
+            found.append(heapq.heappop(self.waiting)[1])
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a document is found in a record.
+
+    Attributes:
+        text_field: Location of its text: a column, a field of a tar, or a path into one, such as ``json.text``. Exactly
+            one of this and the next two is given.
+        messages_field: Location of its messages instead.
+        tokens_field: Location of its tokens instead.
+        mask_field: Location of the loss mask of these tokens.
+        group_field: Field that is hashed; None: the document itself.
+        share: Documents with other hashes belong to another set.
+    """
+
+    text_field: str | None = None
+    messages_field: str | None = None
+    tokens_field: str | None = None
+    mask_field: str | None = None
+    group_field: str | None = None
+    share: Share = Share()
+
+    def document(self, number: int, record: Record) -> Document | None:
+        """Return the document of a record, or None if it belongs to another set.
+
+        Raises:
+            RejectedError: The record contains none.
+        """
+        if record.problem is not None:
+            utf8 = isinstance(record.problem.__cause__, UnicodeError)
+            raise RejectedError("invalid UTF-8" if utf8 else "unreadable", str(record.problem))
+        content: Content
+        if self.tokens_field is not None:
+            mask = self._value(record, self.mask_field) if self.mask_field is not None else None
+            content = TokenIds.of(self._value(record, self.tokens_field), self.tokens_field, mask, self.mask_field)
+            hashed = content.ids.astype("<i8").tobytes()
+        elif self.messages_field is not None:
+            content, hashed = _conversation(self._value(record, self.messages_field), record, self.messages_field)
+        else:
+            name = self.text_field or ""
+            content, hashed = _text(self._value(record, name), name)
+        num_bytes = len(hashed)
+        if self.share.stop - self.share.start < _HASHES:
+            if self.group_field is not None:
+                hashed = dump(self._value(record, self.group_field))
+            place = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "little")
+            if not self.share.start <= place < self.share.stop:
+                return None
+        return Document(number=number, record=record, content=content, num_bytes=num_bytes)
+
+    def _value(self, record: Record, name: str) -> object:
+        sample = record.metadata or record.fields
+        value = sample.get(name)
+        if value is None:
+            try:
+                value = follow(sample, name)
+            except UnicodeDecodeError as error:
+                raise RejectedError("invalid UTF-8", f"{name}: byte {error.start} is not UTF-8") from error
+            except (ValueError, RecursionError) as error:
+                raise RejectedError("unreadable", f"{name}: {error}") from error
+        if value is None:
+            raise RejectedError("missing field", f"no {name!r}; there are: {', '.join(sample)}")
+        return value
+
+
+def dump(value: object) -> bytes:
+    """Write compact JSON with sorted keys: equal values, whatever the order of their keys, give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _text(value: object, name: str) -> tuple[str, bytes]:
+    """Return a text and its UTF-8."""
+    try:
+        if isinstance(value, (bytes, memoryview)):
+            value = bytes(value).decode()
+        if not isinstance(value, str):
+            raise RejectedError("not a string", f"{name!r} is of type {type(value).__name__}, expected text")
+        if not value:
+            raise RejectedError("empty", f"{name!r} is empty")
+        return value, value.encode()
+    except UnicodeError as error:
+        raise RejectedError("invalid UTF-8", f"{name!r}: {error}") from error
+
+
+def _conversation(value: object, record: Record, name: str) -> tuple[Conversation, bytes]:
+    """Return messages, and bytes that represent them."""
+    if isinstance(value, (str, bytes)):  # JSON in a column of Parquet or CSV, or in a field of a tar
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RejectedError("unreadable", f"{name!r} is not JSON: {error}") from error
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        raise RejectedError(
+            "not messages", f"{name!r}: expected a list of objects with role and content (or from and value)"
+        )
+    if not value:
+        raise RejectedError("empty", f"{name!r} is empty")
+    return read_conversation(value, record.metadata.get("tools")), dump(value)

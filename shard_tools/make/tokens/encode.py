@@ -1,0 +1,155 @@
+"""Encode batches of documents where the processors are: in processes of this machine, on a cluster, or right here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_tools.make.tokens.adapters import Ids
+from shard_tools.make.tokens.chat import ChatTemplate, Pieces
+from shard_tools.make.tokens.messages import Conversation, RejectedError
+from shard_tools.make.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
+from streaming.common.platforms import working_folder
+
+
+class Encoded(NamedTuple):
+    """A document as tokens, or why it has none. A tuple, since one is sent between processes for every document.
+
+    Attributes:
+        tokens: The ids, little-endian.
+        mask: For conversations, a byte for each token: 1 where the assistant speaks.
+        reason: Why there are no tokens; ``""`` if there are.
+        what: Details of the reason.
+        differs: For conversations, whether the ids are not those of the whole text: a piece is encoded by itself.
+    """
+
+    tokens: bytes = b""
+    mask: bytes | None = None
+    reason: str = ""
+    what: str = ""
+    differs: bool = False
+
+
+class DocumentEncoder(Protocol):
+    """Turn documents into tokens: the function that executors run. Pure, so it may be repeated anywhere."""
+
+    @property
+    def ends(self) -> Ends:
+        """The tokens before and after every document, and the width of tokens."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents have a mask."""
+
+    @property
+    def file(self) -> TokenizerFile | None:
+        """The tokenizer, if known."""
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of conversations."""
+
+    def __call__(self, batch: Sequence[Any]) -> list[Encoded]:
+        """Return the tokens of each document of a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Turn texts or conversations into tokens.
+
+    Attributes:
+        file: The tokenizer.
+        ends: The tokens before and after every document, and the width of tokens.
+        template: For conversations.
+    """
+
+    file: TokenizerFile
+    ends: Ends
+    template: ChatTemplate | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents have a mask."""
+        return self.template is not None
+
+    def __call__(self, batch: Sequence[str | Conversation]) -> list[Encoded]:
+        """Return the tokens of each document of a batch: all texts, or all conversations."""
+        if self.template is None:
+            texts = [one for one in batch if isinstance(one, str)]
+            return [_encoded(ids, None, self.ends) for ids in open_tokenizer(self.file).encode(texts)]
+        rendered = [_render(self.template, one) for one in batch if isinstance(one, Conversation)]
+        written = [pieces for pieces in rendered if not isinstance(pieces, Encoded)]
+        texts = [text for pieces in written for text, _ in pieces]
+        ids = iter(open_tokenizer(self.file).encode(texts))
+        whole = iter(open_tokenizer(self.file).encode(["".join(text for text, _ in pieces) for pieces in written]))
+        found = []
+        for pieces in rendered:
+            if isinstance(pieces, Encoded):
+                found.append(pieces)
+                continue
+            parts = [next(ids) for _ in pieces]
+            mask = [np.full(len(part), said, np.uint8) for part, (_, said) in zip(parts, pieces, strict=True)]
+            joined = np.concatenate(parts)
+            differs = not np.array_equal(joined, next(whole))
+            found.append(_encoded(joined, np.concatenate(mask), self.ends)._replace(differs=differs))
+        return found
+
+
+def _encoded(ids: Ids, mask: npt.NDArray[np.uint8] | None, ends: Ends) -> Encoded:
+    if not len(ids):
+        return Encoded(reason="empty", what="the tokenizer makes no tokens of its text")
+    return with_ends(ids, mask, ends)
+
+
+def with_ends(ids: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None, ends: Ends) -> Encoded:
+    """Return ``ids`` [n], which fit the width, and ``mask`` [n], between begin and end tokens with the mask 0."""
+    width = ends.width
+    begin, end = (b"" if token is None else token.to_bytes(width, "little") for token in (ends.bos, ends.eos))
+    tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
+    if mask is None:
+        return Encoded(tokens=tokens)
+    # Tokens that nobody said do not count towards the loss.
+    said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
+    return Encoded(tokens=tokens, mask=said)
+
+
+def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Encoded:
+    try:
+        return template.pieces(conversation)
+    except RejectedError as error:
+        return Encoded(reason=error.reason, what=str(error))
+
+
+def open_processes(num_processes: int) -> ProcessPoolExecutor:
+    """Start encoding processes on this machine, each when it is first needed.
+
+    They are spawned rather than forked, since this process has threads. They leave Ctrl-C to this process, and end when
+    it ends, however it does.
+    """
+    working_folder()  # multiprocessing asks for it
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin_worker)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per processor, one thread per process
+    threading.Thread(target=_end_with_parent, daemon=True, name="shard_tools-parent").start()
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent process: its queue would stay open, with nobody to fill it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

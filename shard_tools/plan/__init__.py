@@ -1,5 +1,0 @@
-"""Show which rank reads what: the command ``plan``, loads of ranks, shares of mixtures, steps of a run, and plots.
-
-Everything is computed by ``streaming.plan`` from the index. Nothing here reads a byte of a shard or implements a rule
-of the order.
-"""

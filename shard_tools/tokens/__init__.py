@@ -1,9 +1,0 @@
-"""Turn documents into token ids: tokenizers, chat templates, splits, and ``tokenize``, which ``convert`` runs.
-
-Reads no source format and writes no shard itself: records come from the sources of ``convert`` and go through its
-``pack``. A tokenizer library is imported only when a file needs it.
-"""
-
-from shard_tools.tokens.run import TokenizeOptions, TokenizeReport, tokenize
-
-__all__ = ["TokenizeOptions", "TokenizeReport", "tokenize"]

@@ -1,5 +1,0 @@
-"""Read the files of ``loader.trace``, join those of several ranks, and say where the time went. Records nothing."""
-
-from shard_tools.trace.merge import MergeReport, merge_traces
-
-__all__ = ["MergeReport", "merge_traces"]

@@ -1,4 +1,0 @@
-"""Make rows of several samples each: packs of documents, padded batches of documents, batches of whole samples.
-
-Each is an ``Items`` (``streaming.batches.build``). Not here: which samples share a row (``packing``, ``catalog``).
-"""

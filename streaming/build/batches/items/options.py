@@ -1,0 +1,171 @@
+"""Check the options of ``Packed``, and choose the ``Items`` that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streaming.common.arguments import checked_flag, checked_int, is_list
+from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
+from streaming.build.batches.items.pieces import PieceItems
+from streaming.build.batches.items.whole import WholeSamples
+from streaming.errors import ConfigError
+from streaming.order.packing.layout import PackShape
+from streaming.order.packing.rules import MAX_LENGTH, PackRules
+from streaming.order.plan.sizes import Steps, steps_of
+
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft", "gz"))
+
+
+def checked_items(
+    of_packs: Mapping[str, Any], of_tokens: Mapping[str, Any], *, column: Any, field: Any, dtype: Any,
+    overlap_labels: Any,
+) -> tuple[PackRules, PieceItems]:  # fmt: skip
+    """Return how rows are filled and what they are; the type of tokens may be found later.
+
+    Args:
+        of_packs: The options of ``PackRules``, as ``Packed`` has them.
+        of_tokens: Those of ``PackShape`` that only apply to tokens.
+        column: See ``Packed``.
+        field: See ``Packed``; None: rows are made of whole samples.
+        dtype: See ``Packed``.
+        overlap_labels: See ``Packed``.
+
+    Raises:
+        ConfigError: An option is invalid, or does not go with another one.
+    """
+    if field is None:
+        _check_whole({"dtype": dtype, "stride": of_packs["stride"], **of_tokens}, of_packs)
+    overlong = of_packs["overlong"] or ("drop" if field is None or of_packs["budgets"] else "split")
+    lengths = steps_of("length", of_packs["length"], "Schedule.steps({0: 1024, 20_000: 4096})")
+    if len(lengths) > 1:
+        _check_can_be_cut(of_packs)
+    longest = max((length for _, length in lengths), default=0) if len(lengths) > 1 else lengths[0][1]
+    rules = PackRules(**{**of_packs, "overlong": overlong, "length": longest})
+    parts = _checked_parts(lengths, rules)
+    _check_name("column", column)
+    for option in ("shift_labels", "labels_across"):
+        checked_flag(option, of_tokens[option])
+    checked_flag("overlap_labels", overlap_labels)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(map(repr, DTYPES))}, or None, got {dtype!r}")
+    if not overlap_labels and rules.stride is None:
+        raise ConfigError("overlap_labels=False applies to windows that overlap; add stride=…, or leave it out")
+    if field is None:
+        return rules, WholeSamples(length=rules.length, multiple=rules.multiple, max_docs=rules.max_docs)
+    for option, name in {"field": field, "mask_field": of_tokens["mask_field"]}.items():
+        if name is not None:
+            _check_name(option, name)
+            _refuse_encoded(option, name)
+    shape = PackShape(
+        length=rules.length, field=field, dtype="", multiple=rules.multiple, max_docs=rules.max_docs,
+        stale=0 if overlap_labels or rules.stride is None else rules.length - rules.stride,
+        **{**of_tokens, "pad_id": checked_int("pad_id", of_tokens["pad_id"], 0, 2**32 - 1)},
+    )  # fmt: skip
+    return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape, parts=parts)
+
+
+def _check_can_be_cut(of_packs: Mapping[str, Any]) -> None:
+    """Refuse options of packs that cannot be laid out in shorter rows.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    why = {
+        "padded": "a padded pack is a batch under a budget, whose rows are as long as its documents",
+        "stride": "windows that overlap are not cut a second time",
+        "budgets": "for part of a document its use of the other budgets is not known, so none can be cut",
+    }
+    for option, reason in why.items():
+        if of_packs[option]:
+            raise ConfigError(
+                f"length={of_packs['length']} with {option}={of_packs[option]!r}: rows of another length are made by "
+                f"cutting packs, and {reason}; give length an integer, or leave {option} out"
+            )
+
+
+def _checked_parts(lengths: list[tuple[int, Any]], rules: PackRules) -> Steps:
+    """Return the number of rows that a pack makes while rows have these lengths, by row of the run.
+
+    Raises:
+        ConfigError: A pack cannot be cut into rows of a length.
+    """
+    if len(lengths) == 1:
+        return Steps.constant(1)
+    for row, length in lengths:
+        if rules.length % length or length % rules.multiple:
+            also = "" if rules.multiple == 1 else f", and a multiple of multiple={rules.multiple}"
+            raise ConfigError(
+                f"length: {length} from row {row:,} on: packs of the longest length, {rules.length}, are cut into "
+                f"equal rows; expected a divisor of {rules.length}{also}"
+            )
+    return Steps(tuple((row, rules.length // length) for row, length in lengths))
+
+
+def _check_whole(of_tokens: Mapping[str, Any], of_packs: Mapping[str, Any]) -> None:
+    """Reject options that do not apply to whole samples.
+
+    Raises:
+        ConfigError: The samples are not padded, are to be cut, or have an option for tokens.
+    """
+    if not of_packs["padded"]:
+        raise ConfigError(
+            "field=None: samples that are not tokens cannot be laid end to end in rows; add padded=True, for batches "
+            "of similar sizes under a budget, or name the field of tokens"
+        )
+    overlong = of_packs["overlong"]
+    if overlong not in (None, "drop"):
+        raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')
+    for option, value in of_tokens.items():
+        if value is not None and value != 0:
+            raise ConfigError(
+                f"{option}={value!r} with field=None: it applies to tokens, and there are none; leave it out"
+            )
+
+
+def checked_budgets(budgets: Any, column: str) -> dict[str, int]:
+    """Return the limits of a pack, by column.
+
+    Raises:
+        ConfigError: It is not such a mapping, or names the column of tokens.
+    """
+    if budgets is None:
+        return {}
+    if not isinstance(budgets, Mapping) or not all(isinstance(name, str) and name for name in budgets):
+        raise ConfigError(f'budgets: expected a number per column, such as {{"image_tokens": 4096}}, got {budgets!r}')
+    if column in budgets:
+        raise ConfigError(f"budgets: column {column!r} is already bounded by length=; name other columns")
+    return {name: checked_int(f"budgets: {name}", limit, 0, MAX_LENGTH) for name, limit in budgets.items()}
+
+
+def checked_alike(alike: Any) -> tuple[str, ...]:
+    """Return the columns in which all documents of a batch are equal.
+
+    Raises:
+        ConfigError: It is not a list of names.
+    """
+    if not is_list(alike) or not all(isinstance(name, str) and name for name in alike):
+        raise ConfigError(f'alike: expected names of columns, such as ("height", "width"), got {alike!r}')
+    return tuple(alike)
+
+
+def _check_name(option: str, name: Any) -> None:
+    if not (isinstance(name, str) and name):
+        raise ConfigError(f"{option}: expected a name, got {name!r}")
+
+
+def _refuse_encoded(option: str, field: str) -> None:
+    """Refuse a field whose name says that its bytes are not the items themselves: headers would become tokens.
+
+    Raises:
+        ConfigError: It does.
+    """
+    extension = field.rpartition(".")[2].lower()
+    if extension in _ENCODED:
+        items = "tokens of two or four bytes each" if option == "field" else "one byte for each token"
+        raise ConfigError(
+            f"{option}={field!r}: a .{extension} field has a header or text around its numbers, but packs read {items} "
+            "straight from the shards; write them so with `shard_tools convert URL TARGET --tokens-field FIELD "
+            "[--mask-field FIELD]` (fields tok and mask, column tokens)"
+        )

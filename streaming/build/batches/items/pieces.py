@@ -1,0 +1,117 @@
+"""Share what all rows of several samples have in common: ``PieceItems``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from streaming.build.batches.build import Items, Part
+from streaming.build.batches.rows import PlannedRows, Rows, Stock
+from streaming.errors import ConfigError, DataError
+from streaming.order.packing.balance import BalanceRules
+from streaming.order.packing.layout import PackRows
+from streaming.order.plan.memory import Budget
+from streaming.order.plan.settings import Shape
+from streaming.types import Int64Array, Sample, override
+
+
+class PieceItems(Items):
+    """A row is made of several samples, or pieces of them, that ``Source.packs`` names."""
+
+    unit = "tokens"
+    documents = "documents"
+    at_most = ""
+    no_map = (
+        "Packed: transform (or map) would not be called, since tokens go straight from the shards into the batch. "
+        "Leave it out; change tokens when shards are written, or whole packs in the loader's collate_fn"
+    )
+    """Words for people: what lengths count ("": as the column says), what they are lengths of, how full rows may be."""
+
+    fields: tuple[str, ...] = ()
+    """Fields that are read as they are, in place of those that the documents' dataset reads; (): these."""
+
+    def typed(self, look: Callable[[str], str]) -> PieceItems:  # noqa: ARG002
+        """Return the same with the type of tokens that ``look`` finds for their field; whole samples have none."""
+        return self
+
+    def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
+        """See ``Items``: the pieces, which have the name of their sample even if they are damaged."""
+        packs = self.packs(stock, of)
+        row_of = packs.planned
+        damage = {piece: lost[row] for piece, row in enumerate(row_of.tolist()) if row in lost} if lost else {}
+        chunk_ids = of.chunk_ids[row_of]
+        rows = stock.rows(of.first_rows[row_of] + packs.samples, chunk_ids, damage)
+        for piece in rows.damage:  # by name if the sample table has it
+            place = stock.source.locate(int(chunk_ids[piece]), int(packs.samples[piece]))
+            rows.keys[piece] = rows.keys[piece] if place is None else place.key
+        return replace(rows, packs=packs, positions=self.positions(of.positions, packs))
+
+    def packs(self, stock: Stock, of: PlannedRows) -> PackRows:
+        """Return which pieces make these rows."""
+        packs: PackRows = stock.source.packs(of.chunk_ids, of.offsets, of.passes, stock.seed)
+        return packs
+
+    def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:  # noqa: ARG002
+        """Return the positions that random numbers derive from: of each row, or of each piece."""
+        return positions
+
+    @override
+    def row_of(self, rows: Rows, i: int) -> int:
+        return int(pieces_of(rows).planned[i])
+
+    def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
+        """See ``Items``: they are not samples."""
+        return None
+
+    def ahead(self, stock: Stock, chunk_id: int, pass_number: int) -> Callable[[], object] | None:
+        """See ``Items``: which pieces make the rows of a group."""
+        group, offset, number = (np.array([value]) for value in (chunk_id, 0, pass_number))
+        return partial(stock.source.packs, group, offset, number, stock.seed)
+
+    def budget(self, limit_bytes: int) -> Budget:
+        """See ``Items``: with a part for packs, and lengths of documents."""
+        return Budget.of(limit_bytes, packs=True)
+
+    @abstractmethod
+    def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:
+        """Return the only row of ``packs``, made of samples as their dataset gives them, by ``part``.
+
+        Raises:
+            DataError: A sample cannot be used.
+        """
+
+
+class OneEach(PieceItems):
+    """A row is a batch by itself: a rank gets one at a time, or its ``collate_fn`` a list of them."""
+
+    length: int
+    at_most = " at most, padded"
+
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:  # noqa: ARG002
+        """See ``Items``: there is nothing to balance."""
+        raise ConfigError(
+            f"balance={rules.how!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and "
+            "costs the same as any other except for its last rows; leave out balance, or padded"
+        )
+
+    def check_shape(self, shape: Shape, collate_fn: object) -> None:
+        """See ``Items``: several in one rank's batch would differ in shape."""
+        if collate_fn is not None or shape.sizes.most <= shape.num_ranks:
+            return
+        raise ConfigError(
+            "batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
+            f"length={self.length}; expected batch_size=1, which is global_batch_size={shape.num_ranks} on "
+            f"{shape.num_ranks} rank(s), got global_batch_size={shape.sizes.most}. For several packs per step and rank "
+            "give collate_fn=list, which makes each batch a list of padded packs"
+        )
+
+
+def pieces_of(rows: Rows) -> PackRows:
+    """Return the pieces that rows of several samples are made of."""
+    if rows.packs is None:
+        raise AssertionError("rows of several samples have packs")
+    return rows.packs

@@ -1,0 +1,191 @@
+"""Decode text, numbers and structured text or binary: str, int, float, JSON, MessagePack; unpack gzip before that."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json as _json
+import sys
+import zlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+from streaming.common.arguments import format_bytes
+from streaming.errors import ConfigError
+from streaming.shards.tar.inflate import GZIP_MAGIC, MAX_GZIP_RATIO, GzipError, gunzipped
+from streaming.types import Decoder, ReadBuffer
+
+MAX_INFLATED_BYTES = 4 << 30
+"""Bound on what one field may inflate to, whatever the ratio; as of a sample in a ``.tar.gz``."""
+
+
+def raw(data: ReadBuffer) -> bytes:
+    """Return the bytes themselves, as a separate copy."""
+    return bytes(data)
+
+
+def view(data: ReadBuffer) -> memoryview | bytes:
+    """Return the bytes as a read-only view: of a copy, which is free if ``data`` are ``bytes``.
+
+    The engine, which knows this decoder, hands out views of its own memory instead. In a worker of torch's loader the
+    result is ``bytes``: workers pickle what they return, and a view cannot be pickled.
+    """
+    own = bytes(data)
+    return own if _in_torch_worker() else memoryview(own)
+
+
+def _in_torch_worker() -> bool:
+    """Tell whether this process is a worker of torch's ``DataLoader``, which pickles samples."""
+    loaders = sys.modules.get("torch.utils.data")
+    return loaders is not None and loaders.get_worker_info() is not None
+
+
+def text(data: ReadBuffer) -> str:
+    """Return UTF-8 text, exactly as stored: nothing is stripped.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    return str(data, "utf-8")
+
+
+def integer(data: ReadBuffer) -> int:
+    """Parse a decimal integer in ASCII; surrounding white space is allowed.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    return int(bytes(data))
+
+
+def number(data: ReadBuffer) -> float:
+    """Parse a float, including ``inf`` and ``nan``; surrounding white space is allowed.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    return float(bytes(data))
+
+
+def json(data: ReadBuffer) -> object:
+    """Parse a JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
+
+    Raises:
+        ValueError: It is not JSON.
+        RecursionError: It is nested deeper than the interpreter's stack.
+    """
+    try:
+        text = str(data, "utf-8")  # loads(bytes) would detect the encoding first, which takes as long as parsing
+    except UnicodeDecodeError:
+        return _json.loads(bytes(data))
+    if text[:1] in _FOREIGN_START or text[1:2] == "\0":
+        return _json.loads(bytes(data))
+    return _json.loads(text)
+
+
+_FOREIGN_START = frozenset(("\ufeff", "\0"))  # a byte order mark; UTF-16 or 32 without one
+
+
+def msgpack(data: ReadBuffer) -> object:
+    """Parse a MessagePack document; lengths in it are limited to the length of ``data``.
+
+    Raises:
+        ConfigError: The package ``msgpack`` is not installed.
+        ValueError: It is not MessagePack.
+    """
+    return require("msgpack", extra="msgpack").unpackb(data, raw=False, strict_map_key=False)
+
+
+def unpacked(data: ReadBuffer, max_ratio: float = MAX_GZIP_RATIO) -> bytes:
+    """Return what the gzip stream of a field inflates to.
+
+    Raises:
+        GzipError: It is damaged, or inflates to more than ``max_ratio`` times its size (and to more than 64 MiB), or to
+            more than 4 GiB.
+    """
+    pieces, num_bytes = [], 0
+    for piece in gunzipped((bytes(data),), max_ratio, "give StreamingDataset a larger max_gzip_ratio="):
+        num_bytes += len(piece)
+        if num_bytes > MAX_INFLATED_BYTES:
+            raise GzipError(f"the field inflates to more than the {format_bytes(MAX_INFLATED_BYTES)} allowed")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def unpacked_head(head: bytes, most_bytes: int) -> tuple[bytes, bool]:
+    """Return at most ``most_bytes`` of what the beginning of a gzip stream inflates to, and whether that is all of it.
+
+    Raises:
+        GzipError: The stream is damaged.
+    """
+    inflater = zlib.decompressobj(wbits=31)
+    try:
+        out = inflater.decompress(head, most_bytes)
+    except zlib.error as error:
+        raise GzipError(f"damaged gzip stream ({error})") from error
+    return out, inflater.eof and not inflater.unused_data.strip(b"\0")
+
+
+def is_gzip(data: bytes) -> bool:
+    """Tell whether ``data`` begin as a gzip stream does."""
+    return data.startswith(GZIP_MAGIC)
+
+
+def packed(data: bytes) -> bytes:
+    """Return ``data`` as a gzip stream without a time, so that equal data give equal bytes."""
+    return gzip.compress(data, mtime=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacked:
+    """Unpack the gzip stream of a field, and decode what it holds.
+
+    Attributes:
+        below: Decoder of what it holds.
+        max_ratio: What inflates to more than this many times its size is refused, from 64 MiB on.
+    """
+
+    below: Decoder
+    max_ratio: float = MAX_GZIP_RATIO
+
+    accepts_buffer = True
+
+    @staticmethod
+    def before(decoder: Decoder, max_ratio: float) -> Unpacked:
+        """Return ``decoder`` behind the unpacking; a view of what is not in memory is a copy."""
+        kind = DrawingUnpacked if hasattr(decoder, "with_rng") else Unpacked
+        return kind(below=raw if decoder is view else decoder, max_ratio=max_ratio)
+
+    def __call__(self, data: ReadBuffer) -> object:
+        """Return the decoded value.
+
+        Raises:
+            GzipError: The stream is damaged, or inflates to more than is allowed.
+        """
+        return self.below(unpacked(data, self.max_ratio))
+
+
+class DrawingUnpacked(Unpacked):
+    """Unpack the gzip stream of a field for a decoder that draws random numbers."""
+
+    __slots__ = ()
+
+    def with_rng(self, rng: object) -> Unpacked:
+        """Return the decoder of one sample, which draws from ``rng``."""
+        return Unpacked(below=cast("Any", self.below).with_rng(rng), max_ratio=self.max_ratio)
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """Return the optional dependency ``module``.
+
+    Raises:
+        ConfigError: It is not installed; names the extra that provides it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"decoding needs the package {module.partition('.')[0]!r}, which is not installed; "
+            f"pip install 'shardstream[{extra}]', or take the field as bytes with decode={{field: None}}"
+        ) from error

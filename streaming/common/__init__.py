@@ -1,0 +1,4 @@
+"""Hold what every wing may use: checks of arguments, arrays, counters, forks, ranks of the job, platforms.
+
+Nothing here knows shards, sets or batches.
+"""

@@ -1,4 +1,0 @@
-"""Represent the index: chunk tables, sample tables, the rule for cutting chunks, file locations (``docs/format.md``).
-
-Pure: bytes in, values out, no I/O. :mod:`streaming.catalog.build` reads and writes the files.
-"""

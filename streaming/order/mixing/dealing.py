@@ -1,0 +1,313 @@
+"""Say in which units the shares of a mixture are dealt: chunks, single samples, or batches of one source each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import ConfigError, StateError
+from streaming.order.mixing.exact import BatchLanes, EvenLanes, ExactLanes
+from streaming.order.mixing.lanes import MixedLanes
+from streaming.order.mixing.passes import MixedPasses, Sources, Weights
+from streaming.order.mixing.quotas import BatchPasses, ExactPasses
+from streaming.order.plan.blend import Blend
+from streaming.order.plan.ledger import Dealt, Entry, Even, Ledger
+from streaming.order.plan.order import Orders, OrderSettings
+from streaming.order.plan.settings import Shape
+from streaming.types import Int64Array, override
+
+_FEW_CHUNKS = 8
+
+
+class Dealing(ABC):
+    """How the shares of a mixture are dealt: a value. Others ask it, and not which form it has.
+
+    Whether a run ends is another question (``Blend``); a form has an order for both answers.
+
+    Attributes:
+        dealt: Its name in the entries of a ledger.
+        batch_size: Samples of a batch of one source over all ranks, which are dealt together; None: others are.
+    """
+
+    dealt: ClassVar[Dealt]
+    batch_size: int | None = None
+
+    @abstractmethod
+    def lanes(self, sources: Sources, schedule: Sequence[Weights], lock: AbstractContextManager[Any]) -> Orders:
+        """Return the order of a run without an end; for ``lock`` see ``EndlessOrder``."""
+
+    @abstractmethod
+    def passes(self, sources: Sources, quotas: Mapping[str, int]) -> MixedPasses:
+        """Return the orders of passes with quotas."""
+
+    def under(self, global_batch_size: int | None) -> Dealing:  # noqa: ARG002  no batch is dealt as a whole
+        """Return the same for batches of this size."""
+        return self
+
+    @property
+    def exact(self) -> Dealing:
+        """The same if shares are exact, else the form that deals single samples."""
+        return self
+
+    # --- what goes with it ---
+
+    def check_can_cut(self) -> None:  # noqa: B027  all can
+        """Check that chunks may be cut into smaller units.
+
+        Raises:
+            ConfigError: That would have no use.
+        """
+
+    def check_shape(self, shape: Shape) -> None:  # noqa: B027  all can
+        """Check that batches of this shape can be dealt out.
+
+        Raises:
+            ConfigError: They, or epochs, must be of another size.
+        """
+
+    def check_resumed(self, global_batch_size: int) -> None:  # noqa: B027  all can
+        """Check that a run that was dealt like this can continue with batches of another size.
+
+        Raises:
+            StateError: It cannot.
+        """
+
+    def settings(self, default: OrderSettings, global_batch_size: int) -> OrderSettings:  # noqa: ARG002
+        """Return order settings whose lanes nobody chose."""
+        return default
+
+    def drawn_of(self, blend: Blend) -> Blend:
+        """Return what is drawn of ``blend``."""
+        return blend
+
+    def companies(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+        """Return the pass numbers that determine which documents share a pack.
+
+        A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
+        documents would come twice, and others not at all. So unless passes hold whole sources, packs never change.
+        """
+        return blend.companies(passes, sizes)
+
+    def memory_cure(self, smaller: Callable[[], str]) -> str:  # noqa: ARG002  no source has more than others
+        """Return what makes a mixture need less memory, for messages; "" if nothing does.
+
+        Args:
+            smaller: Returns the words for units that fit, if chunks can be cut.
+        """
+        return ""
+
+    @abstractmethod
+    def even(
+        self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
+    ) -> dict[str, Even]:
+        """Return the sources of an endless mixture that are dealt evenly to the sample, and how; see ``Entry.even``.
+
+        Args:
+            tables: int64 [C], samples of each chunk, by source.
+            shares: Largest share of each source; {}: the mixture ends.
+            settings: The order settings.
+        """
+
+    # --- sources whose chunks determine where samples of others stand ---
+
+    def in_chunks(self, entry: Entry) -> set[str]:  # noqa: ARG002  of no source
+        """Return the sources of an endless mixture that an entry of its ledger deals in whole chunks."""
+        return set()
+
+    def unweighed(self, ledger: Ledger) -> set[str]:  # noqa: ARG002
+        """Return the sources without a weight of whose chunks something may be laid that the ledger does not record."""
+        return set()
+
+    def needed(self, ledger: Ledger, missing: set[str]) -> set[str]:  # noqa: ARG002
+        """Return the sources among ``missing`` without which a run cannot continue."""
+        return set()
+
+
+@dataclass(frozen=True, slots=True)
+class ByChunks(Dealing):
+    """Whole chunks, or samples of sources that are repeated fast: shares are exact to about a chunk (quotas="chunks").
+
+    Laid in chunks, lanes are apart by about a window, in which the run draws ``share * lanes * window`` samples of a
+    source. If that is half a pass or more, samples of the source would come twice and more before others came once.
+    """
+
+    dealt = "chunks"
+
+    @override
+    def lanes(self, sources: Sources, schedule: Sequence[Weights], lock: AbstractContextManager[Any]) -> Orders:
+        return (EvenLanes if sources.even else MixedLanes)(sources, schedule, lock=lock)
+
+    @override
+    def passes(self, sources: Sources, quotas: Mapping[str, int]) -> MixedPasses:
+        return MixedPasses(sources, quotas=quotas)
+
+    @override
+    @property
+    def exact(self) -> Dealing:
+        return BySamples()
+
+    @override
+    def check_can_cut(self) -> None:
+        raise ConfigError(
+            'fetch_bytes: quotas="chunks" already reads as much at a time as a single data set; smaller units are for '
+            'quotas="exact" and batches="one_source", which keep units of every source in memory. Leave it out'
+        )
+
+    @override
+    def even(
+        self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
+    ) -> dict[str, Even]:
+        if not settings.shuffle:
+            return {}
+        counts = {name: np.asarray(table) for name, table in tables.items()}
+        # Chunks move by two of them, however small the window is.
+        window = max(settings.window, 2 * float(np.concatenate(list(counts.values())).mean()))
+        return {
+            name: "rows" if _is_small(table, settings) else "runs" for name, table in counts.items()
+            if name in shares and 2 * shares[name] * settings.lanes * window >= int(table.sum())
+        }  # fmt: skip
+
+    @override
+    def in_chunks(self, entry: Entry) -> set[str]:
+        return entry.drawn - entry.even.keys()
+
+    @override
+    def unweighed(self, ledger: Ledger) -> set[str]:
+        return self._laid(ledger) - ledger.last.drawn
+
+    @override
+    def needed(self, ledger: Ledger, missing: set[str]) -> set[str]:
+        return ledger.last.blend.needed(missing, self._laid(ledger))
+
+    def _laid(self, ledger: Ledger) -> set[str]:
+        """Return the sources that ever had a weight, but for those of whose chunks no position depends."""
+        return ledger.drawn - ledger.laid.keys() - ledger.even.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class BySamples(Dealing):
+    """Single samples: shares are exact at every row (quotas="exact")."""
+
+    dealt = "samples"
+
+    @override
+    def lanes(self, sources: Sources, schedule: Sequence[Weights], lock: AbstractContextManager[Any]) -> Orders:
+        return ExactLanes(sources, schedule, lock=lock)
+
+    @override
+    def passes(self, sources: Sources, quotas: Mapping[str, int]) -> MixedPasses:
+        return ExactPasses(sources, quotas=quotas)
+
+    @override
+    def memory_cure(self, smaller: Callable[[], str]) -> str:
+        return _cure('quotas="exact"', smaller(), 'quotas="chunks"')
+
+    @override
+    def even(
+        self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
+    ) -> dict[str, Even]:
+        """See ``Dealing``: those that lanes draw from together; all others have runs anyway."""
+        if not settings.shuffle:
+            return {}
+        return {name: "rows" for name, table in tables.items()
+                if name in shares and _is_small(np.asarray(table), settings)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ByBatches(Dealing):
+    """Whole batches of one source each: shares are exact counts of batches (batches="one_source")."""
+
+    batch_size: int | None = None  # not known before a loader has a size
+    dealt = "batches"
+
+    @property
+    def _size(self) -> int:
+        if self.batch_size is None:
+            raise AssertionError("batches of one source have a size")
+        return self.batch_size
+
+    @override
+    def lanes(self, sources: Sources, schedule: Sequence[Weights], lock: AbstractContextManager[Any]) -> Orders:
+        return BatchLanes(sources, schedule, lock=lock, batch_size=self._size)
+
+    @override
+    def passes(self, sources: Sources, quotas: Mapping[str, int]) -> MixedPasses:
+        return BatchPasses(sources, quotas=quotas, batch_size=self._size)
+
+    @override
+    def under(self, global_batch_size: int | None) -> ByBatches:
+        return ByBatches(global_batch_size)
+
+    @override
+    def check_shape(self, shape: Shape) -> None:
+        if not shape.sizes.is_constant:
+            raise ConfigError(
+                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
+                'global_batch_size an integer, or use batches="mixed"'
+            )
+        if (shape.epoch_size or 0) % shape.global_batch_size:
+            raise ConfigError(
+                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
+                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
+            )
+
+    @override
+    def check_resumed(self, global_batch_size: int) -> None:
+        if self.batch_size != global_batch_size:
+            raise StateError(
+                f"this state was saved with one-source batches of {self.batch_size} samples, but this loader's global "
+                f"batch has {global_batch_size}; give global_batch_size={self.batch_size}"
+            )
+
+    @override
+    def settings(self, default: OrderSettings, global_batch_size: int) -> OrderSettings:
+        """See ``Dealing``: each lane gives equally many samples to every batch."""
+        return replace(default, lanes=next(n for n in range(default.lanes, 0, -1) if global_batch_size % n == 0))
+
+    @override
+    def drawn_of(self, blend: Blend) -> Blend:
+        return blend.in_batches(self._size)
+
+    @override
+    def companies(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+        """See ``Dealing``: what is left over of a pass comes first in the next."""
+        return passes * 0
+
+    @override
+    def even(
+        self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
+    ) -> dict[str, Even]:
+        return {}
+
+    @override
+    def memory_cure(self, smaller: Callable[[], str]) -> str:
+        return _cure('batches="one_source"', smaller(), 'batches="mixed"')
+
+
+def dealing_of(quotas: str, batches: str) -> Dealing:
+    """Return what these options of a ``Mixture`` say."""
+    return {"mixed": {"chunks": ByChunks(), "exact": BySamples()}[quotas], "one_source": ByBatches()}[batches]
+
+
+def dealing_in(entry: Entry) -> Dealing:
+    """Return what an entry of a ledger says."""
+    return {one.dealt: one for one in (ByChunks(), BySamples(), ByBatches(entry.batch_size))}[entry.dealt]
+
+
+def _is_small(table: Int64Array, settings: OrderSettings) -> bool:
+    """Tell whether lanes draw together from a source with these chunks, row by row.
+
+    A source of fewer samples than lanes has no run for each. One of a few chunks every rank has all in memory anyway:
+    one computation then serves hundreds of sources.
+    """
+    return int(table.sum()) < settings.lanes or int(np.count_nonzero(table)) <= _FEW_CHUNKS
+
+
+def _cure(option: str, smaller: str, other: str) -> str:
+    return f". {option} keeps chunks of each source in every lane{smaller}; {other} keeps those of one data set"

@@ -1,0 +1,132 @@
+"""Balance the cost of packs over the ranks of a global batch: which rank computes which pack, and in which order.
+
+Packs with equally many tokens differ in the cost of attention: one document of T tokens has T² / 2 pairs, T / n
+documents of n tokens have T · n / 2. Ranks synchronize at every microbatch (gathered parameters, reduced gradients), so
+all wait for the slowest. Both remedies here are pure functions: every rank knows all lengths, and so computes the same
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.common.arguments import checked_int, is_number
+from streaming.common.arrays import sums
+from streaming.errors import ConfigError
+from streaming.types import Int64Array
+
+Balance: TypeAlias = Literal["local", "exchange"]
+"""Whether packs are only sorted within a rank, or also redistributed over all ranks of a global batch."""
+Cost: TypeAlias = Callable[[Int64Array], float]
+"""Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n]."""
+Costs: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.float64]"
+TOKENS_LIKE_ATTENTION = 61_000
+"""c: for a document of c tokens, attention costs as much as everything else. For 8 billion parameters: 32 layers of
+width 4,096 spend 2 * 8e9 flops on a token and 2 * 32 * 4096 on each pair of tokens; 16e9 / 262,144 = 61,000."""
+
+
+def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost: Cost | int | None = None) -> Costs:
+    """Return the cost of each pack, [K].
+
+    Unless the user gives a function, the cost is ``size * c + sum of length**2``, in integers, so that every platform
+    sorts packs alike.
+
+    Args:
+        lengths: int64 [n], tokens of the pieces, pack after pack.
+        splits: int64 [K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` are in pack k.
+        sizes: int64 [K], token positions of each pack, including padding.
+        cost: A function of the lengths of one pack's pieces, or c (:data:`TOKENS_LIKE_ATTENTION`).
+
+    Raises:
+        ConfigError: ``cost`` is neither, or the function did not return a finite number.
+    """
+    if callable(cost):
+        return np.array([_checked_cost(cost, lengths[a:b]) for a, b in pairwise(splits)])
+    c = TOKENS_LIKE_ATTENTION if cost is None else checked_int("cost", cost, 1, 2**31)
+    pairs = sums(lengths * lengths)
+    costs: Int64Array = sizes * c + np.diff(pairs[splits])
+    return costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceRules:
+    """The user's validated options for balancing the packs of a global batch.
+
+    Attributes:
+        how: ``"local"``: each rank sorts its own; ``"exchange"``: they are redistributed over all ranks.
+        cost: See :func:`pack_costs`.
+
+    Raises:
+        ConfigError: An attribute is invalid.
+    """
+
+    how: Balance
+    cost: Cost | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.how not in get_args(Balance):
+            raise ConfigError(f"balance: expected one of {', '.join(get_args(Balance))}, or None, got {self.how!r}")
+        if self.cost is not None and not callable(self.cost):
+            checked_int("cost", self.cost, 1, 2**31)
+
+
+def order_local(costs: Costs) -> Int64Array:
+    """Sort one rank's packs of a global batch, the most expensive first; int64 [B].
+
+    The most expensive packs of all ranks then coincide in the same microbatch. Each rank keeps its packs.
+
+    Args:
+        costs: [B], costs of the rank's packs; equal ones keep their order.
+    """
+    return np.argsort(-costs, kind="stable")
+
+
+def exchange(costs: Costs, shares: Sequence[int]) -> list[Int64Array]:
+    """Distribute the packs of a global batch over its ranks by cost.
+
+    Return those that each rank computes, int64 [shares[r]].
+
+    Microbatch j of all ranks together holds the j-th most expensive group of packs, and every second microbatch is
+    dealt in reverse order (a snake), which also balances the sums. A rank keeps its number of packs; if ranks differ in
+    it, those with one more compute the cheapest packs in a last microbatch of their own.
+
+    Args:
+        costs: [B], costs of all packs of the global batch; equal ones keep their order.
+        shares: Number of packs of each rank; their sum is B.
+
+    Example:
+        >>> [packs.tolist() for packs in exchange(np.array([1, 9, 5, 7]), (2, 2))]
+        [[1, 0], [3, 2]]
+    """
+    counts = np.asarray(shares)
+    rounds = [np.flatnonzero(counts > number) for number in range(int(counts.max(initial=0)))]
+    turns = [ranks[::-1] if number % 2 else ranks for number, ranks in enumerate(rounds)]
+    owners = np.concatenate([np.zeros(0, np.int64), *turns])
+    order = np.argsort(-costs, kind="stable")
+    return [order[owners == rank] for rank in range(len(counts))]
+
+
+def idle(costs: Costs) -> float:
+    """Return the fraction of their time that ranks wait at the ends of microbatches, 0 to 1.
+
+    Args:
+        costs: [num_ranks, microbatches], in the order of computation.
+    """
+    waits = costs.max(axis=0).sum()
+    return float(1 - costs.mean(axis=0).sum() / waits) if waits else 0.0
+
+
+def _checked_cost(cost: Cost, lengths: Int64Array) -> float:
+    found = cost(lengths)
+    if not is_number(found) or not np.isfinite(float(found)):
+        raise ConfigError(
+            f"cost: expected a finite number for a pack whose documents have the lengths {lengths.tolist()[:8]}, "
+            f"got {found!r}"
+        )
+    return float(found)

@@ -1,0 +1,105 @@
+"""Fit pieces under several budgets at once: tokens, and other quantities that are limited in a pack.
+
+Best-fit-decreasing with one number for the size of a piece and for the room of a pack: the sum of its shares of all
+budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). Shares are integers in units
+of 2**-40, so that the result is the same on every platform.
+"""
+
+from __future__ import annotations
+
+from operator import gt
+
+import numpy as np
+
+from streaming.order.packing.rules import PackRules, Pieces, rounded
+from streaming.types import Int64Array
+
+_WHOLE = 2**40  # of a budget; times budgets of up to 2**20 columns, sums fit into 63 bits
+_NEVER = np.iinfo(np.int64).max
+_OPENED = 64
+"""Number of packs allocated at first; doubled whenever necessary."""
+
+
+def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """Return the order in which to place pieces, int64 [n]: by descending share (tokens if ``padded``), then by index.
+
+    Pieces that must be alike are adjacent.
+    """
+    taken = _taken(pieces, rules)
+    if rules.padded:
+        return np.lexsort((-taken[:, 0], *_kinds(pieces, rules).T))
+    return np.argsort(-(taken @ _weights(rules)), kind="stable")
+
+
+def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int]:
+    """Fit pieces, in this order, into packs that exceed no budget; return the pack of each.
+
+    Each goes into the pack with the least room, as a sum of shares, among those with room in every budget; ties go to
+    the first. Padded packs are runs of pieces that are alike.
+    """
+    taken = _taken(pieces, rules)[order]
+    if rules.padded:
+        return _runs_of_like(taken, _kinds(pieces, rules)[order], rules)
+    return _best_fit(taken, rules)
+
+
+def _taken(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """Return the amount of each budget that each piece takes, int64 [n, 1 + len(budgets)]."""
+    amounts = pieces.amounts[:, : len(rules.budgets)]
+    return np.column_stack([rounded(pieces.lengths, rules.multiple), amounts])
+
+
+def _kinds(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """Return the values in which each piece must equal others of its pack, int64 [n, alike]."""
+    return pieces.amounts[:, len(rules.budgets) :]
+
+
+def _weights(rules: PackRules) -> Int64Array:
+    """Return the share of each budget that one unit takes."""
+    return _WHOLE // np.maximum(np.array([rules.length, *rules.budgets], np.int64), 1)
+
+
+def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
+    """Return the pack of each piece.
+
+    The number of pieces is a budget too: each piece takes 1, with a share of 0.
+    """
+    limits = [rules.length, *rules.budgets]
+    shares = (taken @ _weights(rules)).tolist()
+    whole = int(_weights(rules) @ np.array(limits))
+    if rules.max_docs is not None:
+        taken, limits = np.column_stack([taken, np.ones(len(taken), np.int64)]), [*limits, rules.max_docs]
+    # Room of each pack in each budget, and the sum of its shares. Unopened packs are empty, so they have the most room:
+    # the first of them is chosen if no other has room.
+    rooms = [np.full(_OPENED, limit, np.int64) for limit in limits]
+    scores = np.full(_OPENED, whole, np.int64)
+    pack_of: list[int] = []
+    for share, piece in zip(shares, taken.tolist(), strict=True):
+        fits = rooms[0] >= piece[0]
+        for room, takes in zip(rooms[1:], piece[1:], strict=True):
+            fits &= room >= takes
+        pack = int(np.where(fits, scores, _NEVER).argmin())
+        for room, takes in zip(rooms, piece, strict=True):
+            room[pack] -= takes
+        scores[pack] -= share
+        pack_of.append(pack)
+        if pack == len(scores) - 1:
+            rooms = [np.append(room, np.full_like(room, limit)) for room, limit in zip(rooms, limits, strict=True)]
+            scores = np.append(scores, np.full_like(scores, whole))
+    return pack_of
+
+
+def _runs_of_like(taken: Int64Array, kinds: Int64Array, rules: PackRules) -> list[int]:
+    """Return the run of each piece: as many pieces of a kind, times the largest amount, as every budget allows."""
+    budgets = [rules.length, *rules.budgets]
+    is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)]).tolist()
+    pack_of: list[int] = []
+    run, count, most = -1, 0, budgets
+    for begins, piece in zip(is_first, taken.tolist(), strict=False):  # without a piece, there is no first one
+        joined = list(map(max, most, piece))
+        is_full = count == rules.max_docs or any(map(gt, [(count + 1) * one for one in joined], budgets))
+        if begins or is_full:
+            run, count, joined = run + 1, 0, piece
+        count, most = count + 1, joined
+        pack_of.append(run)
+    return pack_of

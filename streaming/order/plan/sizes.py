@@ -1,0 +1,185 @@
+"""Change numbers with the rows of a run: ``Steps``; and ``Sizes``, those of batches, and how many there are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from streaming.common.arguments import checked_count, checked_int, is_list, is_whole, resolve_batch_size
+from streaming.errors import ConfigError
+from streaming.order.plan.order import default_lanes
+from streaming.order.plan.schedule import Schedule, value_at
+from streaming.types import LastBatch
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Whole numbers by row: samples of the run, over all ranks and epochs. Each holds from its row on.
+
+    A number that never changes is a single step.
+
+    Attributes:
+        steps: Rows, the first 0, and the number from each on.
+
+    Raises:
+        ConfigError: A number is not an integer, or is out of range.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    _name: ClassVar[str] = "steps"
+
+    def __post_init__(self) -> None:
+        # Numbers may be NumPy's, and states are JSON.
+        steps = [(row, checked_int(self._name, number, 1, _MOST)) for row, number in self.steps]
+        object.__setattr__(self, "steps", tuple(steps))
+
+    @classmethod
+    def constant(cls, number: int) -> Self:
+        """Return a number that never changes."""
+        return cls(((0, number),))
+
+    @classmethod
+    def from_text(cls, text: object, name: str) -> Self:
+        """Return what ``to_text`` wrote; ``name`` says of what, for messages.
+
+        Raises:
+            ConfigError: The text is of none.
+        """
+        try:
+            found = json.loads(text) if isinstance(text, str) else None
+        except (ValueError, RecursionError):
+            found = None
+        if not is_list(found) or not found or not all(is_list(step) and len(step) == 2 for step in found):
+            raise ConfigError(f"{name}: expected rows and sizes as JSON, such as '[[0, 256]]', got {text!r}")
+        steps = [(checked_count(name, row), checked_int(name, size, 1, _MOST)) for row, size in found]
+        if [row for row, _ in steps] != sorted({row for row, _ in steps} | {0}):
+            raise ConfigError(f"{name}: expected rows that increase, the first 0, got {text!r}")
+        return cls(tuple(steps))
+
+    def to_text(self) -> str:
+        """Return the numbers as a single value: programs that save states take lists apart."""
+        return json.dumps(self.steps)
+
+    def followed_by(self, other: Steps, row: int) -> Self:
+        """Return the numbers of a run that had these before a row, and has those of ``other`` from there on."""
+        later = [(row, other.at(row)), *(step for step in other.steps if step[0] > row)]
+        found: list[tuple[int, int]] = []
+        for step in [*(step for step in self.steps if step[0] < row), *later]:
+            if not found or found[-1][1] != step[1]:
+                found.append(step)
+        return type(self)(tuple(found))
+
+    def goes_on_as(self, other: Steps, row: int) -> bool:
+        """Tell whether ``other`` has the same numbers from a row on."""
+        return self.followed_by(other, row) == self.followed_by(self, row)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number:,} from row {row:,} on" for row, number in self.steps)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the number never changes."""
+        return len(self.steps) == 1
+
+    @property
+    def option(self) -> int | Schedule:
+        """The option that asks for these numbers."""
+        return self.at(0) if self.is_constant else Schedule.steps(dict(self.steps))
+
+    @property
+    def plain(self) -> int | list[list[int]]:
+        """These numbers as JSON, for people: a number, or rows and the number from each on."""
+        return self.at(0) if self.is_constant else [list(step) for step in self.steps]
+
+    @property
+    def most(self) -> int:
+        """The largest number."""
+        return max(number for _, number in self.steps)
+
+    def at(self, row: int) -> int:
+        """Return the number that holds at a row."""
+        steps = self.steps
+        return steps[0][1] if len(steps) == 1 else value_at(steps, row)  # asked once for each batch
+
+    def next_change(self, row: int) -> int | None:
+        """Return the next row at which the number changes."""
+        return None if len(self.steps) == 1 else next((start for start, _ in self.steps if start > row), None)
+
+
+def steps_of(name: str, given: Any, example: str) -> list[tuple[int, Any]]:
+    """Return an option as rows and its value from each on: a schedule of whole numbers, or anything else as it is.
+
+    Raises:
+        ConfigError: It is a dict, or another schedule; ``example`` shows one that is possible.
+    """
+    if isinstance(given, Mapping):
+        raise ConfigError(f"{name}: numbers by row are a schedule; write Schedule.steps({dict(given)})")
+    if not isinstance(given, Schedule):
+        return [(0, given)]
+    steps = given.segments()
+    if given.shape != "steps" or not all(is_whole(number) and number >= 1 for _, number in steps):
+        raise ConfigError(f"{name}: expected an integer, or Schedule.steps of integers such as {example}; got {given}")
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes(Steps):
+    """Global batch sizes by row. A batch has the size of its first row."""
+
+    _name: ClassVar[str] = "global_batch_size"
+
+    @classmethod
+    def of(cls, given: int | Sizes) -> Sizes:
+        """Return sizes as they are, and a number as the size of all batches."""
+        return given if isinstance(given, Sizes) else cls.constant(given)
+
+    @classmethod
+    def chosen(cls, batch_size: object, global_batch_size: object, num_ranks: int) -> Self:
+        """Return the sizes that a user chose: per rank or over all ranks, as an integer or a schedule of them.
+
+        Raises:
+            ConfigError: Neither or both are given, one is neither an integer nor a ``Schedule.steps`` of integers, or a
+                rank would get nothing of a full batch.
+        """
+        given: dict[str, Any] = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+        name = "batch_size" if isinstance(batch_size, Schedule) else "global_batch_size"
+        steps = steps_of(name, given[name], "Schedule.steps({0: 256, 10**6: 512})")
+        return cls(
+            tuple((row, resolve_batch_size(num_ranks=num_ranks, **{**given, name: size})) for row, size in steps)
+        )
+
+    def batches_alike(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
+        """Return how many batches of ``num_samples`` samples from a row on have the size of the first."""
+        size, border = self.at(row), self.next_change(row)
+        whole = num_samples // size if last_batch == "drop" else -(-num_samples // size)
+        return max(0, whole if border is None else min(whole, -(-(border - row) // size)))
+
+    def batches(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
+        """Return how many batches ``num_samples`` samples from a row on make."""
+        if len(self.steps) == 1:  # asked once for each batch
+            size = self.steps[0][1]
+            return max(0, num_samples // size if last_batch == "drop" else -(-num_samples // size))
+        found = 0
+        while True:
+            count, border = self.batches_alike(row, num_samples, last_batch), self.next_change(row)
+            found, length = found + count, count * self.at(row)
+            row, num_samples = row + length, num_samples - length
+            if border is None or row < border or num_samples <= 0:
+                return found
+
+    @property
+    def size_for_lanes(self) -> int:
+        """The batch size that determines the default number of lanes.
+
+        The greatest common divisor of all sizes, so that lanes divide each batch; but the smallest size if the divisor
+        is so small that batches would hardly be mixed.
+        """
+        sizes = [size for _, size in self.steps]
+        common, least = math.gcd(*sizes), min(sizes)
+        return common if 2 * default_lanes(common) >= default_lanes(least) else least

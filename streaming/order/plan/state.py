@@ -1,0 +1,199 @@
+"""Represent a checkpoint: a position in the order, not a replay.
+
+The state is the same on every rank, so it may be saved by one rank and loaded by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from streaming.common.arguments import checked_count, checked_flag, checked_int, checked_seed
+from streaming.errors import ConfigError, StateError
+from streaming.order.plan.ledger import Ledger
+from streaming.order.plan.order import OrderSettings
+from streaming.order.plan.sizes import Sizes, Steps
+
+STATE_VERSION = 1
+_TEXT = "ledger_text"
+"""The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
+what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
+_NAMES = (
+    "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size", "has_begun",
+    "batch_sizes", "lengths", "ledger", _TEXT,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """The whole state of a loader.
+
+    Attributes:
+        epoch: The epoch in progress, from 0.
+        samples_seen: Samples of that epoch which all ranks together have consumed; all of the epoch's, also those that
+            fill no batch, behind its last batch.
+        order: The order settings of that epoch.
+        next_seed: Seed from the next epoch on, where it was changed; else None.
+        fingerprint: Of the dataset's index.
+        num_samples: Samples of the dataset, for a message that says more than a fingerprint.
+        epoch_size: Samples of a virtual epoch, or None: one pass is one epoch.
+        ledger: Of a mixture; None: of one dataset.
+        has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
+            one after it.
+        batch_sizes: Sizes of the global batches of the run by row, those to come included; None: not recorded.
+        lengths: Tokens of the rows of packs by row of the run, likewise; None: rows are no packs, or not recorded.
+    """
+
+    epoch: int
+    samples_seen: int
+    order: OrderSettings
+    next_seed: int | None = None
+    fingerprint: str
+    num_samples: int
+    epoch_size: int | None = None
+    ledger: Ledger | None = None
+    has_begun: bool = False
+    batch_sizes: Sizes | None = None
+    lengths: Steps | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            checked_count("num_samples", self.num_samples, 1)
+            checked_count("epoch", self.epoch)
+            if self.next_seed is not None:
+                checked_seed("next_seed", self.next_seed)
+            if self.epoch_size is not None:
+                checked_count("epoch_size", self.epoch_size, 1)
+            checked_int("samples_seen", self.samples_seen, 0, self._epoch_samples)
+            checked_flag("has_begun", self.has_begun)
+        except ConfigError as error:
+            raise StateError(f"state: {error}; was it edited, or cut short when it was saved?") from error
+        if not isinstance(self.order, OrderSettings):
+            raise StateError(f"state: order: expected order settings, got {self.order!r}")
+        if not isinstance(self.fingerprint, str) or not self.fingerprint:
+            raise StateError(f"state: fingerprint: expected a non-empty string, got {self.fingerprint!r}")
+
+    def check_fits(self, *, epoch_size: int | None, shuffle: bool) -> None:
+        """Refuse to go on under another epoch size or kind of order.
+
+        Raises:
+            StateError: They differ.
+        """
+        for name, was, now in (("epoch_size", self.epoch_size, epoch_size), ("shuffle", self.order.shuffle, shuffle)):
+            if was != now:
+                raise StateError(f"{name}: expected {was}, as in the state, got {now}; give the same")
+
+    @property
+    def seeded_from(self) -> int:
+        """The first epoch that is in the order of ``next_seed``."""
+        return self.epoch + (self.samples_seen > 0 or self.has_begun)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it was taken behind the last batch of the epoch, before the loop asked for one more."""
+        return self.samples_seen > 0 and self.samples_seen == self._epoch_samples
+
+    @property
+    def onward(self) -> Self:
+        """The state from which the next batch comes: at the end of an epoch, the start of the next one."""
+        return replace(self, epoch=self.epoch + 1, samples_seen=0) if self.is_end else self
+
+    @property
+    def _epoch_samples(self) -> int:
+        if self.epoch_size is not None:
+            return self.epoch_size
+        return self.num_samples if self.ledger is None else self.ledger.last.blend.samples_per_pass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a small JSON-able dict, equal on every rank."""
+        entries = None if self.ledger is None else self.ledger.to_list()
+        return {
+            "version": STATE_VERSION,
+            "epoch": int(self.epoch),
+            "samples_seen": int(self.samples_seen),
+            "order": self.order.to_dict(),
+            "next_seed": None if self.next_seed is None else int(self.next_seed),
+            "fingerprint": self.fingerprint,
+            "num_samples": int(self.num_samples),
+            "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
+            "has_begun": self.has_begun,
+            "batch_sizes": None if self.batch_sizes is None else self.batch_sizes.to_text(),
+            "lengths": None if self.lengths is None else self.lengths.to_text(),
+            "ledger": entries,
+            _TEXT: None if entries is None else json.dumps(entries),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
+        """Return the state of :meth:`to_dict`.
+
+        Raises:
+            StateError: If ``data`` is no such dict: wrong type, version, keys or values.
+        """
+        if not isinstance(data, Mapping):
+            raise StateError(f"state: expected the dict of state_dict(), got {type(data).__name__}")
+        version = data.get("version")
+        if "version" not in data:
+            found = ", ".join(map(repr, list(data)[:5])) or "nothing"
+            raise StateError(
+                f"state: expected what state_dict() of a loader returned, got a dict of {found}; if it was saved "
+                'beside other states, pass its own part: loader.load_state_dict(checkpoint["loader"])'
+            )
+        if isinstance(version, bool) or version != STATE_VERSION:
+            raise StateError(
+                f"state version: this release reads version {STATE_VERSION}, got {version!r}; load it with the release "
+                "that saved it"
+            )
+        if set(data) != set(_NAMES):
+            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - set(_NAMES)))
+            raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
+        given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}
+        given["order"] = OrderSettings.from_dict(data["order"])
+        kinds: tuple[tuple[str, type[Steps]], ...] = (("batch_sizes", Sizes), ("lengths", Steps))
+        for name, kind in kinds:
+            if data[name] is not None:
+                try:
+                    given[name] = kind.from_text(data[name], name)
+                except ConfigError as error:
+                    raise StateError(f"state: {error}") from error
+        if data["ledger"] is not None or data[_TEXT] is not None:
+            given["ledger"] = Ledger.from_list(_whole_ledger(data["ledger"], data[_TEXT]))
+        return cls(**given)
+
+
+def _whole_ledger(entries: Any, text: Any) -> Any:
+    """Return the entries, or those of ``text`` where a program that restores values one by one lost some of them.
+
+    Raises:
+        StateError: They say different things.
+    """
+    if text is None:
+        return entries
+    try:
+        whole = json.loads(text)
+        entries = json.loads(json.dumps(_plain(entries)))
+    except (TypeError, ValueError) as error:
+        raise StateError(f"state: {_TEXT}: expected the ledger's JSON: {error}") from error
+    if not _is_part(entries, whole):
+        raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger where {_TEXT} is None")
+    return whole
+
+
+def _plain(value: Any) -> Any:
+    """Return dicts and lists of configuration programs, such as OmegaConf's, as JSON takes them."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _is_part(some: Any, whole: Any) -> bool:
+    """Tell whether all that is in ``some`` stands at the same place in ``whole``."""
+    if isinstance(some, list) and isinstance(whole, list):
+        return len(some) <= len(whole) and all(map(_is_part, some, whole))
+    if isinstance(some, dict) and isinstance(whole, dict):
+        return some.keys() <= whole.keys() and all(_is_part(some[name], whole[name]) for name in some)
+    return bool(some == whole)

@@ -1,0 +1,402 @@
+"""Hold what the loops over ordinary torch datasets share: their options, and how samples become a batch."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.context
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.collate import collate as collate_as_torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from infra import DeviceMesh
+from streaming.build.batches.collate import default_collate, promoted, without_rows
+from streaming.build.batches.jagged import Form, checked_jagged
+from streaming.common.arguments import (
+    MOST_BUILDERS,
+    check_choice,
+    check_worker_init_fn,
+    checked_flag,
+    checked_int,
+    checked_seed,
+    checks_names,
+    is_number,
+)
+from streaming.common.platforms import check_open_files
+from streaming.errors import ConfigError
+from streaming.order.plan.settings import Shape
+from streaming.others.ordinary.retry import NoRow
+from streaming.others.ordinary.worker_info import BeginWorker
+from streaming.run.engine.workers.context import ServerContext, cure_of_refusal
+from streaming.run.engine.workers.fork_server import SHARED, ForkServer
+from streaming.run.engine.workers.main import BeginProcess
+from streaming.run.engine.workers.surroundings import Surroundings
+from streaming.run.replicas.options import Broadcast, Replicas
+
+Sharding = Literal["auto", "worker_info", "self", "dispatch"]
+"""How an iterable dataset is divided into parts (``ordinary.worker_parts``), or dealt out (``ordinary.dispatch``)."""
+
+_log = logging.getLogger(__name__)
+
+_PRELOAD = "streaming.others.ordinary.map_style"
+"""Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
+_FILES_OF_WORKER = 4
+"""Files that this process opens for each worker: its connection, its sentinel, and both ends of its queue. Each tensor
+in transit is one more, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
+_FEEDER_S = 5.0  # for a daemon thread that has finished its work
+
+
+_MAP_ONLY = {
+    "shuffle": "an iterable data set comes in its own order; shuffle inside it, for example with a buffer, and leave "
+    "this out",
+    "on_error": "an iterable data set that raises ends the epoch; catch errors inside it",
+    "max_retries": "a sample of an iterable data set cannot be asked for again; retry inside it",
+    "max_bad_samples": "an iterable data set that raises ends the epoch; count errors inside it",
+    "persistent_workers": "worker processes of an iterable data set end with each pass over it, or never with "
+    "epoch_size=; leave it out",
+}
+_ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one by one; leave it out"}
+
+
+@checks_names()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrdinaryDataset:
+    """Read a map-style or iterable torch dataset with options of its own.
+
+    A dataset that needs no options can be given to ``DataLoader`` directly::
+
+        DataLoader(dataset, 32)
+        DataLoader(OrdinaryDataset(dataset, seed=3, on_error="skip"), 32)
+        DataLoader(OrdinaryDataset(rows, sharding="dispatch"), 32)
+
+    Attributes:
+        dataset: The dataset, or a callable that makes one. For all other attributes, None means the default.
+        shuffle: For map-style datasets (default True).
+        seed: Seed of the order of a map-style dataset, and of the random numbers that an iterable one draws (default
+            0).
+        on_error: For map-style datasets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; for this and the
+            next two, see ``RetrySampler``.
+        max_retries: For map-style datasets (default 2).
+        max_bad_samples: For map-style datasets (default 0.001).
+        sharding: How an iterable dataset is divided: ``"auto"`` (the default), ``"worker_info"`` or ``"self"``. If it
+            cannot be divided (a cursor, a socket): ``"dispatch"``; only rank 0 iterates, itself or in one worker, and
+            sends every rank its rows (docs/dispatch.md); ``DataLoader(…, replicate=Broadcast(…))`` then configures how.
+        multiprocessing_context: Start method of the ``num_workers`` torch worker processes.
+        persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
+            True).
+        timeout: Seconds that a batch from worker processes may take (default 0: no limit); see also ``stall_report_s``.
+        worker_init_fn: Called in each worker process when it starts, with its number.
+            ``torch.utils.data.get_worker_info().dataset`` is the dataset of that process (docs/coming-from/torch.md).
+    """
+
+    dataset: Any = field(kw_only=False)
+    shuffle: bool | None = None
+    seed: int | None = None
+    on_error: str | None = None
+    max_retries: int | None = None
+    max_bad_samples: float | None = None
+    sharding: Sharding | None = None
+    multiprocessing_context: str | multiprocessing.context.BaseContext | None = None
+    persistent_workers: bool | None = None
+    timeout: float | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def config(
+        self, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, *, iterable: bool, **building: Any
+    ) -> OrdinaryConfig:
+        """Return the options of a loop over this dataset.
+
+        Args:
+            at_the_loader: Options that were given to the loader by torch's names.
+            mesh: The mesh, including this process's place in it.
+            replicas: The options about replicas.
+            iterable: Whether the dataset is iterable.
+            **building: Further attributes of ``OrdinaryConfig``.
+
+        Raises:
+            ConfigError: An option does not apply to this dataset, or was given twice with different values.
+        """
+        own = [one.name for one in fields(self)[1:]]
+        chosen = {name: value for name in own if (value := getattr(self, name)) is not None}
+        for name, value in at_the_loader.items():
+            if chosen.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{name}: OrdinaryDataset(…, {name}={chosen[name]!r}) and DataLoader(…, {name}={value!r}) "
+                    "contradict each other; give one of them"
+                )
+        says_what_holds = {"shuffle"} if building["shape"].epoch_size is not None else {"shuffle", "persistent_workers"}
+        for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
+            if name in chosen and not (name in says_what_holds and chosen[name] is False):
+                raise ConfigError(f"{name}: {why}")
+        replicas.check_plain(dispatch=self.sharding == "dispatch")
+        building["jagged"] = checked_jagged(building.get("jagged"), building.get("collate_fn"))
+        if isinstance(replicas.replicate, Broadcast):
+            building["broadcast"] = replicas.replicate
+        return OrdinaryConfig(mesh=mesh, says_sharding="sharding" in chosen, **chosen, **building)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrdinaryConfig:
+    """Options of a loop over an ordinary dataset; those of ``OrdinaryDataset`` with their defaults filled in.
+
+    Attributes:
+        shape: Shape of the batches.
+        mesh: The mesh, including this process's place in it.
+        num_workers: Number of torch worker processes; 0: this process.
+        prefetch_factor: Batches requested ahead, per worker.
+        pin_memory: Page-lock batches, if CUDA is available.
+        collate_fn: Function of the list of samples of a batch. None: ``streaming.build.batches.collate`` for dicts,
+            else torch's.
+        jagged: Fields of such dicts whose values are concatenated, and the form of each.
+        broadcast: How the reading rank sends batches to the others, with ``sharding="dispatch"``.
+        says_sharding: Whether ``sharding`` was chosen by the user.
+    """
+
+    shape: Shape
+    mesh: DeviceMesh
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    jagged: Mapping[str, Form] = field(default_factory=dict)
+    shuffle: bool = True
+    seed: int = 0
+    on_error: str = "substitute"
+    max_retries: int = 2
+    max_bad_samples: float = 0.001
+    sharding: Sharding = "auto"
+    says_sharding: bool = False
+    broadcast: Broadcast = field(default_factory=Broadcast)
+    multiprocessing_context: str | multiprocessing.context.BaseContext | None = None
+    persistent_workers: bool = True
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        checked_int("num_workers", self.num_workers, 0, MOST_BUILDERS)
+        checked_int("prefetch_factor", self.prefetch_factor, 1, MOST_BUILDERS)
+        checked_seed("seed", self.seed)
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
+        self._check_together()
+        for name in ("shuffle", "pin_memory", "persistent_workers"):
+            checked_flag(name, getattr(self, name))
+        check_choice("sharding", self.sharding, get_args(Sharding))
+        methods, how = multiprocessing.get_all_start_methods(), self.multiprocessing_context
+        if how not in {None, *methods} and not isinstance(how, multiprocessing.context.BaseContext):
+            raise ConfigError(f"multiprocessing_context: expected None or one of {', '.join(methods)}, got {how!r}")
+
+    def _check_together(self) -> None:
+        check_worker_init_fn(self.worker_init_fn, self.num_workers)
+        if not is_number(self.timeout) or not self.timeout >= 0:
+            raise ConfigError(f"timeout: expected seconds, or 0 for no limit, got {self.timeout!r}")
+        if self.timeout and not self.num_workers:
+            raise ConfigError(
+                "timeout: it applies to batches of worker processes, and num_workers is 0; stall_report_s= logs what a "
+                "batch is waiting for"
+            )
+        if self.on_error == "skip" and self.shape.last_batch == "pad":
+            raise ConfigError(
+                'on_error="skip" leaves samples out of their batches, but last_batch="pad" keeps batches full; use '
+                'on_error="substitute", or last_batch="partial"'
+            )
+
+
+class Workers:
+    """Start the worker processes of one loop. Making one immediately starts the server that they are forked from.
+
+    Args:
+        config: Options of the loop.
+        num_workers: How many there will be.
+    """
+
+    def __init__(self, config: OrdinaryConfig, num_workers: int) -> None:
+        self._config = config
+        self._num_workers = num_workers
+        if num_workers:
+            by_file = _sharing_strategy() == "file_descriptor"
+            check_open_files("num_workers", num_workers, _FILES_OF_WORKER + config.prefetch_factor * by_file)
+        linux = sys.platform == "linux"  # elsewhere there is no such server
+        self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
+        self._server: ForkServer | None = SHARED.borrow() if self._from_server else None
+        self._context: ServerContext | None = None
+        self._surroundings: Surroundings | None = None
+        self._end = weakref.finalize(self, _give_back, self._server)
+
+    def torch_options(self, begin: BeginWorker) -> dict[str, Any]:
+        """Return arguments for a new ``torch.utils.data.DataLoader``, whose workers ``begin``.
+
+        Workers are forked, with a warning, where something cannot be sent to another process.
+        """
+        self.forget()
+        shared = (begin.dataset, self._config.collate_fn)
+        config, num_workers = self._config, self._num_workers
+        if self._from_server:
+            try:
+                self._surroundings = Surroundings.taken()
+                self._context = ServerContext(
+                    (one for one in shared if one is not None), preload=_PRELOAD, surroundings=self._surroundings
+                )
+            except Exception as error:  # a user's object may raise anything
+                if cure := cure_of_refusal(error):  # it is not the object's fault
+                    error.add_note(cure)
+                    raise
+                _log.warning(
+                    "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
+                    "from this process instead, and may hang on locks that its threads hold. Open files, locks and "
+                    'connections on their first use in the worker; or pass multiprocessing_context="fork" to accept '
+                    "the risk",
+                    type(error).__name__, error,
+                )  # fmt: skip
+        method = config.multiprocessing_context or ("fork" if self._from_server else None)
+        return {
+            "num_workers": num_workers,
+            "prefetch_factor": config.prefetch_factor if num_workers else None,
+            "pin_memory": config.pin_memory and torch.cuda.is_available(),
+            "multiprocessing_context": self._context or (method if num_workers else None),
+            "timeout": config.timeout if num_workers else 0,
+            "worker_init_fn": begin if self._context is None else BeginProcess(begin),
+        }
+
+    def lag_behind(self) -> bool:
+        """Return whether settings of this process have changed since workers were started, or since the last call."""
+        before, now = self._surroundings, Surroundings.taken()
+        if before is None or self._context is None:  # another context, such as fork, starts the workers
+            return False
+        self._surroundings = self._context.surroundings = now
+        return bool(now.changed_since(before))
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Replace torch's error over an ended worker process by one that says how it ended, with cures."""
+        try:
+            yield
+        except OSError as error:  # of this process, at the start of workers; their own errors arrive without a number
+            if self._context is not None and error.errno is not None and (cure := cure_of_refusal(error)):
+                error.add_note(cure)
+            raise
+        except RuntimeError as error:
+            why = None if self._context is None else self._context.why_ended()
+            if why is None:
+                raise
+            raise why from why.__cause__ or error
+
+    def close(self) -> None:
+        """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
+        self.forget()
+        self._end()
+
+    def leave_behind(self) -> None:
+        """Let go in a forked child: all of it is the parent's."""
+        self._end.detach()
+        self._context = self._server = self._surroundings = None
+
+    def forget(self) -> None:
+        """Let go of what was sent to workers that are gone."""
+        context, self._context, self._surroundings = self._context, None, None
+        if context is not None:
+            context.close()
+
+
+def _sharing_strategy() -> str:
+    strategy: str = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    return strategy
+
+
+def _give_back(server: ForkServer | None) -> None:
+    if server is not None:
+        SHARED.give_back(server)
+
+
+class TorchLoader(DataLoader[Any]):
+    """torch's loader, made to work under any default device: torch draws its seed there, with a CPU generator."""
+
+    def __iter__(self) -> Any:
+        """Begin an iteration."""
+        with torch.device("cpu"):
+            return super().__iter__()
+
+
+class Collate:
+    """``collate_fn`` of the config; picklable if the user's is. It is never called without samples."""
+
+    def __init__(self, config: OrdinaryConfig) -> None:
+        self._collate_fn, self._jagged = config.collate_fn, config.jagged
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return the batch of ``samples``; of a ``NoRow`` alone it is the batch of none."""
+        if samples and isinstance(samples[0], NoRow):
+            return without_rows(self, samples[0].sample)
+        if self._collate_fn is not None:
+            return self._collate_fn(list(samples))
+        if all(isinstance(sample, Mapping) for sample in samples):
+            return default_collate(samples, jagged=self._jagged)
+        if self._jagged:
+            raise ConfigError(
+                f"jagged={tuple(self._jagged)!r} names fields of samples that are dicts, got samples of type "
+                f"{type(samples[0]).__name__}. Give dicts, or a collate_fn that calls Jagged.of([…])"
+            )
+        try:
+            return collate_as_torch(list(samples), collate_fn_map=_by_rule())
+        except RuntimeError as error:  # torch says that sizes differ, or the system has no shared memory, and no cure
+            error.add_note(
+                cure_of_refusal(error)
+                or "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
+                'DataLoader(…, jagged=("name",)), or a collate_fn that pads them or calls Jagged.of([…])'
+            )
+            raise
+
+
+def _by_rule() -> dict[Any, Callable[..., Any]]:
+    """Return torch's functions that collate numbers and tensors, each behind our rule for values of unlike types.
+
+    Torch's own result depends on which value comes first, and on whether a worker process collates.
+    """
+    return {kind: partial(_collate_values, function) for kind, function in default_collate_fn_map.items()}
+
+
+def _collate_values(function: Callable[..., Any], values: Sequence[Any], *, collate_fn_map: Any) -> Any:
+    made = promoted(values)
+    return function(values, collate_fn_map=collate_fn_map) if made is None else made
+
+
+def with_valid(batch: Any, valid: torch.Tensor) -> Any:
+    """Return ``batch`` with its mask.
+
+    Raises:
+        ConfigError: It is no dict, so there is no place for one.
+    """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f'last_batch="pad" puts a mask into batch["__valid__"], so batches must be dicts; got a '
+            f"{type(batch).__name__}. Give samples that are dicts, a collate_fn that returns one, or "
+            f'last_batch="partial"'
+        )
+    return {**batch, "__valid__": valid}
+
+
+def leave_behind(iterator: object) -> None:
+    """Keep an iterator of torch's ``DataLoader`` in a forked child from ending its parent's worker processes."""
+    if hasattr(iterator, "_shutdown"):
+        iterator._shutdown = True
+
+
+def shut_down(iterator: object) -> None:
+    """Stop the worker processes behind an iterator of torch's ``DataLoader`` now, not when it is collected."""
+    stop = getattr(iterator, "_shutdown_workers", None)  # torch has no public way; without it, collection does it
+    if stop is None:
+        return
+    stop()
+    for queue in getattr(iterator, "_index_queues", ()):  # their threads close descriptors as they end
+        thread = getattr(queue, "_thread", None)
+        if thread is not None:
+            thread.join(timeout=_FEEDER_S)

@@ -1,0 +1,81 @@
+"""Account for the batches between a loader that runs ahead and the training that consumes them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any, Protocol
+
+from streaming.common.counters import Metrics
+from streaming.run.epochs.iterator import Batches
+
+
+class BatchAccount(Protocol):
+    """Tracks the consumer's position while the loader is ahead of it.
+
+    Attributes:
+        metrics: Where work on its batches is counted: with the loader, if it is one of ours.
+    """
+
+    metrics: Metrics
+
+    def pulled(self) -> None:
+        """Note that the loader has delivered a batch."""
+
+    def handed_out(self) -> None:
+        """Note that the oldest batch held back goes to the consumer.
+
+        Raises:
+            IteratorEndedError: The loader was moved or closed meanwhile.
+        """
+
+
+class HeldBack:
+    """Tell our own loader's iterator what is held back; the loader then reports the consumer's position by itself."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self.metrics = batches.metrics
+
+    def pulled(self) -> None:
+        """See ``BatchAccount``."""
+        self._batches.hold_back(1)
+
+    def handed_out(self) -> None:
+        """See ``BatchAccount``."""
+        self._batches.hold_back(-1)
+
+
+class Noted:
+    """The state of another library's loader after each batch.
+
+    Attributes:
+        state: Its ``state_dict()`` at the last batch handed out; None: it has none.
+        epoch: Its epoch at that time; None: it has none.
+        metrics: Numbers that nobody reads.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.metrics = Metrics()
+        self._ahead: deque[tuple[Any, Any]] = deque()
+        self.state, self.epoch = self._now()
+
+    def pulled(self) -> None:
+        """See ``BatchAccount``."""
+        self._ahead.append(self._now())
+
+    def handed_out(self) -> None:
+        """See ``BatchAccount``."""
+        self.state, self.epoch = self._ahead.popleft()
+
+    def seed(self, seed: Any) -> None:
+        """Note a new seed, set on the loader while it was ahead."""
+        for state in (self.state, *(state for state, _ in self._ahead)):
+            if state is not None and "next_seed" in state:
+                state["next_seed"] = seed
+
+    def _now(self) -> tuple[Any, Any]:
+        loader = self._loader
+        state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
+        return state, getattr(loader, "epoch", None)

@@ -1,0 +1,477 @@
+"""Lend the bytes of chunks to users as views: ``decode={"jpg": "view"}``.
+
+Views are cut straight from the arena, from chunks that match their checksums. A second, private map of the same pages
+would keep users' writes apart, but costs more than a copy once its bytes are read (docs/design/0064). So:
+
+- A user may keep views for as long as they like. All views of a chunk, and slices, arrays and tensors over them, keep
+  one object alive; until it has gone, the place of the chunk is not used again. That counts in ``memory_limit``; beyond
+  a part of it, copies are given.
+- A user may write to a view: it is read-only, but ``torch.frombuffer`` ignores that. So bytes that were lent are never
+  given to anybody again unchecked. If they come again (in the next epoch, as a substitute, as padding), the chunk is
+  compared with its checksums; while somebody has views of it, a copy is made first, compared in the place of what it
+  was made from, and given. A chunk that was written to is fetched again, and compared as at its first time.
+- Memory of chunks is private to this process, and maps of files are copy-on-write: no write reaches a file.
+- Before a fork, and at the end, chunks of mapped files are copied in place, because their files may change afterwards.
+
+The finalizer of that object runs in any thread, whenever Python likes, and so takes no lock: it appends to a deque,
+which is emptied by those who fetch and lend.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streaming.common.arguments import format_bytes
+from streaming.common.forks import before_forks, in_children
+from streaming.errors import ChecksumError, IndexMismatchError
+from streaming.run.engine.memory.arena import Arena
+from streaming.shards.fetch.layout import Fetched, UnitLayout
+from streaming.shards.fetch.read import FetchRange
+from streaming.storage import Checked, DifferentSumError, Parts
+from streaming.types import Int64Array
+
+_log = logging.getLogger(__name__)
+
+_FORK_WAIT_S = 2.0
+"""How long a fork waits for another thread that is lending, which takes microseconds."""
+_EMPTY = memoryview(b"")
+
+
+class _Memory:
+    """The bytes of a chunk, for NumPy: every view of them keeps this object alive, and with it the arena's memory."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_arena")
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
+        self._arena = arena.view[:0]
+        place = arena.address + start, True
+        self.__array_interface__ = {"data": place, "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A chunk in the arena.
+
+    Attributes:
+        wanted: The chunk.
+        start: Its first byte.
+        skew_bytes: Padding before it that belongs to its place.
+        num_bytes: Its size.
+        is_lendable: All of it is here and was compared with checksums, which can be done again.
+        is_mapped: It was mapped from a file.
+        given: Bytes that were lent, by their start; whoever has them may have changed them.
+        whole: All its bytes, from which views are cut; None: nobody has views, as far as is known here.
+        memory: What all views keep alive; None: nothing was lent, or all of it has come back.
+        num_loans: Objects like ``memory`` that have not come back.
+        is_dropped: The store does not need it any more.
+        num_mended: How often what users had changed of it was restored.
+        instead: What the store has of it now, and where, if users changed it and its bytes there are damaged by now.
+    """
+
+    wanted: FetchRange
+    start: int
+    skew_bytes: int
+    num_bytes: int
+    is_lendable: bool
+    is_mapped: bool
+    given: set[int] = field(default_factory=set)
+    whole: memoryview | None = None
+    memory: weakref.ref[_Memory] | None = None
+    num_loans: int = 0
+    is_dropped: bool = False
+    num_mended: int = 0
+    instead: tuple[memoryview, UnitLayout] | None = None
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """First byte and size of its place, with padding."""
+        return self.start - self.skew_bytes, self.skew_bytes + self.num_bytes
+
+    @property
+    def has_views(self) -> bool:
+        """Whether anybody has views; ``whole`` is given up to find out."""
+        self.whole = None
+        return self.memory is not None and self.memory() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _ToCopy:
+    """Bytes of a place of which a copy is to be given, and what was known of them under the lock.
+
+    Attributes:
+        row: Which of the asked ones it is.
+        place: The chunk.
+        start: Its first byte in the arena.
+        size: Number of bytes.
+        was_lent: Somebody had, or has, a view of it.
+        num_mended: That of the place.
+    """
+
+    row: int
+    place: _Place
+    start: int
+    size: int
+    was_lent: bool
+    num_mended: int
+
+    @property
+    def inside(self) -> int:
+        """Its first byte in the chunk."""
+        return self.start - self.place.start
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a copy made since then may hold what a user wrote."""
+        return self.was_lent or self.start in self.place.given or self.num_mended != self.place.num_mended
+
+
+class Lender:
+    """Cut views from the chunks of an arena. Thread-safe.
+
+    Args:
+        arena: The arena.
+        fetch: Fetches a chunk, as for the arena, into other memory.
+
+    Attributes:
+        limit_bytes: Upper bound on the chunks of which there are views; beyond it, copies are given.
+        kept_bytes: Bytes of the arena that only views keep.
+    """
+
+    def __init__(self, arena: Arena, fetch: Callable[[FetchRange, memoryview], Fetched]) -> None:
+        self.limit_bytes = self.kept_bytes = 0
+        self._lent_bytes = 0
+        self._arena = arena
+        self._fetch = fetch
+        self._lock = threading.RLock()  # the garbage collector may close a loader in any thread
+        self._starts: list[int] = []
+        self._places: dict[int, _Place] = {}
+        self._lent: set[_Place] = set()
+        self._free: list[_Place] = []
+        self._returned: deque[_Place] = deque()
+        self._closed = self._may_end = self._has_lacked = self._has_told = False
+        self._pid = os.getpid()
+        before_forks(self, Lender._part_before_fork)
+        in_children(self, Lender._leave_behind)
+
+    # --- of the store ---
+
+    def add(
+        self, wanted: FetchRange, start: int, checked: Checked | None, *, skew_bytes: int, num_bytes: int,
+        is_mapped: bool,
+    ) -> None:  # fmt: skip
+        """Note that a chunk lies in the arena from ``start`` on.
+
+        Args:
+            wanted: The chunk.
+            start: Its first byte in the arena.
+            checked: Its bytes match; None: some of its samples are damaged.
+            skew_bytes: Padding before it.
+            num_bytes: What is here of it.
+            is_mapped: It was mapped from a file.
+        """
+        is_whole = checked is not None and checked.is_summed and checked.num_bytes == num_bytes == wanted.num_bytes
+        is_lendable = is_whole and self._arena.is_private
+        with self._lock:
+            # Every place in _starts is in _places: its chunk stays until release().
+            insort(self._starts, start)
+            self._places[start] = _Place(wanted, start, skew_bytes, num_bytes, is_lendable, is_mapped)
+
+    def release(self, start: int) -> bool:
+        """Note that the store does not need a chunk any more; return whether its place can be used again now.
+
+        Otherwise ``freed`` names the chunk when its last view has gone.
+        """
+        if start not in self._places:
+            return True
+        with self._lock:
+            # From here on nothing is lent of it.
+            place = self._places.pop(start)
+            del self._starts[bisect_right(self._starts, start) - 1]
+            place.whole = None
+            self._take_back()
+            if not place.num_loans:
+                return True
+            place.is_dropped = True
+            self.kept_bytes += place.room[1]
+            return False
+
+    def freed(self) -> list[tuple[FetchRange, int, tuple[int, int]]]:
+        """Return chunks of which the last view has gone, the first byte of each, and the place that it took.
+
+        Each is named once, after ``release``.
+        """
+        if not self._returned and not self._free:
+            return []
+        with self._lock:
+            # What is taken from _free counts as kept no more: the caller frees it.
+            self._take_back()
+            free, self._free = self._free, []
+            self.kept_bytes -= sum(place.room[1] for place in free)
+        return [(place.wanted, place.start, place.room) for place in free]
+
+    def _take_back(self) -> None:
+        """Count what finalizers have returned."""
+        while self._returned:
+            try:
+                place = self._returned.popleft()
+            except IndexError:  # the garbage collector has closed this loader in between
+                return
+            place.num_loans -= 1
+            if not place.num_loans:
+                self._lent.discard(place)
+                self._lent_bytes -= place.room[1]
+                if place.is_dropped:
+                    self._free.append(place)
+
+    # --- of builders ---
+
+    def lend(self, starts: Int64Array, sizes: Int64Array) -> list[memoryview | None]:
+        """Return bytes of chunks that the store holds, as read-only views; None where a size is negative.
+
+        Args:
+            starts: int64 [n], first byte of each in the arena.
+            sizes: int64 [n].
+
+        Raises:
+            ChecksumError: A user has changed some of them, and the store has damaged ones in their place now.
+            IndexMismatchError, StorageError: They cannot be fetched again.
+        """
+        found: list[memoryview | None] = []
+        copied: list[_ToCopy] = []
+        with self._lock:
+            # The places asked for stay as they are: the store holds their chunks for the caller.
+            self._may_end = True
+            known, places = self._starts, self._places
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+                if size <= 0:
+                    found.append(None if size < 0 else _EMPTY)
+                    continue
+                place = places[known[bisect_right(known, start) - 1]]
+                bytes_of = None if start in place.given else place.whole  # or this would be taken for a view
+                if bytes_of is None:
+                    bytes_of = self._ready(place, start)
+                if bytes_of is None:
+                    was_lent = start in place.given
+                    copied.append(_ToCopy(len(found), place, start, size, was_lent, place.num_mended))
+                    found.append(None)
+                    continue
+                place.given.add(start)
+                found.append(bytes_of[start - place.start : start - place.start + size])
+        for one, copy in zip(copied, self._copies(copied), strict=True):
+            found[one.row] = memoryview(copy)
+        return found
+
+    def _ready(self, place: _Place, start: int) -> memoryview | None:
+        """Return all bytes of a place, to cut from them what begins at ``start``; None: only a copy may be given."""
+        if self._closed or not place.is_lendable:
+            self._has_lacked = True
+            return None
+        if start in place.given and not self._is_intact(place):
+            return None
+        if place.whole is not None:
+            return place.whole
+        memory = None if place.memory is None else place.memory()
+        if memory is None:
+            if not self._has_room(place):
+                self._has_lacked = True
+                return None
+            memory = _Memory(self._arena, place.start, place.num_bytes)
+            place.memory = weakref.ref(memory)
+            # It needs neither the lock nor this object, which may be gone by then.
+            weakref.finalize(memory, self._returned.append, place).atexit = False
+            self._lent_bytes += 0 if place.num_loans else place.room[1]
+            place.num_loans += 1
+            self._lent.add(place)
+        place.whole = memoryview(np.asarray(memory))  # type: ignore[arg-type]
+        return place.whole
+
+    def _is_intact(self, place: _Place) -> bool:
+        """Tell whether what was lent of a place has come back unchanged; then it can be lent again."""
+        if place.has_views or not self._matches(place):
+            return False
+        place.given.clear()
+        return True
+
+    def _matches(self, place: _Place, copies: Sequence[tuple[int, bytes]] = ()) -> bool:
+        """Tell whether a chunk matches its checksums, with ``copies``, each with its first byte, in their places."""
+        try:
+            Checked.comparing(place.num_bytes, self._sums(place, copies))
+        except DifferentSumError:
+            return False
+        return True
+
+    def _sums(self, place: _Place, copies: Sequence[tuple[int, bytes]]) -> Iterator[tuple[Parts, int]]:
+        memory, start = self._arena.view[place.start : place.start + place.num_bytes], 0
+        for stop, expected in place.wanted.sums:
+            yield _laid(memory, start, stop, copies), expected
+            start = stop
+
+    def _has_room(self, place: _Place) -> bool:
+        """Tell whether there may be views of a place; if need be, after those that nobody has are given up."""
+        if place.num_loans:
+            return True
+        if self._may_end and self._lent_bytes + place.room[1] > self.limit_bytes:
+            self._may_end = False  # once for all that are lent together
+            self._give_up_unused()
+        return self._lent_bytes + place.room[1] <= self.limit_bytes
+
+    def _copies(self, wanted: list[_ToCopy]) -> list[bytes]:
+        """Return copies of bytes that nobody has changed, or that were fetched again."""
+        if self._has_lacked and not self._has_told:
+            self._tell_of_copies()
+        of_place: dict[_Place, list[_ToCopy]] = {}
+        for one in wanted:
+            of_place.setdefault(one.place, []).append(one)
+        found = {id(one): copy for place, some in of_place.items() for one, copy in self._copied(place, some)}
+        return [found[id(one)] for one in wanted]
+
+    def _copied(self, place: _Place, wanted: list[_ToCopy]) -> Iterator[tuple[_ToCopy, bytes]]:
+        """Yield copies of bytes of one place."""
+        runs = _joined([(one.inside, one.inside + one.size) for one in wanted])
+        memory = self._arena.view[place.start : place.start + place.num_bytes]
+        copies = [(begin, bytes(memory[begin:end])) for begin, end in runs]
+        # What is compared are the copies, which nobody can change any more, with the rest of the chunk around them.
+        if any(one.is_doubtful for one in wanted) and (place.instead or not self._matches(place, copies)):
+            again = self._fetch_again(place, wanted)
+            copies = [(begin, bytes(again[begin:end])) for begin, end in runs]
+        free = set(range(len(runs)))
+        for one in wanted:
+            run = bisect_right(runs, (one.inside, place.num_bytes)) - 1
+            begin, copy = copies[run]
+            is_all = len(copy) == one.size and run in free
+            free.discard(run)
+            # Each has memory of its own: a user may write to one of two views of a sample.
+            yield one, copy if is_all else bytes(memoryview(copy)[one.inside - begin :][: one.size])
+
+    def _fetch_again(self, place: _Place, wanted: list[_ToCopy]) -> memoryview:
+        """Return the bytes of a place that users have changed from the store, and restore the place.
+
+        Raises:
+            ChecksumError: The sample of one of those that are wanted is damaged in the store.
+            IndexMismatchError: Another part of the chunk is read now.
+        """
+        if place.instead is None:
+            again = memoryview(bytearray(place.num_bytes))
+            fetched = self._fetch(place.wanted, again)
+            self._check_is_all(place, fetched, again)
+            if fetched.checked is not None:
+                self._mend(place, again, fetched.checked)
+                return again
+            place.instead = again, fetched.apart(again)
+        again, layout = place.instead
+        for one in wanted:
+            if (damage := layout.damage_at(one.inside)) is not None:
+                raise ChecksumError(str(damage))  # a new one: an exception keeps the frames of each time it is raised
+        return again
+
+    @staticmethod
+    def _check_is_all(place: _Place, fetched: Fetched, again: memoryview) -> None:
+        """Check that what was fetched again lies where it lay at first.
+
+        Raises:
+            IndexMismatchError: Another part of the chunk is read now.
+        """
+        checked = fetched.checked
+        if (fetched.apart(again).num_bytes if checked is None else checked.num_bytes) != place.num_bytes:
+            url = place.wanted.shown_url
+            raise IndexMismatchError(
+                f"{url}: the sample table of this shard was not there when its bytes were read, and is there now. "
+                "Begin a new run from the last state"
+            )
+
+    def _mend(self, place: _Place, again: memoryview, checked: Checked) -> None:
+        """Restore what users have changed of a place by all of its bytes, unless they still have views of it."""
+        with self._lock:
+            # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after, and whoever
+            # has made a copy since num_mended was another number compares it.
+            is_free = not self._closed and not place.is_dropped and not place.has_views
+            if checked.is_summed and is_free:
+                place.num_mended += 1
+                self._arena.view[place.start : place.start + place.num_bytes] = again
+                place.given.clear()
+
+    def _give_up_unused(self) -> None:
+        """Take back the places of which nobody has views."""
+        for place in list(self._lent):
+            place.whole = None
+        self._take_back()
+
+    def _tell_of_copies(self) -> None:
+        self._has_told = True
+        _log.warning(
+            'decode "view": some views show copies. Views are cut from memory where batches are built in this process, '
+            "from chunks that are read whole and have a checksum, up to %s of chunks (half of what memory_limit gives "
+            "them, or less if the order needs more of it). To get fewer copies raise memory_limit, keep fewer batches, "
+            "or use num_workers=0",
+            format_bytes(self.limit_bytes),
+        )
+
+    # --- of what outlives the arena, or this process ---
+
+    def close(self, *, keeps_arena: bool) -> None:
+        """Make what users keep independent of files, and free the rest of the arena's memory. Nothing is lent any more.
+
+        Args:
+            keeps_arena: Some thread still reads from the arena.
+        """
+        with self._lock:
+            # Whoever lends after this gives copies.
+            self._closed = True
+            self._part()
+            if self._lent and not keeps_arena:
+                self._arena.keep_only([place.room for place in self._lent])
+
+    def _part(self) -> None:
+        """Copy, in place, what users have of files: these may change as soon as nobody holds them."""
+        self._give_up_unused()
+        for place in self._lent:
+            if place.is_mapped:
+                with suppress(OSError):  # no memory: it stays a private map
+                    self._arena.copy_file(*place.room)
+
+    def _part_before_fork(self) -> None:
+        """Make what a forked child will have independent of its parent: private memory is, maps of files are not."""
+        if self._lent and os.getpid() == self._pid:
+            is_held = self._lock.acquire(timeout=_FORK_WAIT_S)
+            try:
+                self._part()
+            finally:
+                if is_held:
+                    self._lock.release()
+
+    def _leave_behind(self) -> None:
+        """Forget, in a forked child, the arena of its parent: views stay as they are, and return nothing."""
+        self._lock, self._closed = threading.RLock(), True
+        self._places, self._starts, self._lent = {}, [], set()
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges in order, those that overlap as one: a byte is copied once, however often it is asked for."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(set(ranges)):
+        if found and begin < found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _laid(memory: memoryview, start: int, stop: int, copies: Sequence[tuple[int, bytes]]) -> Iterator[memoryview]:
+    """Yield bytes ``[start, stop)`` of a chunk, with copies of some, in order, in the places that these come from."""
+    for begin, copy in copies:
+        low, high = max(begin, start), min(begin + len(copy), stop)
+        if low < high:
+            yield memory[start:low]
+            yield memoryview(copy)[low - begin : high - begin]
+            start = high
+    yield memory[start:stop]

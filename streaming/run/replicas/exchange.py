@@ -1,0 +1,206 @@
+"""Exchange packs: the data ranks redistribute those of each global batch by cost (``balance="exchange"``).
+
+Every rank reads and builds the packs of its own lanes, as usual; then packs are sent, over a gloo group of our own::
+
+    costs of all packs ─▶ who computes which (the same on all ranks) ─▶ packs to where they go ─▶ each rank's batch
+
+The packs of a global batch do not change, so position, state and elasticity are not affected. The exchange happens in
+the thread that asks for a batch, when it asks: ranks that leave their loops after the same batch leave nothing in
+transit. Replicas (tensor, pipeline, context parallel) exchange with those in the same place of other shares, each its
+own whole copy; stages and slices of the sequence are cut out of the result. If one rank reads for them, it exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from infra import DeviceMesh
+from streaming.build.batches.build import Items
+from streaming.build.batches.jagged import Allocate, fresh, int64s
+from streaming.common.counters import Metrics
+from streaming.common.forks import in_children
+from streaming.errors import ReplicaError, StateError
+from streaming.order.packing.balance import exchange
+from streaming.run.epochs.iterator import Run, RunOver
+from streaming.run.epochs.position import Place
+from streaming.run.replicas.batch_codec import ALIGN_BYTES, decode, encode
+from streaming.run.replicas.group import gloo_group
+from streaming.types import Batch, Int64Array
+
+TIMEOUT_S = 600.0
+"""How far apart ranks may ask for a batch: time for a checkpoint, or an evaluation on one rank."""
+_OPTION = 'balance="exchange"'
+
+_left_behind: list[Any] = []  # the parent's, in a forked child
+
+
+class RowExchange:
+    """The ranks that exchange packs, over many runs: one of each data share, those in the same place within it.
+
+    Used by one thread.
+
+    Args:
+        mesh: The position of this process.
+        items: What rows are.
+        cut: Called with each batch and its number of packs; returns this rank's portion, possibly page-locked.
+        metrics: Where bytes and waits are counted.
+        keeps_all: Whether that portion is the whole batch, so that it can lie in page-locked memory.
+
+    Attributes:
+        allocate: Allocates tensors made of packs of several ranks; None: fresh memory.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, items: Items, cut: Callable[[Any, int], Any], metrics: Metrics, *, keeps_all: bool
+    ) -> None:
+        self.items, self.cut, self.metrics, self._keeps_all = items, cut, metrics, keeps_all
+        self.allocate: Allocate | None = None
+        self._group: Any = None
+        self._rank, self.place = mesh.rank, mesh.data_rank
+        self.ranks = tuple(mesh.replicas_of(share)[mesh.replica_rank] for share in range(mesh.data_world_size))
+        in_children(self, RowExchange.leave_behind)
+
+    def run(self, read: Callable[[], Run], place: Place) -> Run:
+        """Exchange the packs of the batches of a run from ``place`` on.
+
+        Raises:
+            ConfigError, ReplicaError: See ``gloo_group``.
+        """
+        running = read()
+        if self._group is None and len(self.ranks) > 1:
+            self._group, _ = gloo_group(
+                self.ranks, TIMEOUT_S, option=_OPTION, of="the mesh", cure="begin to iterate on all of them",
+                rank=self._rank,
+            )  # fmt: skip
+        return _ExchangedRun(self, running, place)
+
+    def page_lock(self, locker: Any) -> Any:
+        """See ``Stage``: batches are made here, of packs of several ranks."""
+        self.allocate = locker.allocate if locker is not None and self._keeps_all else None
+
+    def drop(self) -> None:
+        """See ``Stage``."""
+        self._group = None
+
+    def leave_behind(self) -> None:
+        """Drop the connections in a forked child: they are the parent's, and their threads are not here."""
+        _left_behind.append(self._group)
+        self._group = None
+
+    def gather(self, own: Int64Array) -> Int64Array:
+        """Gather one row [n] of each rank, [ranks, n]."""
+        if self._group is None:
+            return own[None]
+        sent = torch.from_numpy(own)
+        got = [torch.empty_like(sent) for _ in self.ranks]
+        self._wait(self._group.allgather, [got], [sent])
+        return torch.stack(got).numpy()
+
+    def swap(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send ``messages[r]`` (uint8) to the r-th rank; return one from each, including the one to this rank."""
+        if self._group is None:
+            return list(messages)
+        sizes = int64s(len(message) for message in messages)
+        coming = torch.empty_like(sizes)
+        ones = [1] * len(messages)
+        self._wait(self._group.alltoall_base, coming, sizes, ones, ones)
+        got = fresh((int(coming.sum()),), torch.uint8)
+        self._wait(self._group.alltoall_base, got, torch.cat(list(messages)), coming.tolist(), sizes.tolist())
+        self.metrics.add("exchanged_bytes", int(sizes.sum()))
+        return list(torch.split(got, coming.tolist()))
+
+    def _wait(self, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            call(*args).wait()
+        except (RuntimeError, dist.DistError) as error:
+            self.drop()
+            raise ReplicaError(
+                f"{_OPTION}: one of the ranks {self.ranks} is gone, left its loop, or asked for no batch for "
+                f"{TIMEOUT_S:g} s; look for its own error, or leave the loops after the same batch. "
+                f"{str(error).strip().partition(chr(10))[0][:200]}"
+            ) from error
+
+
+class _ExchangedRun(RunOver):
+    """The rest of an epoch, its packs exchanged."""
+
+    def __init__(self, peers: RowExchange, running: Run, place: Place) -> None:
+        super().__init__(running)
+        self._peers, self._place = peers, place
+        self._num_batches = 0
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        batch = next(self._run)
+        num_packs = len(batch["__key__"])
+        with self._peers.metrics.timed("exchange_s"):
+            batch = self._exchanged(batch, num_packs)
+        self._num_batches += 1
+        return self._peers.cut(batch, num_packs)
+
+    def describe(self) -> str:
+        """Describe what the run is doing, for people."""
+        return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
+
+    def _exchanged(self, batch: Batch, num_packs: int) -> Batch:
+        """Return the batch of the packs dealt to this rank, as many as it had; all ranks meet here."""
+        peers = self._peers
+        costs: Any = batch.pop("costs", None)
+        valid: Any = batch.get("__valid__")
+        # A batch with packs that do not count is left as it is: stages without payload count them by the plan.
+        counts = valid is None or bool(valid.all())
+        own = [self._place.epoch, self._place.samples_seen + self._num_batches, num_packs, counts]
+        heads = peers.gather(np.array(own, np.int64))
+        if (heads[:, :2] != heads[0, :2]).any():
+            raise _elsewhere(peers.ranks, heads)
+        shares = heads[:, 2]
+        if not heads[:, 3].all() or not shares.any():
+            return batch
+        bits = np.zeros(int(shares.max()), np.int64)
+        if num_packs:
+            bits[:num_packs] = costs.numpy().view(np.int64)
+        everyones = peers.gather(bits)[np.arange(len(bits)) < shares[:, None]]
+        if not num_packs:  # at the end of an epoch; other ranks may exchange
+            peers.swap([_EMPTY] * len(peers.ranks))
+            return batch
+        return self._dealt(batch, exchange(everyones.view(costs.numpy().dtype), shares.tolist()), shares)
+
+    def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
+        """Exchange packs with the other ranks; pack n of the global batch is from the rank whose share contains n."""
+        peers, rows = self._peers, self._peers.items.split(batch)
+        place, ends = peers.place, np.cumsum(shares)
+        first = int(ends[place] - shares[place])
+        # To each rank its packs, in its order; to this one nothing, they are here.
+        mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
+        messages = [
+            _EMPTY if rank == place or not packs else encode([peers.items.sent(pack) for pack in packs], _allocated)
+            for rank, packs in enumerate(mine)
+        ]
+        got = [decode(message) if len(message) else [] for message in peers.swap(messages)]
+        got[place] = mine[place]
+        coming = [iter(packs) for packs in got]
+        owners = np.searchsorted(ends, dealt[place], side="right")
+        return peers.items.joined([next(coming[owner]) for owner in owners.tolist()], peers.allocate)
+
+
+def _allocated(size: int) -> torch.Tensor:
+    """Allocate at least this many bytes, such that consecutive messages all begin where tensors may."""
+    return fresh((-(-size // ALIGN_BYTES) * ALIGN_BYTES,), torch.uint8)
+
+
+_EMPTY = fresh((0,), torch.uint8)
+
+
+def _elsewhere(ranks: Sequence[int], heads: Int64Array) -> StateError:
+    places = ", ".join(
+        f"rank {rank}: epoch {e}, batch {n}" for rank, (e, n, *_) in zip(ranks, heads.tolist(), strict=True)
+    )
+    return StateError(
+        f"{_OPTION}: ranks are at different places ({places}). Load the same state and set the same epoch on all, "
+        "and leave loops after the same batch"
+    )

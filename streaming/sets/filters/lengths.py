@@ -1,0 +1,93 @@
+"""Read the number of tokens of every sample, and whatever else packs budget, shard by shard; recent ones are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from streaming.common.lru_cache import LruCache
+from streaming.errors import ConfigError, IndexMissingError, shell_word
+from streaming.sets.filters.late_columns import LateColumn
+from streaming.sets.filters.select import column_reader, late_names
+from streaming.shards.catalog.open import OpenShards
+from streaming.shards.index.chunk_table import numbers
+from streaming.shards.index.columns import Values
+from streaming.storage import Storage, redact
+from streaming.types import Int64Array
+
+UNKNOWN = -1
+"""Number of tokens of a sample without a value in the column."""
+_KEPT_BYTES = 256 << 20
+"""Columns kept of the most recently used shards: 32 million samples. Those of others are read again."""
+_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+class Lengths:
+    """Read the size of each sample of a shard. Thread-safe; a copy in another process reads for itself.
+
+    Args:
+        storage: Store of the index.
+        shards: The shards.
+        columns: Names of the columns: tokens, and whatever else has a budget.
+        late: Those of them that are late columns.
+    """
+
+    def __init__(
+        self, storage: Storage, shards: OpenShards, columns: Sequence[str], late: Mapping[str, LateColumn]
+    ) -> None:
+        self._storage, self._shards, self._columns, self._late = storage, shards, tuple(columns), late
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._shards.table is None:
+            raise IndexMissingError(f"Packed needs an index; {self._shards.missing_index}")
+        self._read: Callable[[int], tuple[dict[str, Values], list[str]]] = column_reader(
+            self._storage, self._shards, self._shards.table, list(self._columns), self._late
+        )
+        self._recent = LruCache[int, Int64Array](_KEPT_BYTES, attrgetter("nbytes"))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("_storage", "_shards", "_columns", "_late")}
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def __call__(self, shard: int) -> Int64Array:
+        """Return the sizes of a shard's samples, int64 [n] or int64 [n, columns]; ``UNKNOWN`` where a value is missing.
+
+        Raises:
+            ConfigError: A column does not exist, or holds something other than integers.
+            IndexMissingError: The shard has no sample table.
+        """
+        return self._recent.of(shard, lambda: self._values(shard))
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Limit the columns kept in memory to this many bytes; the latest one is kept whatever its size."""
+        self._recent.keep_at_most(num_bytes)
+
+    def _values(self, shard: int) -> Int64Array:
+        columns, there = self._read(shard)
+        found = [self._column(shard, name, columns, there) for name in self._columns]
+        return found[0] if len(found) == 1 else np.column_stack(found)
+
+    def _column(self, shard: int, column: str, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
+        shown = redact(self._shards.urls[shard])
+        if column not in columns:
+            known = sorted({*there, *late_names(self._storage, self._shards)})
+            raise ConfigError(
+                f"Packed: no column {column!r} in the sample table of {shown} to say how many tokens each sample "
+                f"has; there are: {', '.join(known) or 'none'}. Name the column with column=…, or make it: "
+                "`shard_tools convert --tokenizer` turns text into tokens and writes the column, "
+                f"`shard_tools column add URL {shell_word(column)} --compute tokens` counts existing tokens by the "
+                f'size of their field, and a writer of your own takes ShardWriter(columns={{"{column}": …}})'
+            )
+        values = columns[column]
+        if str(values.type) not in _TYPES and len(values) != values.null_count:
+            raise ConfigError(
+                f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the tokens "
+                "of each sample"
+            )
+        return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)

@@ -1,0 +1,473 @@
+"""Make packs of the documents of a dataset, and count them: ``PackedDocuments``."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from infra import agent_store, is_first_process
+from streaming.build.batches.build import OnError, Part
+from streaming.build.batches.draws import Chain
+from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
+from streaming.build.batches.items.packs import TokenPacks
+from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields
+from streaming.common.arrays import sums
+from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
+from streaming.common.job.store import job_peers
+from streaming.errors import ConfigError, IndexMissingError
+from streaming.order.packing.fit import Fit, fit, pack
+from streaming.order.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
+from streaming.order.packing.rules import Overlong, PackRules, cut
+from streaming.order.plan.schedule import Schedule
+from streaming.sets.filters.lengths import UNKNOWN, Lengths
+from streaming.sets.filters.select import late_columns_of
+from streaming.sets.sources.keys import KeysOfShards
+from streaming.sets.sources.samples import SampleSource
+from streaming.shards.catalog.open import check_fields, digest_of
+from streaming.shards.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
+from streaming.shards.catalog.source import ChunkSource
+from streaming.storage import redact
+from streaming.types import Int64Array, Sample, Transform
+
+_REQUESTS = 16
+_LONG_ROW = 2**20
+"""Tokens of a row that a small set may be given, too: some 32 MiB."""
+_FULL_ENOUGH = 0.75
+"""Mean fill of a padded batch; below this, a warning gives the reason and what helps."""
+_log = logging.getLogger("streaming")
+_COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackCounts:
+    """Count what happened to the documents of a packed set.
+
+    Attributes:
+        documents: Documents in the dataset.
+        tokens: Their tokens, according to the column.
+        packed: Tokens that are in a pack.
+        split: Documents longer than a pack that were split into pieces.
+        truncated: Documents longer than a pack that were truncated.
+        dropped: Documents longer than a pack that were left out.
+        empty: Documents without tokens.
+        places: Token positions in all packs, including padding.
+    """
+
+    documents: int
+    tokens: int
+    packed: int
+    split: int
+    truncated: int
+    dropped: int
+    empty: int
+    places: int
+
+    def __add__(self, other: PackCounts) -> PackCounts:
+        return PackCounts(**{name: getattr(self, name) + getattr(other, name) for name in _COUNTS})
+
+
+class PackedDocuments(PackedSource):
+    """Make packs of the documents of a set, as tensors: what loops, the engine and tools see of a ``Packed``.
+
+    Its options are those of ``Packed``, which has their defaults.
+
+    Attributes:
+        column: Column of lengths.
+        alike: Columns in which all samples of a pack are equal.
+        counts: What happened to the documents.
+        items: What a row of a batch is.
+    """
+
+    documents: SampleSource
+    decode: DecodeSpec
+    decoders: FieldDecoder
+    transform: Transform | Chain | None
+    on_error: OnError
+    max_bad_samples: float
+    bad_samples_file: str | None
+
+    def __init__(  # noqa: PLR0913  the options of Packed
+        self,
+        documents: SampleSource,
+        length: int | Schedule,
+        *,
+        column: str,
+        field: str | None,
+        dtype: str | None,
+        overlong: Overlong | None,
+        mask_field: str | None,
+        shift_labels: bool,
+        labels_across: bool,
+        pad_id: int,
+        max_docs: int | None,
+        multiple: int,
+        padded: bool,
+        stride: int | None,
+        overlap_labels: bool,
+        budgets: Mapping[str, int] | None,
+        alike: Sequence[str],
+    ) -> None:
+        limits, kinds = checked_budgets(budgets, column), checked_alike(alike)
+        rules, self.items = checked_items(
+            {"length": length, "overlong": overlong, "multiple": multiple, "max_docs": max_docs, "padded": padded,
+             "stride": stride, "budgets": tuple(limits.values()), "alike": len(kinds)},
+            {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id},
+            column=column, field=field, dtype=dtype, overlap_labels=overlap_labels,
+        )  # fmt: skip
+        fields = self.items.fields
+        _check_documents(documents, fields)
+        _check_widths(documents, fields)
+        peers = job_peers(agent_store())
+        shards = documents.shards
+        check_fields(documents.storage, shards, fields, peers)
+        columns = (column, *limits, *kinds)
+        late = late_columns_of(documents.storage, shards, columns, peers)
+        lengths = Lengths(documents.storage, shards, columns, late)
+        read = copy.copy(documents)
+        if fields:
+            read.fields, read.decoders = fields, RawFields()
+        work = _Work(read, lengths, rules, columns, fits := kept_fits())
+        self.column, self.alike = column, kinds
+        self.counts: PackCounts
+        groups, self.counts = work.of_all(peers)
+        most = max(_LONG_ROW, self.counts.tokens)
+        if fields and not rules.padded and rules.length > most:
+            raise ConfigError(
+                f"length={rules.length:,}: expected at most {most:,}: a row longer than all "
+                f"{self.counts.tokens:,} tokens of the set together is memory for padding. Give a smaller length, or "
+                "padded=True"
+            )
+        super().__init__(read, groups, lengths, rules, fits)
+        self.items = self.items.typed(lambda name: self._told_dtype(name, dtype, peers))
+        self._lengths = lengths
+        self._take_over()
+        self._tell()
+
+    # --- what users read by number ---
+
+    @property
+    def num_readable(self) -> int:
+        """Number of packs."""
+        return int(self.chunk_samples.sum())
+
+    @property
+    def unit(self) -> str:
+        """What lengths count, for people: tokens, or the column of whole samples."""
+        return self.items.unit or self.column
+
+    @property
+    def shard_keys(self) -> KeysOfShards:
+        """The keys of all documents, by shard."""
+        return self.documents.shard_keys
+
+    @property
+    def fill(self) -> float:
+        """Part of all places that holds tokens, 0 to 1."""
+        return self.counts.packed / self.counts.places
+
+    def read(self, numbers: Int64Array, sources: Sequence[str] = ()) -> list[Sample]:
+        """Return packs by number, which must exist, as epoch 0 of the set's own seed has them.
+
+        Args:
+            numbers: int64 [n], numbers of packs in storage order.
+            sources: The name of this set in a mixture, for each of them.
+
+        Raises:
+            DataError: A document cannot be read.
+        """
+        named = sources or [""] * len(numbers)
+        return [self._pack(*one) for one in zip(numbers.tolist(), named, strict=True)]
+
+    def scan(self, source: str = "") -> Iterator[Sample]:
+        """Yield all packs in storage order, as :meth:`read` returns them."""
+        for number in range(self.num_readable):
+            yield self._pack(number, source)
+
+    def _pack(self, index: int, source: str) -> Sample:
+        ends = np.cumsum(self.chunk_samples)
+        group = int(np.searchsorted(ends, index, side="right"))
+        offset = index - int(ends[group] - self.chunk_samples[group])
+        packs = self.packs(np.array([group]), np.array([offset]), np.zeros(1, np.int64), self.seed)
+        _, samples = self.samples_in(group)
+        before = int(self.documents.chunk_samples[: self._groups.firsts[group]].sum())
+        numbers = before + np.searchsorted(samples - self.chunk(group).first_sample, packs.samples)
+        found: list[Any] = self.documents.read(numbers)
+        return self.items.alone(replace(self.recipe_parts[0], name=source), found, packs)
+
+    def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
+        """Return the same packs, of documents whose numbers of classes are translated; packs of tokens have none."""
+        if self.items.fields:
+            return self
+        made = copy.copy(self)
+        made.documents = self.documents.speaking(classes)
+        made._take_over()
+        return made
+
+    def mapped(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other sources have it
+        """Raise an error: see ``transform``.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(self.items.no_map)
+
+    def words(self) -> str:
+        """Describe the packs."""
+        parts = [f"length={self.rules.length}", *(f"{what} from row {row:,} on" for row, what in self.items.changes)]
+        parts += [f"{self.num_readable} packs", f"{self.counts.packed} {self.unit}"]
+        return ", ".join([*parts, f"{self.fill:.1%} filled"])
+
+    # --- what the engine needs ---
+
+    def expected_samples(self, num_rows: float) -> float:
+        """See ``ShardSet``: the documents of that many packs, on average."""
+        return num_rows * self.counts.documents / max(self.num_readable, 1)
+
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """How documents become packs, for loops."""
+        return self.documents.recipe_parts
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """See ``Source``: half is for packs, half for lengths."""
+        super().keep_at_most(num_bytes // 2)
+        self._lengths.keep_at_most(num_bytes // 2)
+
+    def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
+        """Return the type of tokens, as given or as found in the first documents; with peers, rank 0 looks."""
+
+        def look() -> bytes:
+            for shard in range(len(self.urls)):
+                records = self.records_of(shard)
+                if records is None or field not in records.fields:
+                    continue
+                tokens, sizes = tokens_of(self._lengths_of(shard)), records.fields[field][1]
+                there = (tokens > 0) & (sizes > 0)
+                if there.any():
+                    return str(float(np.median(sizes[there] / tokens[there]))).encode()
+            return b"0"
+
+        name = digest_of([list(self.urls), field])
+        found = float(shared(peers, f"tokens/{name}", look))
+        if dtype is not None:
+            width = np.dtype(DTYPES[dtype]).itemsize
+            stored = [name for name, one in DTYPES.items() if found == np.dtype(one).itemsize]
+            if stored and stored != [dtype]:
+                raise ConfigError(
+                    f"dtype: field {field!r} has {found:g} bytes for each token of column {self.column!r}: it holds "
+                    f"{stored[0]}, got dtype={dtype!r}, which would read other ids. Leave dtype out. To mix it with a "
+                    f"set of {dtype}, convert its source again with the --tokenizer of that set; the vocabulary sets "
+                    f"the width"
+                )
+            if found not in (0, width):
+                _log.warning(
+                    "Packed: field %r has %g bytes for each token of column %r, but dtype=%r has %d: of each document "
+                    "only as many tokens are read as the column says", field, found, self.column, dtype, width,
+                )  # fmt: skip
+            return DTYPES[dtype]
+        for one in DTYPES.values():
+            if found == np.dtype(one).itemsize:
+                return one
+        why = f"it has {found:g} bytes for each token of the column" if found else "no sample table has its sizes"
+        raise ConfigError(
+            f"dtype: it cannot be inferred for field {field!r}: {why}. If the field holds raw uint16 or uint32, give "
+            'dtype="uint16" or "uint32": the column counts something else, or was made with another tokenizer. If it '
+            "holds anything else, such as int64 or arrays with a header, write it anew: `shard_tools convert URL "
+            "TARGET --tokens-field FIELD`"
+        )
+
+    def _take_over(self) -> None:
+        """Take over the options of the documents, as those of a dataset of packs."""
+        documents = self.documents
+        self.meaning = documents.meaning
+        self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
+        self.transform = documents.transform
+        self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
+        self.max_bad_samples = documents.max_bad_samples
+
+    def _tell(self) -> None:
+        """Log what became of the documents, and whether groups are too small to be filled well."""
+        counts, length = self.counts, self.rules.length
+        said = {"split": counts.split, "truncated": counts.truncated, "dropped": counts.dropped}
+        over = [
+            f"{number:,} {'larger' if self.rules.budgets else 'longer'} ones {what}"
+            for what, number in said.items()
+            if number
+        ]
+        over += [f"{counts.empty:,} without tokens left out"] if counts.empty else []
+        if is_first_process():
+            _log.info(
+                "Packed: %s packs of %s %s%s, %.2f %% filled, of %s %s with %s%s; %s groups",
+                f"{self.num_readable:,}", f"{length:,}", self.unit, self.items.at_most,
+                100 * self.fill, f"{counts.documents:,}", self.items.documents,
+                f"{counts.tokens:,} {self.items.unit or 'in all'}",
+                "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
+            )  # fmt: skip
+        if self.alike:
+            self._tell_kinds()
+        small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
+        if 2 * small > len(self.chunk_samples):
+            _log.warning(
+                "Packed: %s of %s groups have fewer than %d packs (%.0f on average, %.2f %% filled): a group lies in "
+                "one shard and takes at most %d MiB of it. %d packs need %s %s in a shard; larger shards "
+                "or a shorter length fill better",
+                f"{small:,}", f"{len(self.chunk_samples):,}", PACKS_OF_GROUP // 4, self.chunk_samples.mean(),
+                100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
+            )  # fmt: skip
+
+    def _tell_kinds(self) -> None:
+        """Log how full batches of like samples are, which depends on the number of samples of a kind in a group."""
+        counts, rules = self.counts, self.rules
+        room = counts.places / (self.num_readable * rules.length)
+        if rules.max_docs is not None:
+            held = counts.documents - counts.dropped - counts.empty
+            room = max(room, held / (self.num_readable * rules.max_docs))
+        told = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
+        if room >= _FULL_ENOUGH:
+            if is_first_process():
+                _log.info("%s", told)
+            return
+        _log.warning(
+            "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "
+            "kinds, a smaller length, or shards in which similar samples are adjacent (shard_tools reshard SOURCE "
+            "TARGET --sort COLUMN)",
+            told, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
+        )  # fmt: skip
+
+
+class _Work:
+    """Cut shards into groups and count their packs; ranks exchange the results of their shards as bytes."""
+
+    def __init__(
+        self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str, ...], fits: Fits
+    ) -> None:
+        self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, columns
+        self._fits = fits
+
+    def of_all(self, peers: Peers | None) -> tuple[PackGroups, PackCounts]:
+        """Return all groups, and what became of the documents; with peers, each rank handles a range of the shards.
+
+        Raises:
+            ConfigError: There is nothing to pack.
+        """
+        name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
+        totals, digest, rows = np.zeros(len(_COUNTS), np.int64), hashlib.sha256(), []
+        for part in shared_parts(peers, f"packs/{name}", self._part):
+            head, start = unframed(part)
+            totals += head["counts"]
+            for one in head["digests"]:
+                digest.update(bytes.fromhex(one))
+            rows.append(np.frombuffer(part, "<i8", offset=start).reshape(-1, 3))
+        firsts, stops, packs = np.concatenate(rows).astype(np.int64).T
+        counts = PackCounts(**dict(zip(_COUNTS, totals.tolist(), strict=True)))
+        if not packs.sum():
+            left_out = f"{counts.dropped:,} are longer than length={self._rules.length:,} (overlong='drop')"
+            raise ConfigError(
+                f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
+                f"{self._columns[0]!r}, and {left_out}"
+            )
+        return PackGroups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest()), counts
+
+    def _part(self, rank: int, world_size: int) -> bytes:
+        with ThreadPoolExecutor(_REQUESTS, "shardstream-packs") as threads:
+            found = list(threads.map(self._shard, part_of(len(self._documents.urls), rank, world_size)))
+        counts = (
+            np.sum([one[1] for one in found], axis=0, dtype=np.int64) if found else np.zeros(len(_COUNTS), np.int64)
+        )
+        head = {"counts": counts.tolist(), "digests": [one[2] for one in found]}
+        rows = np.concatenate([np.empty((0, 3), np.int64), *(one[0] for one in found)]).astype("<i8")
+        return framed(head, rows.tobytes())
+
+    def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
+        """Cut a shard into groups: first chunk, one past the last, packs; the counts of ``PackCounts``; a digest."""
+        table, rules = self._documents.table, self._rules
+        low, high = table.rows_of(shard)
+        if low == high:
+            return np.empty((0, 3), np.int64), [0] * len(_COUNTS), ""
+        _, samples = samples_between(self._documents, low, high)
+        lengths = self._lengths(shard)[samples]
+        if lengths.min(initial=0) < 0:
+            raise self._no_length(shard, samples, lengths)
+        counted = tokens_of(lengths)
+        borders = sums(table.num_samples[low:high])
+        tokens = np.diff(sums(counted)[borders])
+        firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
+        stops = np.append(firsts[1:], high - low)
+        packs, places = [], 0
+        for first, begin, end in zip(firsts.tolist(), borders[firsts], borders[stops], strict=True):
+            found = self._fits.of(low + first, partial(fit, lengths[begin:end], rules))
+            packs.append(found.num_packs)
+            places += _places(lengths[begin:end], rules, found)
+        pieces = cut(lengths, rules)
+        counts = [len(lengths), int(counted.sum()), pieces.num_tokens, pieces.num_split, pieces.num_truncated,
+                  pieces.num_dropped, pieces.num_empty, places]  # fmt: skip
+        rows = np.stack([firsts + low, stops + low, np.array(packs, np.int64)], axis=1)
+        digest = hashlib.blake2b(lengths.astype("<i8").tobytes() + rows.astype("<i8").tobytes(), digest_size=16)
+        return rows, counts, digest.hexdigest()
+
+    def _no_length(self, shard: int, samples: Int64Array, lengths: Int64Array) -> ConfigError:
+        """Make an error that names the sample and the column with the smallest length, which is missing or invalid."""
+        row, place = divmod(int(lengths.argmin()), len(self._columns))
+        least, column, number = int(lengths.min()), self._columns[place], int(samples[row])
+        has = "no value" if least == UNKNOWN else f"{least} tokens"
+        return ConfigError(
+            f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; leave "
+            f'such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or rebuild the column '
+            "(`shard_tools column add`)"
+        )
+
+
+def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
+    """Count the places in the packs of documents of these lengths, including padding."""
+    return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
+
+
+def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:
+    """Refuse tokens of two widths: those of a pack are read together.
+
+    Raises:
+        ConfigError: Sets that are read as one differ in it.
+    """
+    for field in fields:
+        widths = {schema.tokens[field].dtype: place for place, schema in documents.meaning.sets.items()
+                  if field in schema.tokens}  # fmt: skip
+        if len(widths) > 1:
+            told = ", ".join(f"{dtype} in {place}" for dtype, place in sorted(widths.items()))
+            raise ConfigError(
+                f"Packed: field {field!r} holds tokens of two widths ({told}), and those of a pack are read together. "
+                "Write both as one set, which takes the wider one: `shard_tools reshard SET OTHER TARGET`"
+            )
+
+
+def _check_documents(documents: SampleSource, of_tokens: tuple[str, ...]) -> None:
+    """Check that documents can be packed; ``of_tokens`` are the fields that are read as tokens, () for whole samples.
+
+    Raises:
+        ConfigError, IndexMissingError: They cannot.
+    """
+    if not documents.indexed:
+        raise IndexMissingError(f"Packed needs an index; {documents.shards.missing_index}")
+    if not of_tokens:
+        return
+    if documents.transform is not None:
+        raise ConfigError(TokenPacks.no_map)
+    unread = [name for name in of_tokens if documents.fields is not None and name not in documents.fields]
+    if unread:
+        raise ConfigError(
+            f"fields: Packed reads {unread[0]!r} of each document, which is not among fields={documents.fields}; leave "
+            "fields out, since packs read nothing else"
+        )
+    decoded = [name for name in of_tokens if isinstance(documents.decode, Mapping) and name in documents.decode]
+    if decoded:
+        raise ConfigError(
+            f"decode: Packed would not call the decoder of {decoded[0]!r}, since tokens go straight from the shards "
+            "into the batch. Leave it out; change tokens when shards are written"
+        )

@@ -1,0 +1,293 @@
+"""Provide the documents of groups of chunks as packs: ``PackedSource``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from operator import attrgetter
+from typing import TypeAlias
+
+import numpy as np
+
+from streaming.common.arrays import sums
+from streaming.common.lru_cache import LruCache
+from streaming.errors import IndexMismatchError, StorageError
+from streaming.order.packing.fit import Fit, fit, other_company, pack
+from streaming.order.packing.layout import KeptPacks, PackRows
+from streaming.order.packing.rules import PackRules
+from streaming.shards.catalog.open import sample_records
+from streaming.shards.catalog.source import ChunkSource, OneOrder
+from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
+from streaming.shards.fetch.read import FetchRange, apart_later, layout_by_records
+from streaming.shards.index.sample_table import Records, SampleLocation
+from streaming.storage import ActiveRequest
+from streaming.types import Int64Array
+
+LengthsOf: TypeAlias = Callable[[int], Int64Array]
+"""Tokens of every sample of a shard by number, int64[n], or int64[n, 1 + budgets]; -1: unknown. Thread-safe; kept at
+hand by whoever gives it."""
+_KEPT_BYTES = 256 << 20
+"""Packs kept of groups that were needed last: of a group of 256 packs of 8,192 tokens, documents of 600 tokens each,
+they take 110 KB, so of some thousand groups."""
+_FITS_SHARE, _RECORDS_SHARE = 8, 4
+"""Of what packs may take, fits have this part (4 bytes a piece, packs 32), and this one what finds documents."""
+Fits: TypeAlias = LruCache[int, Fit]
+"""Which pieces of a group go together, by its first chunk."""
+
+
+def kept_fits() -> Fits:
+    """Keep fits of the groups that were counted or packed last."""
+    return LruCache[int, Fit](_KEPT_BYTES // _FITS_SHARE, attrgetter("num_bytes"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackGroups:
+    """Runs of chunks of one shard each that are packed separately; int64 [G] each.
+
+    Attributes:
+        firsts: First chunk of each, among those of the dataset.
+        stops: End (exclusive) of its chunks.
+        packs: K, number of packs of each.
+        digest: Identifies the lengths of the documents.
+    """
+
+    firsts: Int64Array
+    stops: Int64Array
+    packs: Int64Array
+    digest: str
+
+
+class PackedSource(OneOrder):
+    """Provide the documents of a dataset as packs: groups are its chunks, packs its samples.
+
+    A ``streaming.run.engine.source.Source``. The number of packs in a group depends only on the documents' lengths;
+    which documents share a pack also depends on the order's seed and the pass. Thread-safe.
+
+    Args:
+        documents: The dataset.
+        groups: Groups that hold all of its chunks, in their order.
+        lengths_of: Returns the tokens of each sample of a shard.
+        rules: Rules for packing documents.
+        fits: Known fits of groups that were counted here.
+    """
+
+    can_grow = has_gaps = can_be_cut = has_distant = False
+    fields: tuple[str, ...] | None
+
+    def __init__(
+        self, documents: ChunkSource, groups: PackGroups, lengths_of: LengthsOf, rules: PackRules, fits: Fits
+    ) -> None:
+        self.documents = documents.kept_whole()  # several documents are joined from memory
+        self.rules = rules
+        self.storage, self.cache = documents.storage, documents.cache
+        self.shuffle, self.shuffle_config, self.seed = documents.shuffle, documents.shuffle_config, documents.seed
+        self._groups = groups
+        self._lengths_of = lengths_of
+        self._fits = fits
+        self._recent = LruCache[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
+        self._records = LruCache[int, Records | None](_KEPT_BYTES // _RECORDS_SHARE, _size_of_records)
+
+    @property
+    def is_packed(self) -> bool:
+        """See ``OneOrder``: they are."""
+        return True
+
+    # --- packs ---
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """See ``Source``."""
+        groups = list(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
+        found = {group: self._packs_of(*group, seed) for group in dict.fromkeys(groups)}
+        return PackRows.chosen([(found[group], offset) for group, offset in zip(groups, offsets.tolist(), strict=True)])
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """See ``Source``."""
+        groups = dict.fromkeys(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
+        return all((*group, seed) in self._recent for group in groups)
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """See ``Source``."""
+        self._fits.keep_at_most(num_bytes // _FITS_SHARE)
+        self._records.keep_at_most(num_bytes // _RECORDS_SHARE)
+        self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)
+
+    def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
+        """Return all packs of a group in a pass; computed once, even if many threads ask."""
+        return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))
+
+    def _packed(self, group: int, pass_number: int, seed: int) -> KeptPacks:
+        shard, samples = self.samples_in(group)
+        lengths = self._lengths_of(shard)[samples]
+        tokens = tokens_of(lengths)
+        known = self._fits.of(int(self._groups.firsts[group]), lambda: fit(lengths, self.rules))
+        packs = other_company(pack(lengths, self.rules, known), seed=seed, epoch=pass_number, group=group)
+        return PackRows(
+            splits=packs.splits, samples=(samples - self.chunk(group).first_sample)[packs.documents],
+            starts=packs.starts, stops=packs.stops, lengths=tokens[packs.documents],
+        ).kept()  # fmt: skip
+
+    def samples_in(self, group: int) -> tuple[int, Int64Array]:
+        """Return the shard of a group, and the numbers in it of the samples that the dataset gives of the group."""
+        first, stop = int(self._groups.firsts[group]), int(self._groups.stops[group])
+        return samples_between(self.documents, first, stop)
+
+    def records_of(self, shard: int) -> Records | None:
+        """Return where the fields that are read lie in a shard; None if its sample table is missing, or of another one.
+
+        Raises:
+            IndexFormatError: It is damaged.
+        """
+        documents = self.documents
+
+        def read() -> Records | None:
+            return sample_records(documents.storage, documents.shards, shard, documents.fields or ())
+
+        try:
+            return self._records.of(shard, read)
+        except IndexMismatchError:
+            return None
+
+    # --- what the engine needs (streaming.run.engine.source.Source) ---
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies these packs: the documents, their lengths, and how they are packed."""
+        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # of before it
+        said = json.dumps([self.documents.fingerprint, self._groups.digest, rules], sort_keys=True)
+        return sha256(said.encode()).hexdigest()
+
+    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:  # noqa: ARG002  as ChunkSource has it
+        """Return all groups if this is the fingerprint, otherwise None: for packs, added documents are not detected."""
+        return len(self.chunk_samples) if fingerprint == self.fingerprint else None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """URLs of the shards, as they are requested; they may contain secrets."""
+        return self.documents.urls
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64[G], packs of each group."""
+        return self._groups.packs
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [G], documents of each group that the dataset delivers."""
+        before = sums(self.documents.chunk_samples)
+        return before[self._groups.stops] - before[self._groups.firsts]
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """int64 [G], documents in the bytes of each group, including those that a filter leaves out."""
+        return self.documents.selection.stored_between(self._groups.firsts, self._groups.stops)
+
+    def why_left_out(self, shard: int, number: int) -> str:
+        """See ``OneOrder``: documents may be in no pack."""
+        if not self.documents.selection.mask(shard)[number]:
+            return ""
+        return (
+            f"is in no pack: it is longer than length={self.rules.length} (overlong={self.rules.overlong!r}), larger "
+            "than a budget, or empty"
+        )
+
+    def chunk_with(self, shard: int, number: int) -> int | None:
+        """Return the group that a document of a shard belongs to, if it is in any pack; None: it is in none."""
+        chunk = self.documents.chunk_with(shard, number)
+        return None if chunk is None else int(np.searchsorted(self._groups.firsts, chunk, side="right")) - 1
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64[G], bytes of each group in its shard."""
+        return self.documents.table.byte_end[self._groups.stops - 1] - self.byte_starts
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """int64[G], where each group begins in its shard."""
+        return self.documents.table.byte_start[self._groups.firsts]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are files of this machine."""
+        return self.documents.is_local
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether groups can be mapped where they lie."""
+        return self.documents.can_be_mapped
+
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
+        """Return the URL of the shard of each group, as samples and messages show it."""
+        return self.documents.urls_of(self._groups.firsts[chunk_ids])
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """Return the byte range of a whole group: its chunks, and whatever a filter leaves out between them."""
+        return self.documents.run(int(self._groups.firsts[chunk_id]), int(self._groups.stops[chunk_id]))
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:  # noqa: ARG002  as Source has it
+        """See ``Source``: there are none."""
+        raise AssertionError("packs have no slices")
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
+        """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
+        self._lengths_of(self.documents.shards.numbers[wanted.url])
+        return self.documents.fetch_unit(wanted, out, self.apart)
+
+    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
+        """See ``Source``: the sample table says it in less time than headers, unless it is gone or does not fit."""
+        found, numbers = None, self.documents.shards.numbers
+        with suppress(StorageError):
+            records = None if self.documents.fields is None else self.records_of(numbers[wanted.url])
+            found = None if records is None else layout_by_records(records, wanted)
+        return apart_later(wanted) if found is None else found
+
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """Tell whether :meth:`fetch_unit` reads all of a range."""
+        return self.documents.reads_whole(wanted)
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
+        """Count the bytes that each group takes with these ``fields`` and this filter."""
+        return self.documents.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:  # noqa: ARG002
+        """See ``Source``: nothing is left in the store."""
+        raise AssertionError(f"group {chunk_id}: read whole")
+
+    def has_sample_tables(self) -> bool:
+        """Tell whether slices can be read: no."""
+        return False
+
+    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """See ``Source``: where groups begin."""
+        counts = self.chunk_samples
+        return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
+
+    def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
+        """Return where a document inside a group lies in its shard."""
+        wanted = self.chunk(chunk_id)
+        samples = self.documents.samples_at(wanted.url)
+        return None if samples is None else samples.lookup(wanted.first_sample + inside)
+
+    def counters(self) -> dict[str, float]:
+        """Return what storage and cache counted since the set was opened."""
+        return self.documents.counters()
+
+    def in_flight(self) -> list[ActiveRequest]:
+        """Return the storage's calls under way, oldest first."""
+        return self.documents.in_flight()
+
+
+def _size_of_records(records: Records | None) -> int:
+    return 0 if records is None else records.num_bytes
+
+
+def tokens_of(lengths: Int64Array) -> Int64Array:
+    """Return the first column of lengths, int64[n]: tokens, where packs have other budgets, too."""
+    return lengths if lengths.ndim == 1 else lengths[:, 0]
+
+
+def samples_between(documents: ChunkSource, first: int, stop: int) -> tuple[int, Int64Array]:
+    """Return the shard of chunks ``[first, stop)``, all of one, and the numbers in it of the samples that they give."""
+    return int(documents.table.shard[first]), documents.selection.samples(first, stop)

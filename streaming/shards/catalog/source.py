@@ -1,0 +1,507 @@
+"""Read shards as loops and engines do, chunk by chunk or in slices, with their order: ``ChunkSource``."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+
+from streaming.build.decode.registry import FieldDecoder, ranged_fields
+from streaming.common.arguments import checked_seed
+from streaming.common.arrays import sums
+from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
+from streaming.order.packing.layout import PackRows
+from streaming.order.plan.order import EpochOrders, Orders, OrderSettings
+from streaming.order.plan.settings import ShuffleConfig, order_settings
+from streaming.shards.cache import NodeCache
+from streaming.shards.catalog.open import OpenShards
+from streaming.shards.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
+from streaming.shards.fetch.distant import Distant
+from streaming.shards.fetch.layout import Fetched, TakeApart
+from streaming.shards.fetch.read import (
+    Apart,
+    FetchRange,
+    ShardFacts,
+    apart_later,
+    fetch_unit,
+    read_member,
+    read_part,
+    reads_whole,
+    size_of_unit,
+)
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.sample_table import SampleLocation, SampleTable
+from streaming.shards.index.selection import Selection
+from streaming.shards.schema.meeting import Meaning
+from streaming.storage import ActiveRequest, Storage, scheme_of
+from streaming.types import Int64Array
+
+LOCAL_GAP_BYTES = 128 << 10
+"""A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
+(benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
+REMOTE_GAP_BYTES = 1 << 20
+"""Smallest gap in an object that is worth another GET: 12 ms at the 85 MB/s of one GET, by AWS's guidelines for S3.
+The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
+
+FILTER_GAP_BYTES = 128 << 10
+"""The same where samples are filtered out, in any store: what is read costs the network's rate, while the requests of
+other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB would be nearly all that there is
+(docs/design/0023-filters.md)."""
+
+
+class OneOrder(ABC):
+    """Order the chunks of a set, pass after pass, with the user's settings.
+
+    Attributes:
+        shuffle: Whether epochs are shuffled.
+        shuffle_config: How they are shuffled.
+        seed: Seed of the order.
+        names: See ``Source``: a single set has none.
+        bad_samples_file: Where bad samples are recorded; None: nowhere.
+        meaning: What the sets say that are read as one; of many kinds nothing is known.
+    """
+
+    shuffle: bool
+    shuffle_config: ShuffleConfig
+    seed: int
+    names: tuple[str, ...] = ()
+    bad_samples_file: str | None
+    meaning: Meaning = Meaning()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether packs of samples are dealt out."""
+        return False
+
+    @property
+    @abstractmethod
+    def chunk_samples(self) -> Int64Array:
+        """int64[C], samples of each chunk."""
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk that are delivered."""
+        return self.chunk_samples
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each chunk, including those that a filter leaves out."""
+        return self.used_samples
+
+    def why_left_out(self, shard: int, number: int) -> str:  # noqa: ARG002  few sets know
+        """Return why no row has a sample of a shard, as far as this is not a matter of filters and ranges; "" else."""
+        return ""
+
+    @property
+    def dealing(self) -> dict[str, object]:
+        """The options that say how samples are dealt out, as given."""
+        chosen = replace(self.shuffle_config, seed=None)
+        shuffle = self.shuffle if chosen == ShuffleConfig() else chosen
+        return {"shuffle": shuffle, "seed": self.seed}
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """See ``ShardSet``."""
+        return {} if self.bad_samples_file is None else {"": self.bad_samples_file}
+
+    def _order_by(self, shuffle: object, seed: object) -> None:
+        """Apply the user's choice of order: True, False or a ``ShuffleConfig``, whose seed overrides ``seed``.
+
+        Raises:
+            ConfigError: It is none of these, or the seed is invalid.
+        """
+        if not isinstance(shuffle, (bool, ShuffleConfig)):
+            raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
+        self.shuffle = bool(shuffle)
+        self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
+        self.seed = checked_seed("seed", seed if self.shuffle_config.seed is None else self.shuffle_config.seed)
+
+    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
+        """See ``Source``: zeros."""
+        return np.zeros(len(chunk_ids), np.int64)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether it is known how many samples there are; otherwise the set can only be streamed."""
+        return True
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as Source has it
+        """See ``Source``: the offsets, as nothing is left out."""
+        return offsets
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
+        """See ``Source``: one sample each, unless a set deals out rows of several."""
+        return PackRows.of_samples(self.samples_of(chunk_ids, offsets), np.arange(len(offsets) + 1))
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002  as Source has it
+        """See ``Source``: nothing is computed."""
+        return True
+
+    def keep_at_most(self, num_bytes: int) -> None:  # noqa: B027  most sets keep nothing
+        """See ``Source``: nothing is kept."""
+
+    def order_settings(self, global_batch_size: int) -> OrderSettings:
+        """Return the order under a loader with batches of this size."""
+        chosen = self.shuffle_config
+        return order_settings(
+            shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
+            global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
+            num_chunks=len(self.chunk_samples),
+        )  # fmt: skip
+
+    def orders(self, settings: OrderSettings) -> Orders:
+        """Return the order of each pass."""
+        return EpochOrders(self.chunk_samples, settings)
+
+    def ordered(
+        self, *, shuffle: bool | None = None, seed: int | None = None, lanes: int | None = None,
+        window: int | None = None,
+    ) -> Self:  # fmt: skip
+        """Return the same set in another order; None: as it is.
+
+        Raises:
+            ConfigError: A number is out of range.
+        """
+        made = copy.copy(self)
+        changes: dict[str, Any] = {"seed": seed, "lanes": lanes, "window": window}
+        made.shuffle = self.shuffle if shuffle is None else shuffle
+        made.shuffle_config = replace(
+            self.shuffle_config, **{name: value for name, value in changes.items() if value is not None}
+        )
+        made.seed = self.seed if seed is None else checked_seed("seed", seed)
+        return made
+
+    def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:  # noqa: ARG002  as Source has it
+        """See ``Source``: nothing of its own."""
+        return ""
+
+
+class OfTable(OneOrder):
+    """A set whose chunks are the rows of a chunk table."""
+
+    @property
+    @abstractmethod
+    def table(self) -> ChunkTable:
+        """The chunk table: the rows that this set reads."""
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64 [C], samples of each chunk."""
+        return self.table.num_samples
+
+    @property
+    def used_samples(self) -> Int64Array:
+        """See ``OneOrder``."""
+        return self.table.num_samples
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64 [C], bytes of each chunk."""
+        return self.table.chunk_bytes
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """int64 [C], where each chunk begins in its shard."""
+        return self.table.byte_start
+
+
+class ChunkSource(OfTable):
+    """Read shards with a chunk table, or a range of their samples: the engine's view of a ``StreamingDataset``.
+
+    A ``streaming.run.engine.source.Source``. Thread-safe.
+
+    Attributes:
+        storage: The store of the shards.
+        shards: The shards, and their chunk table if they have one.
+        cache: Cache of fetched chunks, or None.
+        fields: Fields to read; None: all.
+    """
+
+    storage: Storage
+    shards: OpenShards
+    cache: NodeCache | None
+    fields: tuple[str, ...] | None
+    decoders: FieldDecoder
+    _selection: Selection | None
+    _versions: Versions
+    _recent: RandomAccess
+    _has_no_distant = False
+
+    @property
+    def selection(self) -> Selection:
+        """Which samples of the shards this set has, and in which rows of their table.
+
+        Raises:
+            IndexMissingError: The set has no index and is too large to index on the fly.
+        """
+        if self._selection is None:
+            raise IndexMissingError(self.shards.missing_index)
+        return self._selection
+
+    @property
+    def table(self) -> ChunkTable:
+        """See ``OfTable`` and ``selection``."""
+        return self.selection.table
+
+    def selecting(self, selection: Selection) -> Self:
+        """Return the same set with other samples of its shards, or with its samples in other rows of their table."""
+        made = copy.copy(self)
+        made._selection = selection
+        return made
+
+    @property
+    def can_be_cut(self) -> bool:
+        """See ``Selection``."""
+        return self.selection.can_be_cut
+
+    @property
+    def can_grow(self) -> bool:
+        """See ``Selection``."""
+        return self.selection.can_grow
+
+    @property
+    def indexed(self) -> bool:
+        """See ``OneOrder``: with a chunk table."""
+        return self.shards.table is not None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """URLs of the shards, as they are requested; they may contain secrets."""
+        return self.shards.urls
+
+    @property
+    def fingerprint(self) -> str:
+        """See ``Selection.identity``."""
+        return self.selection.identity
+
+    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
+        """See ``Selection.rows_when``."""
+        return self.selection.rows_when(fingerprint, num_shards)
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``."""
+        return self.selection.stored_samples
+
+    def chunk_with(self, shard: int, number: int) -> int | None:
+        """Return the chunk that delivers a sample of a shard if no filter leaves it out; None: none does."""
+        low, high = self.table.rows_of(shard)
+        chunk = low + int(np.searchsorted(self.table.first_sample[low:high], number, side="right")) - 1
+        return chunk if chunk >= low else None
+
+    def numbers_of(self, shards: Int64Array, numbers: Int64Array) -> Int64Array:
+        """Return the number in this set of each sample, which it has, given by shard and number there; int64 [n]."""
+        starts, found = sums(self.chunk_samples), np.empty_like(numbers)
+        for shard in np.unique(shards).tolist():
+            low, _ = self.table.rows_of(shard)
+            rows = shards == shard
+            found[rows] = starts[low] + sums(self.selection.mask(shard))[numbers[rows]]
+        return found
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are files of this machine."""
+        return all(scheme_of(url) == "file" for url in self.shards.urls)
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether chunks can be mapped where they lie."""
+        return self.cache is None and self.is_local
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a filter leaves samples out, so that offsets differ from the numbers inside a chunk's bytes."""
+        return bool(self.selection.filter)
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Source``, and ``Selection.inside``."""
+        return self.selection.inside(chunk_ids, offsets)
+
+    def counters(self) -> dict[str, float]:
+        """Return the counters of storage and cache since the set was opened, over all its loaders."""
+        cache = {} if self.cache is None else self.cache.metrics.snapshot()
+        return {**self.storage.metrics.snapshot(), **cache}
+
+    def in_flight(self) -> list[ActiveRequest]:
+        """Return the storage requests in progress, oldest first."""
+        return self.storage.in_flight()
+
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
+        """Return the URL of the shard of each chunk, as shown in samples and messages, without secrets."""
+        urls: list[str] = self.shards.shown_urls[self.table.shard[chunk_ids]].tolist()
+        return urls
+
+    def run(self, first: int, stop: int) -> FetchRange:
+        """Return the byte range of chunks ``[first, stop)`` of one shard, including what a filter leaves out.
+
+        Samples count from the first one in the first chunk's bytes: there is no ``lead``.
+        """
+        head, whole, rows = self.chunk(first), self.selection.whole, self.selection.rows
+        low, high = int(rows[first]), int(rows[stop - 1]) + 1
+        if high - low == 1:
+            return replace(head, lead=0)
+        ends, sums = (whole.byte_end[low:high] - head.byte_start).tolist(), whole.crc32c[low:high].tolist()
+        return replace(
+            head, byte_end=int(whole.byte_end[high - 1]), num_samples=int(whole.num_samples[low:high].sum()),
+            crc32c=None, spans=tuple(zip(ends, sums, strict=True)), lead=0,
+        )  # fmt: skip
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """Return the byte range of a whole chunk; in a view, a chunk that crosses its border includes other samples."""
+        given = self.selection
+        whole, row = given.whole, int(given.rows[chunk_id])
+        shard, first_sample = int(whole.shard[row]), int(whole.first_sample[row])
+        return FetchRange(
+            url=self.shards.urls[shard],
+            byte_start=int(whole.byte_start[row]),
+            byte_end=int(whole.byte_end[row]),
+            first_sample=first_sample,
+            num_samples=int(whole.num_samples[row]),
+            crc32c=int(whole.crc32c[row]),
+            shard_bytes=whole.shards[shard].size_bytes,
+            version="" if self.cache is None else self._versions.of(shard),
+            lead=int(given.table.first_sample[chunk_id]) - first_sample,
+            fields=self.fields,
+            kept=given.filter,
+        )
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
+        """Return the byte range of samples ``[first, stop)`` of a chunk.
+
+        For less than the chunk this needs a sample table.
+
+        The range consists of whole spans, so that it can be checked: it begins with ``lead`` other samples, and may end
+        with some. If the table is missing, it is the whole chunk.
+        """
+        whole = self.chunk(chunk_id)
+        if first == 0 and stop == self.stored_samples[chunk_id]:
+            return whole
+        samples = self._recent.table(self, int(self.table.shard[chunk_id]))
+        if samples is None:
+            self._recent.tell_lost(whole.shown_url)
+            return replace(whole, lead=whole.lead + first)
+        begin = int(self.table.first_sample[chunk_id])
+        low, high, spans = samples.widened(begin + first, begin + stop)
+        lead = begin + first - low
+        if high - low == whole.num_samples:
+            return replace(whole, lead=lead)
+        starts = samples.record_starts
+        return replace(
+            whole,
+            byte_start=int(starts[low]),
+            byte_end=int(starts[high]),
+            first_sample=low,
+            num_samples=high - low,
+            crc32c=None,
+            spans=spans,
+            lead=lead,
+        )
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> Fetched:
+        """Fetch a range into ``out``; locating its samples, by ``apart``, may be left to the caller."""
+        known = replace(self._facts_of(wanted.url), apart=apart)
+        return fetch_unit(self.storage, wanted, out, self.cache, known)
+
+    def apart(self, wanted: FetchRange) -> TakeApart:
+        """See ``Source``: samples are located by the tar headers."""
+        return apart_later(wanted)
+
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """Tell whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
+        return self._is_read_whole or reads_whole(wanted, self._facts_of(wanted.url))
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
+        """Return the number of bytes that each chunk takes with these ``fields`` and this filter, int64.
+
+        Reads sample tables.
+        """
+        if self._is_read_whole:
+            return self.chunk_bytes[chunk_ids]
+        return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
+
+    def range_bytes(self, ranges: Sequence[FetchRange]) -> Int64Array:
+        """Return the number of bytes that each range takes with these ``fields`` and this filter, int64.
+
+        Reads sample tables.
+        """
+
+        def size(wanted: FetchRange) -> int:
+            return size_of_unit(wanted, self._facts_of(wanted.url))
+
+        with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
+            return np.fromiter(threads.map(size, ranges), np.int64, len(ranges))
+
+    @property
+    def _is_read_whole(self) -> bool:
+        """Whether every range is read as a whole, for any choice of samples."""
+        return self.fields is None and not self.selection.filter and self.distant is None
+
+    def _facts_of(self, url: str) -> ShardFacts:
+        gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
+        if self.selection.filter:
+            gap_bytes = min(gap_bytes, FILTER_GAP_BYTES)
+        kept = partial(self.selection.kept, self.shards.numbers[url])
+        return ShardFacts(samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept, distant=self.distant)
+
+    @property
+    def distant(self) -> Distant | None:
+        """Tells which members stay in the store, for ``read_distant``; None: none."""
+        reads = None if self._has_no_distant else ranged_fields(self.decoders)
+        return None if reads is None else Distant(reads)
+
+    def kept_whole(self) -> Self:
+        """Return the same set, in which no member is distant."""
+        made = copy.copy(self)
+        made._has_no_distant = True
+        return made
+
+    @property
+    def has_distant(self) -> bool:
+        """See ``Source``."""
+        return self.distant is not None
+
+    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
+        """See ``Source``."""
+        wanted = self.chunk(chunk_id)
+        if whole:
+            return read_member(self.storage, wanted, start, stop, self.samples_at(wanted.url))
+        return read_part(self.storage, wanted, start, stop)
+
+    def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
+        """Return the location of a sample in its shard; None if the sample table is missing or unreadable."""
+        try:
+            samples = self.samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
+        except StorageError:
+            return None
+        return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + inside)
+
+    def samples_at(self, url: str) -> SampleTable | None:
+        """Return the sample table of a shard; None if it is missing or does not match.
+
+        Raises:
+            IndexFormatError: It is damaged.
+        """
+        try:
+            return self._recent.table(self, self.shards.numbers[url])
+        except IndexMismatchError:
+            return None
+
+    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.
+
+        Of a filtered set, where chunks begin.
+        """
+        if self.selection.filter:
+            counts = self.table.num_samples
+            return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
+        return span_borders(self.table, room_bytes, lambda shard: self.samples_at(self.shards.urls[shard]))
+
+    def has_sample_tables(self) -> bool:
+        """Tell whether the first shard has a sample table (datasets are indexed as a whole)."""
+        return self._recent.table(self, 0) is not None

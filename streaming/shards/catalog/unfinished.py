@@ -1,0 +1,243 @@
+"""Refuse sets that are not whole: writers mark a directory before its first shard, and unmark it after its index.
+
+A directory has one file with a fixed name, which can be asked for where nothing can be listed, and one for each of its
+unfinished writers, so that the first to finish does not unmark the work of the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from streaming.common.arguments import Urls
+from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError, shell_word
+from streaming.shards.catalog.listing import StorageAhead
+from streaming.shards.catalog.urls import expand_urls, folders_of, is_hidden
+from streaming.shards.index.files import is_sealed, read_document, write_document
+from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
+from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
+
+WRITER = "ShardWriter"
+"""The command of an unfinished writer that is a program's."""
+_FORMAT, _VERSION = "shardstream-unfinished", 1
+FINISHED = b'{"format": "shardstream-unfinished", "finished": true}\n'
+"""Content of a file that marks nothing any more, where it could be replaced but not deleted."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """What is being written into a directory of shards.
+
+    Attributes:
+        command: Which command writes, such as ``"convert"``; ``"ShardWriter"`` for a program.
+        work: Digest of what it writes; the same for each run of the same work.
+        what: Its source or its pattern, for people; without secrets.
+        begun: When it began: ISO 8601, UTC.
+        num_shards: Number of shards when it is whole, if known.
+        start: Number of the first shard that it writes, if these are numbered by a program; otherwise -1.
+        first: The same, or that of an interrupted writer with whose work it goes on.
+        awaits_table: It has written its shards, and left the chunk table to another writer.
+    """
+
+    command: str
+    work: str
+    what: str
+    begun: str
+    num_shards: int | None = None
+    start: int = -1
+    first: int = -1
+    awaits_table: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Return it as the content of a file."""
+        return write_document({"format": _FORMAT, "version": _VERSION, **asdict(self)})
+
+    @classmethod
+    def from_bytes(cls, data: ReadBuffer) -> Self | None:
+        """Return the inverse; None for a mark that is damaged or of a later release, which still marks."""
+        try:
+            content = read_document(data)
+            if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
+                return None
+            return cls(**content)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The mark of one directory, and how many shards lie there, or of a directory that was not listed, were named."""
+
+    directory: str
+    writer: Unfinished | None
+    num_found: int
+    is_listed: bool
+
+    @property
+    def what(self) -> str:
+        """The directory, and its state."""
+        return f"{redact(self.directory) or '.'} {self.state}"
+
+    @property
+    def state(self) -> str:
+        """That it is unfinished, by which command, and how far."""
+        if self.writer is None:
+            return f"is not whole, according to {UNFINISHED_FILE} there, which cannot be read"
+        one = self.writer
+        of = "" if one.num_shards is None else f" of {one.num_shards:,}"
+        counted = "are there" if self.is_listed else "of it are asked for"
+        subject = (
+            "a ShardWriter"
+            if one.command == WRITER
+            else f"`shard_tools {' '.join(map(shell_word, one.command.split()))}`"
+        )
+        return (
+            f"is not whole: {subject} ({one.what}), begun {one.begun}, is still writing it or was interrupted; "
+            f"{self.num_found:,}{of} shards {counted}"
+        )
+
+    @property
+    def cure(self) -> str:
+        """What to do."""
+        program = self.writer is not None and self.writer.command == WRITER
+        again = "run that program again until it closes its writer" if program else "run the same command again"
+        return (
+            f"{again}, which completes the set; or read what is there with allow_unfinished=True (in the tools "
+            "--allow-unfinished)"
+        )
+
+
+class Marks:
+    """The marks of some shards' directories. Making this sends the requests; the results are waited for later.
+
+    Directories that were listed cost no request. Marks of directories below them count, too: a set of which a whole
+    folder has not begun is not whole either.
+
+    Args:
+        storage: What has listed the folders.
+        folders: What the user named that stands for all shards below it.
+        shards: The shards.
+        exclude: A directory whose marks do not count, nor those below it: the target of a command.
+    """
+
+    def __init__(
+        self, storage: StorageAhead, folders: Sequence[str], shards: Sequence[str], *, exclude: str | None = None
+    ) -> None:
+        self._storage = storage
+        self._found = Counter(split_url(url)[0] for url in shards)
+        end = f"/{UNFINISHED_FILE}"
+        below = None if exclude is None else exclude.rstrip("/") + "/"
+        listed = [url.removesuffix(end) for url in storage.listed(end)]
+        self._named = [
+            home for home in self._found if not any(f"{home}/".startswith(f"{folder}/") for folder in folders)
+        ]
+        hidden = {home for home in listed if any(is_hidden(home, folder) for folder in folders)}
+        homes = [home for home in dict.fromkeys([*listed, *self._named]) if home not in hidden]
+        self._homes = [home for home in homes if below is None or not f"{home}/".startswith(below)]
+        for home in self._homes:
+            storage.will_read(join_url(home, UNFINISHED_FILE))
+
+    def found(self) -> tuple[Mark, ...]:
+        """Wait for the answers, and return the marks that there are.
+
+        A store that denies access to what is not there, as S3 does to those who may not list, has none.
+        """
+        marks = []
+        for home in self._homes:
+            with suppress(NotFoundError, AccessDeniedError):
+                data = _content(self._storage, join_url(home, UNFINISHED_FILE))
+                if _is_foreign(data):
+                    _log.warning(
+                        "%s: holds no mark of an unfinished set; ignored", redact(join_url(home, UNFINISHED_FILE))
+                    )
+                elif data != FINISHED:
+                    marks.append(
+                        Mark(
+                            directory=home, writer=Unfinished.from_bytes(data), num_found=self._found[home],
+                            is_listed=home not in self._named,
+                        )
+                    )  # fmt: skip
+        return tuple(marks)
+
+    def check(self, *, allow_unfinished: bool) -> tuple[Mark, ...]:
+        """Refuse an unfinished set, or log that it is read as far as it is there.
+
+        Raises:
+            UnfinishedError: There are marks, and ``allow_unfinished`` is False.
+        """
+        marks = self.found()
+        if marks and not allow_unfinished:
+            others = f" (and {len(marks) - 1} more directories)" if len(marks) > 1 else ""
+            raise UnfinishedError(f"{marks[0].what}{others}; {marks[0].cure}")
+        for mark in marks:
+            _log.warning("%s; only these are read", mark.what)
+        return marks
+
+
+def _content(storage: Storage, url: str) -> ReadBuffer:
+    """Return the content of a mark, asked for again if it came wrong. A damaged one is still a mark."""
+
+    def checked(data: ReadBuffer, _: str) -> ReadBuffer:
+        if data != FINISHED and not _is_foreign(data):
+            read_document(data)
+        return data
+
+    with suppress(ValueError, TypeError, RecursionError):
+        return storage.read_parsed(url, checked, is_sealed)
+    return storage.read(url)
+
+
+def _is_foreign(data: ReadBuffer) -> bool:
+    """Tell whether these bytes are something else, as of web servers that answer every request with a page.
+
+    However a mark is damaged, or if it is of a later release, it has the name of one of its entries, or is empty.
+    """
+    content = bytes(data)
+    return bool(content) and not any(name in content for name in (b'"format"', b'"command"', b'"begun"', b'"work"'))
+
+
+def expand_whole(
+    urls: Urls, storage: Storage, *, allow_unfinished: bool, exclude: str | None = None
+) -> tuple[tuple[str, ...], tuple[Mark, ...]]:
+    """Return the shards that ``urls`` name, as :func:`expand_urls`, and the marks that ``allow_unfinished`` lets pass.
+
+    Raises:
+        UnfinishedError: Their directories are marked, and ``allow_unfinished`` is False.
+        NotFoundError, ConfigError: As for :func:`expand_urls`.
+    """
+    with closing(StorageAhead(storage)) as ahead:
+        shards, marks = expand_ahead(urls, ahead, exclude=exclude)
+        return shards, marks.check(allow_unfinished=allow_unfinished)
+
+
+def expand_ahead(urls: Urls, storage: StorageAhead, *, exclude: str | None = None) -> tuple[tuple[str, ...], Marks]:
+    """Return the shards that ``urls`` name, and their directories' marks, which have only been asked for.
+
+    Raises:
+        UnfinishedError: There is no shard yet, but a mark.
+        NotFoundError, ConfigError: As for :func:`expand_urls`.
+    """
+    folders = folders_of(urls)
+    try:
+        shards = tuple(expand_urls(urls, storage))
+    except NotFoundError:
+        Marks(storage, folders, (), exclude=exclude).check(allow_unfinished=False)
+        raise
+    return shards, Marks(storage, folders, shards, exclude=exclude)
+
+
+def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]:
+    """Return the unfinished writers of a directory, by the URL of their file."""
+    found: dict[str, Unfinished | None] = {}
+    with suppress(NotFoundError, AccessDeniedError):
+        for info in storage.list(join_url(directory, WRITERS_DIRECTORY)):
+            with suppress(NotFoundError):  # it has finished meanwhile
+                data = _content(storage, info.url)
+                if data != FINISHED:
+                    found[info.url] = Unfinished.from_bytes(data)
+    return found

@@ -1,0 +1,91 @@
+"""Locate the files of an index, relative to the index's directory (``docs/format.md``)."""
+
+from __future__ import annotations
+
+import re
+
+from streaming.errors import ConfigError
+
+INDEX_DIRECTORY = "_shardstream"
+CHUNKS_FILE = f"{INDEX_DIRECTORY}/chunks.parquet"
+SCHEMA_FILE = f"{INDEX_DIRECTORY}/schema.json"
+"""Says what fields and columns mean: ``streaming.shards.schema``."""
+UNFINISHED_FILE = f"{INDEX_DIRECTORY}/unfinished.json"
+"""Says that shards in this directory are still being written; a copy of one writer's file (``writer_path``)."""
+WRITERS_DIRECTORY = f"{INDEX_DIRECTORY}/writers"
+_SAMPLES_DIRECTORY = f"{INDEX_DIRECTORY}/samples"
+_COLUMNS_DIRECTORY = f"{INDEX_DIRECTORY}/columns"
+_COLUMN_DOCUMENT = "column.json"
+_VIEWS_DIRECTORY = f"{INDEX_DIRECTORY}/views"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_MAX_NAME = 100
+
+
+def chunks_path() -> str:
+    """Return the path of the chunk table of a directory of shards."""
+    return CHUNKS_FILE
+
+
+def samples_directory() -> str:
+    """Return the path of the directory of all sample tables."""
+    return _SAMPLES_DIRECTORY
+
+
+def samples_path(shard_name: str) -> str:
+    """Return the path of the sample table of one shard.
+
+    ``shard_name`` is relative to the directory of shards; a name such as ``part-0/000.tar`` keeps its directories, so
+    that no two shards share a file.
+    """
+    return f"{_SAMPLES_DIRECTORY}/{shard_name}.parquet"
+
+
+def checked_name(name: str, what: str) -> str:
+    """Return ``name``, which becomes a part of paths and of conditions.
+
+    Raises:
+        ConfigError: It is not made of letters, digits, ``_``, ``-`` and single dots, or exceeds 100 characters.
+    """
+    if not isinstance(name, str) or len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{what} {str(name)[:120]!r}: expected letters, digits, '_', '-' and single dots between them, at most "
+            f"{_MAX_NAME} in all, and a letter at the beginning"
+        )
+    return name
+
+
+def writer_path(writer: str) -> str:
+    """Return the path of the file of one unfinished writer of a directory."""
+    return f"{WRITERS_DIRECTORY}/{writer}.json"
+
+
+def columns_directory() -> str:
+    """Return the path of the directory of all late columns."""
+    return _COLUMNS_DIRECTORY
+
+
+def column_document_path(name: str) -> str:
+    """Return the path of the metadata of a late column as a whole, which is written last."""
+    return f"{_COLUMNS_DIRECTORY}/{name}/{_COLUMN_DOCUMENT}"
+
+
+def column_of_document_path(path: str) -> str | None:
+    """Return the inverse of :func:`column_document_path`; None for any other path."""
+    prefix, suffix = f"{_COLUMNS_DIRECTORY}/", f"/{_COLUMN_DOCUMENT}"
+    name = path[len(prefix) : -len(suffix)] if path.startswith(prefix) and path.endswith(suffix) else ""
+    return name if name and "/" not in name else None
+
+
+def column_path(name: str, shard_name: str) -> str:
+    """Return the path of the values of a late column for one shard."""
+    return f"{_COLUMNS_DIRECTORY}/{name}/{shard_name}.parquet"
+
+
+def views_directory() -> str:
+    """Return the path of the directory of all saved views."""
+    return _VIEWS_DIRECTORY
+
+
+def view_path(name: str) -> str:
+    """Return the path of a saved view."""
+    return f"{_VIEWS_DIRECTORY}/{name}.json"

@@ -1,0 +1,566 @@
+"""Choose which samples of some shards are read, as values: everything, a range, what a filter keeps, a group."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.common.arrays import rows_by, sums
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.columns import Bits, kept_rows
+from streaming.types import Int64Array
+
+_BLOCK = 32  # bytes; the set bits before each block are counted once
+_AT_ONCE = 1 << 16  # rows handled at once: 2 MiB of bits
+_COUNTED_AT_ONCE = 1 << 22  # counts of chunks and groups at once: 32 MiB
+_POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection(ABC):
+    """Samples of some shards, in storage order, and the rows of a table that hold them; immutable.
+
+    Whoever reads a dataset asks this value, and never which form it has: all forms answer all questions, by these laws
+    (``tests/catalog/test_selection.py``)::
+
+        s.over(a).over(b) = s.over(b)      other rows, the same samples and identity
+        s.between(a, b).between(c, d) = s.between(a + c, a + d)      for d <= b - a
+        s.every(n).every(m) = s.every(n * m)
+        s.mask(shard)[s.samples(first, stop)] is True for the rows of this shard, and all else False
+
+    Attributes:
+        chunks: The chunks of all shards, which the identity refers to.
+        whole: The rows of all shards: ``chunks``, or the units that these are cut into.
+        table: Those of these rows that have samples of this selection; ``num_samples`` counts these alone. In a row
+            that a range begins inside, ``first_sample`` is the first sample of the range; bytes and checksums stay
+            those of the whole row. So the table must not be written.
+        rows: Number in ``whole`` of each row of ``table``.
+        can_be_cut: Whether :meth:`over` works.
+    """
+
+    chunks: ChunkTable = field(repr=False)
+    whole: ChunkTable = field(repr=False)
+    table: ChunkTable = field(repr=False)
+    rows: range | Int64Array = field(repr=False)
+    can_be_cut = True
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Distinguishes these samples from all others, whatever the rows: the fingerprint of the set."""
+
+    @property
+    def filter(self) -> str:
+        """Identifies what leaves samples out between the first and the last; "": nothing does."""
+        return ""
+
+    @property
+    def words(self) -> str:
+        """The range in words, for messages; "": there is none."""
+        return ""
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether the same selection of fewer shards can be recognized."""
+        return False
+
+    @property
+    def stored_samples(self) -> Int64Array:
+        """int64 [C], samples in the bytes of each row, including those that a filter leaves out."""
+        return self.table.num_samples
+
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return the same of each run of rows ``[first, stop)`` and of what lies between them, int64 [n]."""
+        before = sums(self.table.num_samples)
+        return before[stops] - before[firsts]
+
+    @abstractmethod
+    def over(self, whole: ChunkTable) -> Selection:
+        """Return the same samples, in the rows of another table of the same shards."""
+
+    @abstractmethod
+    def between(self, first: int, stop: int) -> Selection:
+        """Return samples ``[first, stop)`` of these."""
+
+    def every(self, step: int) -> Selection:
+        """Return the first of these samples and every ``step``-th one after it."""
+        return self if step == 1 else Every.of(self, step)
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as filters need it
+        """Return how many samples after the ``first_sample`` of its row the sample at each offset is, int64 [n]."""
+        return offsets
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:  # noqa: ARG002  as filters need it
+        """Return which of samples ``[first, stop)`` of a shard are delivered if their row is read, bool [n].
+
+        A row that a range begins or ends inside is read as a whole.
+        """
+        return np.ones(stop - first, np.bool_)
+
+    def samples(self, first: int, stop: int) -> Int64Array:
+        """Return the numbers in their shard of the samples of rows ``[first, stop)`` of ``table``, int64 [n]."""
+        counts = self.table.num_samples[first:stop]
+        rows = np.repeat(np.arange(first, stop), counts)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.table.first_sample[rows] + self.inside(rows, offsets)
+
+    def mask(self, shard: int) -> npt.NDArray[np.bool_]:
+        """Return which samples of a shard are in the selection, bool [n]."""
+        found = np.zeros(self.whole.shards[shard].num_samples, np.bool_)
+        found[self.samples(*self.table.rows_of(shard))] = True
+        return found
+
+    def rows_when(self, identity: str, num_shards: int | None) -> int | None:
+        """Return the number of rows that this selection had when this was its identity.
+
+        Returns None unless shards have only been appended since.
+
+        Args:
+            identity: An identity, current or earlier.
+            num_shards: Number of shards then; None: search, from all of them downwards.
+        """
+        if identity == self.identity:
+            return self.table.num_chunks
+        last = len(self.chunks.shards) if self.can_grow else 0
+        for count in range(last - 1, 0, -1) if num_shards is None else (num_shards,):
+            if 0 < count < last and identity == self._identity_of(count):
+                return int(np.searchsorted(self.table.shard, count))
+        return None
+
+    def _identity_of(self, num_shards: int) -> str:
+        """Return the identity of the same selection of the first shards alone."""
+        return self.chunks.take(range(num_shards)).fingerprint
+
+
+class Everything(Selection):
+    """All samples."""
+
+    can_grow = True
+
+    @classmethod
+    def of(cls, chunks: ChunkTable) -> Everything:
+        """Return all samples of these chunks."""
+        return cls(chunks=chunks, whole=chunks, table=chunks, rows=range(chunks.num_chunks))
+
+    @property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        return self.chunks.fingerprint
+
+    def over(self, whole: ChunkTable) -> Everything:
+        """See ``Selection``."""
+        return replace(self, whole=whole, table=whole, rows=range(whole.num_chunks))
+
+    def between(self, first: int, stop: int) -> Range:
+        """See ``Selection``."""
+        return Range.of(self.chunks, self.whole, first, max(first, stop))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Range(Selection):
+    """Samples ``[first, stop)`` of all."""
+
+    first: int
+    stop: int
+
+    @classmethod
+    def of(cls, chunks: ChunkTable, whole: ChunkTable, first: int, stop: int) -> Range:
+        """Return a range of the samples of these chunks."""
+        low, table = whole.between(first, stop)
+        rows = range(low, low + table.num_chunks)
+        return cls(chunks=chunks, whole=whole, first=first, stop=stop, table=table, rows=rows)
+
+    @cached_property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        is_cut = self.whole is not self.chunks
+        return (self.over(self.chunks) if is_cut else self).table.fingerprint
+
+    def over(self, whole: ChunkTable) -> Range:
+        """See ``Selection``."""
+        return Range.of(self.chunks, whole, self.first, self.stop)
+
+    def between(self, first: int, stop: int) -> Range:
+        """See ``Selection``."""
+        return Range.of(self.chunks, self.whole, self.first + first, self.first + max(first, stop))
+
+    @property
+    def words(self) -> str:
+        """See ``Selection``."""
+        return f"a view of samples {self.first} to {self.stop}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chosen(Selection):
+    """Samples ``[first, stop)`` of those that are chosen one by one, each of which has a *rank* among the chosen.
+
+    Attributes:
+        name: Identity of all that are chosen; see ``streaming.order.plan.state.filter_fingerprint``.
+        total: Number of all that are chosen.
+        begins: int64 [C], chosen samples before each row.
+    """
+
+    name: str
+    total: int
+    first: int
+    stop: int
+    rows: Int64Array = field(repr=False)
+    begins: Int64Array = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        return f"{self.name};samples={self.first} to {self.stop}" if self.is_part else self.name
+
+    @property
+    def filter(self) -> str:
+        """See ``Selection``."""
+        return self.identity
+
+    @property
+    def words(self) -> str:
+        """See ``Selection``."""
+        return f"a view of samples {self.first} to {self.stop}" if self.is_part else ""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a range of what is chosen."""
+        return (self.first, self.stop) != (0, self.total)
+
+    @cached_property
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``."""
+        return self.whole.num_samples[self.rows]
+
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        return _stored_in_runs(self.whole, self.rows, firsts, stops)
+
+    def between(self, first: int, stop: int) -> Self:
+        """See ``Selection``."""
+        low, high = self.first + first, self.first + max(first, stop)
+        begins = np.maximum(self.begins, self.first)
+        ends = begins + self.table.num_samples
+        row = int(np.searchsorted(ends, low, side="right"))
+        rows = slice(row, int(np.searchsorted(begins, high)) if low < high else row)
+        counts = np.minimum(ends[rows], high) - np.maximum(begins[rows], low)
+        table = self.table.rows(np.arange(len(ends))[rows], counts)
+        return replace(self, table=table, rows=self.rows[rows], begins=self.begins[rows], first=low, stop=high)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Filtered(Chosen):
+    """What a filter keeps, or a range of that."""
+
+    bits: Kept = field(repr=False)
+
+    @classmethod
+    def of(cls, chunks: ChunkTable, whole: ChunkTable, bits: Kept, name: str) -> Filtered:
+        """Return all that is kept of these chunks."""
+        places = bits.shard_places[whole.shard] + whole.first_sample
+        begins = bits.ranks(places)
+        counts = bits.ranks(places + whole.num_samples) - begins
+        rows = np.flatnonzero(counts)
+        return cls(
+            chunks=chunks, whole=whole, bits=bits, name=name, total=bits.total, first=0, stop=bits.total,
+            table=whole.rows(rows, counts[rows]), rows=rows, begins=begins[rows],
+        )  # fmt: skip
+
+    def over(self, whole: ChunkTable) -> Filtered:
+        """See ``Selection``."""
+        return Filtered.of(self.chunks, whole, self.bits, self.name).between(self.first, self.stop)
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        places = self.bits.places(np.maximum(self.begins[rows], self.first) + offsets)
+        found: Int64Array = places - self.bits.shard_places[self.table.shard[rows]] - self.table.first_sample[rows]
+        return found
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Selection``."""
+        return self.bits.rows(shard, first, stop)
+
+    @property
+    def can_grow(self) -> bool:
+        """See ``Selection``."""
+        return not self.is_part
+
+    def _identity_of(self, num_shards: int) -> str:
+        """See ``Selection``."""
+        asked = self.name.partition(";")[2].rpartition("kept=")[0]
+        return f"{super()._identity_of(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Member(Chosen):
+    """The samples of one group, or a range of them. Groups read parts of the same chunks, so these are not cut."""
+
+    groups: SampleGroups = field(repr=False)
+    number: int
+
+    can_be_cut = False
+
+    def over(self, whole: ChunkTable) -> Member:  # noqa: ARG002  as Selection has it
+        """Refuse: see ``can_be_cut``."""
+        raise TypeError("groups are not cut")
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Selection``; searches each row concerned."""
+        found = np.empty(len(offsets), np.int64)
+        for row, of_row in rows_by(rows):
+            first = int(self.table.first_sample[row])
+            stop, begin = first + int(self.whole.num_samples[self.rows[row]]), int(self.begins[row])
+            members = np.flatnonzero(self.kept(int(self.table.shard[row]), first, stop))
+            found[of_row] = members[max(begin, self.first) - begin + offsets[of_row]]
+        return found
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Selection``."""
+        place = int(self.groups.shard_places[shard])
+        found: npt.NDArray[np.bool_] = self.groups.codes[place + first : place + stop] == self.number
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Every(Selection):
+    """Every ``step``-th sample of another selection, from its first to its last one.
+
+    Attributes:
+        base: The other selection.
+        at: int64 [C], row of ``base.table`` that is each row of ``table``.
+        begins: int64 [C], number among the samples of ``base`` of the first one in each row that is in this selection,
+            counted from the first of the row.
+        leads: int64 [C], samples of each row before the first one of ``base``.
+    """
+
+    base: Selection
+    step: int
+    at: Int64Array = field(repr=False)
+    rows: Int64Array = field(repr=False)
+    begins: Int64Array = field(repr=False)
+    leads: Int64Array = field(repr=False)
+
+    @classmethod
+    def of(cls, base: Selection, step: int) -> Every:
+        """Return every ``step``-th sample of a selection that is not one of these."""
+        total = base.table.total_samples
+        base = base.between(0, total if total == 0 else total - (total - 1) % step)
+        starts = sums(base.table.num_samples)
+        ranks = -(-starts // step)  # of the first sample at or behind each row's start
+        at = np.flatnonzero(np.diff(ranks))
+        rows = np.asarray(base.rows, np.int64)[at]
+        return cls(
+            chunks=base.chunks, whole=base.whole, base=base, step=step, at=at, rows=rows,
+            table=base.whole.rows(rows, np.diff(ranks)[at]), begins=ranks[at] * step - starts[at],
+            leads=base.table.first_sample[at].astype(np.int64) - base.whole.first_sample[rows],
+        )  # fmt: skip
+
+    @property
+    def can_be_cut(self) -> bool:  # type: ignore[override]
+        """See ``Selection``."""
+        return self.base.can_be_cut
+
+    @property
+    def identity(self) -> str:
+        """See ``Selection``."""
+        return f"{self.base.identity};every={self.step}"
+
+    @property
+    def filter(self) -> str:
+        """See ``Selection``."""
+        return self.identity
+
+    @property
+    def words(self) -> str:
+        """See ``Selection``."""
+        return ", ".join(filter(None, [self.base.words, f"step {self.step}"]))
+
+    @cached_property
+    def stored_samples(self) -> Int64Array:
+        """See ``Selection``."""
+        return self.whole.num_samples[self.rows]
+
+    def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        return _stored_in_runs(self.whole, self.rows, firsts, stops)
+
+    def over(self, whole: ChunkTable) -> Selection:
+        """See ``Selection``."""
+        return self.base.over(whole).every(self.step)
+
+    def between(self, first: int, stop: int) -> Selection:
+        """See ``Selection``."""
+        low, high = first * self.step, (stop - 1) * self.step + 1
+        return self.base.between(low, max(low, high)).every(self.step)
+
+    def every(self, step: int) -> Selection:
+        """See ``Selection``."""
+        return self if step == 1 else self.base.every(self.step * step)
+
+    def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Selection``."""
+        return self.leads[rows] + self.base.inside(self.at[rows], self.begins[rows] + offsets * self.step)
+
+    def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Selection``."""
+        low, high = self.table.rows_of(shard)
+        firsts = self.table.first_sample[low:high]
+        low, high = (
+            low + max(int(np.searchsorted(firsts, first, side="right")) - 1, 0),
+            low + int(np.searchsorted(firsts, stop)),
+        )
+        numbers = self.samples(low, max(low, high))
+        found = np.zeros(stop - first, np.bool_)
+        found[numbers[(numbers >= first) & (numbers < stop)] - first] = True
+        return found
+
+
+class Kept:
+    """The bits of all shards, one shard after the other, each starting at a byte of its own; immutable.
+
+    A bit has a *place* (its number among all bits) and, if it is set, a *rank* (the number of set ones before it).
+
+    Args:
+        table: The chunk table of the shards, whole.
+        bits: Bits of each shard, ``ceil(n / 8)`` bytes for ``n`` samples; see ``columns.Bits``.
+    """
+
+    def __init__(self, table: ChunkTable, bits: Sequence[Bits]) -> None:
+        sizes = np.array([-(-shard.num_samples // 8) for shard in table.shards], np.int64)
+        if [one.size for one in bits] != sizes.tolist():
+            raise ValueError("bits of other shards")
+        self.shard_places: Int64Array = (np.cumsum(sizes) - sizes) * 8
+        padding = np.zeros(_BLOCK - int(sizes.sum()) % _BLOCK, np.uint8)
+        self._bits = np.concatenate([*bits, padding]).reshape(-1, _BLOCK)
+        counts = [_POPCOUNT[part].sum(axis=1, dtype=np.int64) for part in _parts(self._bits)]
+        self._before = sums(np.concatenate(counts))
+
+    @property
+    def total(self) -> int:
+        """Samples kept."""
+        return int(self._before[-1])
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies this choice among all of the same shards; 32 hex digits."""
+        return hashlib.blake2b(self._bits.tobytes(), digest_size=16).hexdigest()
+
+    def digest_of(self, num_shards: int) -> str:
+        """Return the digest of the same choice of the first shards alone."""
+        size = int(self.shard_places[num_shards]) // 8 if num_shards < len(self.shard_places) else None
+        if size is None:
+            return self.digest
+        some = self._bits.reshape(-1)[:size].tobytes() + bytes(_BLOCK - size % _BLOCK)
+        return hashlib.blake2b(some, digest_size=16).hexdigest()
+
+    def ranks(self, places: Int64Array) -> Int64Array:
+        """Return the number of kept samples before each place, int64 [n]."""
+        found = np.empty(len(places), np.int64)
+        for at in range(0, len(places), _AT_ONCE):
+            some = places[at : at + _AT_ONCE]
+            blocks, inside = np.divmod(some, 8 * _BLOCK)
+            room = np.arange(_BLOCK) * 8
+            # uint8 [m, _BLOCK]: the bits of each place's block, with those from the place on cleared.
+            left = np.clip(inside[:, None] - room, 0, 8)
+            masked = self._bits[np.minimum(blocks, len(self._bits) - 1)] & ((1 << left) - 1).astype(np.uint8)
+            found[at : at + _AT_ONCE] = self._before[blocks] + _POPCOUNT[masked].sum(axis=1, dtype=np.int64)
+        return found
+
+    def places(self, ranks: Int64Array) -> Int64Array:
+        """Return the place of each rank, int64 [n]."""
+        found = np.empty(len(ranks), np.int64)
+        for at in range(0, len(ranks), _AT_ONCE):
+            some = ranks[at : at + _AT_ONCE]
+            blocks = np.searchsorted(self._before, some, side="right") - 1
+            left = some - self._before[blocks]
+            rows = np.arange(len(some))
+            # uint16 [m, _BLOCK]: set bits up to the end of each byte of the block.
+            counts = _POPCOUNT[self._bits[blocks]].cumsum(axis=1, dtype=np.uint16)
+            byte = (counts <= left[:, None]).sum(axis=1)
+            left = left - np.where(byte > 0, counts[rows, byte - 1], 0)
+            # bool [m, 8]: bits of each rank's byte, then the position at which the set bits exceed those left.
+            bit = np.unpackbits(self._bits[blocks, byte][:, None], axis=1, bitorder="little").cumsum(axis=1)
+            found[at : at + _AT_ONCE] = blocks * (8 * _BLOCK) + byte * 8 + (bit <= left[:, None]).sum(axis=1)
+        return found
+
+    def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Return which of samples ``[first, stop)`` of a shard are kept, bool [n]."""
+        place = int(self.shard_places[shard])
+        low, high = (place + first) // 8, -(-(place + stop) // 8)
+        some = kept_rows(self._bits.reshape(-1)[low:high], 8 * (high - low))
+        return some[place + first - 8 * low :][: stop - first]
+
+
+class SampleGroups:
+    """The group of each sample of some shards: one number per sample, whatever the number of groups; immutable.
+
+    Args:
+        table: The chunk table of the shards, whole.
+        codes: Number of the group of each sample, shard after shard; ``num_groups``: no group.
+        num_groups: Number of groups; some may be empty.
+    """
+
+    def __init__(self, table: ChunkTable, codes: npt.NDArray[np.uint16], num_groups: int) -> None:
+        counts = np.array([shard.num_samples for shard in table.shards], np.int64)
+        if len(codes) != counts.sum():
+            raise ValueError("codes of other shards")
+        self.table = table
+        self.codes = codes.astype(np.uint8) if num_groups < 2**8 else codes
+        self.codes.setflags(write=False)
+        self.shard_places: Int64Array = np.cumsum(counts) - counts
+        found = [self._pieces(chunks, num_groups) for chunks in _blocks(table.num_chunks, num_groups)]
+        # The pieces of chunks, sorted by group, then by chunk.
+        chunks, groups, sizes = (np.concatenate([one[i] for one in found]) for i in range(3))
+        by_group = np.argsort(groups, kind="stable")
+        self._chunks, self._counts = chunks[by_group], sizes[by_group]
+        self._borders: Int64Array = np.searchsorted(groups[by_group], np.arange(num_groups + 1))
+        self.sizes: Int64Array = np.bincount(groups, sizes, num_groups).astype(np.int64)
+        """int64 [num_groups], samples of each group."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies these groups among all of the same shards; 32 hex digits."""
+        return hashlib.blake2b(self.codes.astype("<u2").tobytes(), digest_size=16).hexdigest()
+
+    def selected(self, number: int, name: str) -> Member:
+        """Return the samples of one group, whose identity is ``name``."""
+        low, high = self._borders[number : number + 2].tolist()
+        chunks, counts, total = self._chunks[low:high], self._counts[low:high], int(self.sizes[number])
+        return Member(
+            chunks=self.table, whole=self.table, groups=self, number=number, name=name, total=total, first=0,
+            stop=total, table=self.table.rows(chunks, counts), rows=chunks, begins=np.cumsum(counts) - counts,
+        )  # fmt: skip
+
+    def _pieces(self, chunks: range, num_groups: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return chunk, group and number of samples of the pieces of some consecutive chunks."""
+        sizes = self.table.num_samples[chunks.start : chunks.stop]
+        first = int(self.shard_places[self.table.shard[chunks.start]] + self.table.first_sample[chunks.start])
+        codes = self.codes[first : first + int(sizes.sum())].astype(np.int64)
+        cells = np.repeat(np.arange(len(chunks)) * (num_groups + 1), sizes) + codes
+        counts = np.bincount(cells, minlength=len(chunks) * (num_groups + 1))
+        counts = counts.reshape(len(chunks), num_groups + 1)[:, :num_groups]
+        at, group = np.nonzero(counts)
+        return at + chunks.start, group, counts[at, group]
+
+
+def _stored_in_runs(whole: ChunkTable, rows: Int64Array, firsts: Int64Array, stops: Int64Array) -> Int64Array:
+    """Return the samples in the bytes from one of some rows of a table to another, int64 [n]."""
+    before = sums(whole.num_samples)
+    return before[rows[stops - 1] + 1] - before[rows[firsts]]
+
+
+def _blocks(num_chunks: int, num_groups: int) -> list[range]:
+    """Return ranges of chunks whose samples are counted at once."""
+    step = max(_COUNTED_AT_ONCE // (num_groups + 1), 1)
+    return [range(at, min(at + step, num_chunks)) for at in range(0, num_chunks, step)]
+
+
+def _parts(bits: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    return [bits[at : at + _AT_ONCE] for at in range(0, len(bits), _AT_ONCE)]

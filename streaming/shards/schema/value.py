@@ -1,0 +1,327 @@
+"""Hold what a set means: the classes behind numbers, the tokenizer behind ids, the types of fields and columns.
+
+A :class:`Schema` is what ``_shardstream/schema.json`` says. It is a value without I/O; how two of them are joined is in
+``joined.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from streaming.shards.index.files import damaged, read_document, write_document
+from streaming.shards.schema.kinds import KINDS, kind_by_name
+
+FORMAT = "shardstream-schema"
+VERSION = 1
+WITHIN = ":"
+"""Between a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
+LATE = "late"
+"""How the origin of a column begins that was added after the shards were written."""
+_FROM = ", from "
+TOKEN_TYPES = ("uint16", "uint32")
+RESTORE = (
+    "restore it from a copy of the data set, or convert that again with --overwrite; or delete it: the set then says "
+    "nothing"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerKey:
+    """What turned text into ids.
+
+    Attributes:
+        kind: Its library: ``"huggingface"``, ``"sentencepiece"``, ``"tiktoken"`` or ``"bytes"``.
+        sha256: Digest of its file.
+        pattern: How tiktoken splits text; "": not by a pattern.
+    """
+
+    kind: str
+    sha256: str
+    pattern: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMeaning:
+    """What the ids of a field of tokens are.
+
+    Attributes:
+        tokenizer: What made them; None: not known.
+        vocab_size: The largest id plus one; 0: not known.
+        bos: Ids before each document; several where sets were joined, () where there is none.
+        eos: Ids after each document, likewise.
+        mask: The field that says which of them count; "": none.
+        column: The column with their number; "": none.
+        chat_templates: Templates by which conversations became text.
+    """
+
+    tokenizer: TokenizerKey | None = None
+    vocab_size: int = 0
+    bos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
+    mask: str = ""
+    column: str = ""
+    chat_templates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaField:
+    """What the values of a field are; whatever is empty is not said.
+
+    Attributes:
+        kind: What it holds, of :data:`~streaming.shards.schema.kinds.KINDS`.
+        dtype: Type of the numbers of an array or of tokens.
+        classes: Names of classes; the place of a name is its number.
+        tokens: What its ids are.
+        made_by: The functions that made it.
+    """
+
+    kind: str = ""
+    dtype: str = ""
+    classes: tuple[str, ...] = ()
+    tokens: TokenMeaning | None = None
+    made_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaColumn:
+    """What the values of a column are; whatever is empty is not said.
+
+    Attributes:
+        type: Arrow's name of their type.
+        origin: Where they come from: the path of the values in a sample, if the name is another one; of a late column,
+            :data:`LATE` with the version, then the path, function or file that they are from.
+        classes: Names of classes; the place of a name is its number.
+    """
+
+    type: str = ""
+    origin: str = ""
+    classes: tuple[str, ...] = ()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was added after the shards were written."""
+        return self.origin.startswith(LATE)
+
+    @property
+    def made_from(self) -> str:
+        """What its values are from, such as a path in a sample; "" if the name says it."""
+        return self.origin.partition(_FROM)[2] if self.is_late else self.origin
+
+
+def late_origin(version: str, made_from: str) -> str:
+    """Return the origin of a column that is added after the shards were written."""
+    return f"{LATE}, version {version}{_FROM}{made_from}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """What a set means.
+
+    A column that was lifted from a field, or from a value within one, has the classes of that.
+
+    Attributes:
+        fields: By name. A name with a colon is a value within a field: ``"json:objects.label"``.
+        columns: By name.
+    """
+
+    fields: Mapping[str, SchemaField] = field(default_factory=dict)
+    columns: Mapping[str, SchemaColumn] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbered = {name: self.classes[part] for name, part in self.lifted.items()}
+        columns = {
+            name: replace(one, classes=numbered[name])
+            if name in numbered and {*one.classes} <= {*numbered[name]} else one
+            for name, one in self.columns.items()
+        }  # fmt: skip
+        object.__setattr__(self, "columns", columns)
+
+    def __bool__(self) -> bool:
+        return bool(self.fields or self.columns)
+
+    @property
+    def lifted(self) -> dict[str, str]:
+        """The field, or the part of one, that each column holds the numbers of classes of."""
+        parts = {part.replace(WITHIN, "."): part for part in self.classes}
+        paths = {name: one.made_from or name for name, one in self.columns.items()} if parts else {}
+        return {name: parts[path] for name, path in paths.items() if path in parts}
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """The names of classes, by field."""
+        return {name: one.classes for name, one in self.fields.items() if one.classes}
+
+    @property
+    def tokens(self) -> dict[str, SchemaField]:
+        """The fields of tokens whose width is known."""
+        return {name: one for name, one in self.fields.items() if one.tokens is not None and one.dtype in TOKEN_TYPES}
+
+    @property
+    def decoded_as(self) -> dict[str, str]:
+        """How the fields of tokens and their masks are decoded, in the form of ``decode=``."""
+        found = {name: f"array:{one.dtype}->int64" for name, one in self.tokens.items()}
+        masks = {one.tokens.mask for one in self.tokens.values() if one.tokens is not None}
+        return found | {mask: "array:uint8" for mask in sorted(masks) if mask}
+
+    @property
+    def stamp(self) -> str:
+        """Distinguishes what numbers and ids mean; "" if nothing is said of them. See :func:`continues`."""
+        return ", ".join(f"{name} {text}" for name, text in self._stamps.items())
+
+    @property
+    def _stamps(self) -> dict[str, str]:
+        """What distinguishes the meaning of each field, but for those of which only what the name says is said."""
+        said = {}
+        for name, one in sorted(self.fields.items()):
+            rest = replace(one, classes=(), kind="" if one.kind == kind_by_name(name) else one.kind)
+            tokens = one.tokens and replace(TokenMeaning(), tokenizer=one.tokens.tokenizer)
+            count = f"{len(one.classes)}.{_digest(list(one.classes))}" if one.classes else "0."
+            more = _digest(_plain(replace(rest, tokens=tokens))) if rest != SchemaField() else ""
+            if one.classes or more:
+                said[name] = f"{count}.{more}"
+        return said
+
+    def continues(self, stamp: str) -> bool:
+        """Tell whether every number and id means what it meant under an earlier stamp; there may be more classes."""
+        now = self._stamps
+        for part in stamp.split(", ") if stamp else ():
+            name, _, text = part.rpartition(" ")
+            count, digest, more = text.split(".")
+            names = self.classes.get(name, ())[: int(count)]
+            same = not int(count) or (len(names) == int(count) and _digest(list(names)) == digest)
+            if name not in now or not same or now[name].split(".")[2] != more:
+                return False
+        return True
+
+    def of_fields(self, names: Collection[str] | None) -> Self:
+        """Return what is said of these fields, and of all columns; None: of all fields."""
+        if names is None:
+            return self
+        kept = {name: one for name, one in self.fields.items() if name.partition(WITHIN)[0] in names}
+        return replace(self, fields=kept)
+
+    def without_late(self) -> Self:
+        """Return the same without late columns, which lie beside shards and do not go along with them."""
+        return replace(self, columns={name: one for name, one in self.columns.items() if not one.is_late})
+
+    def to_bytes(self) -> bytes:
+        """Return ``schema.json``: sealed, the same bytes for the same schema."""
+        return write_document({"format": FORMAT, "version": VERSION, **self.as_dict()})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "fields": {name: _plain(one) for name, one in self.fields.items()},
+            "columns": {name: _plain(one) for name, one in self.columns.items()},
+        }
+
+    @classmethod
+    def from_bytes(cls, data: Any, source: str) -> Schema:
+        """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
+
+        Raises:
+            IndexFormatError: It is damaged, was changed by hand, or is of another version.
+        """
+        try:
+            return cls.from_dict(_of_this_version(read_document(data)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise damaged(source, str(error), RESTORE) from error
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Schema:
+        """Return the inverse of :meth:`as_dict`.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: It is none.
+        """
+        return cls(
+            fields={name: _field(one) for name, one in content["fields"].items()},
+            columns={name: _column(one) for name, one in content["columns"].items()},
+        )
+
+
+def _of_this_version(content: dict[str, Any]) -> dict[str, Any]:
+    if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"format {content.get('format')!r}, version {content.get('version')!r}")
+    return content
+
+
+def class_schema(fields: Mapping[str, Any], columns: Mapping[str, Any] | None = None) -> Schema:
+    """Return the schema of fields, and columns, of classes, given their names in the order of their numbers."""
+    return Schema(
+        fields={name: SchemaField(kind="integer", classes=tuple(names)) for name, names in fields.items()},
+        columns={name: SchemaColumn(classes=tuple(names)) for name, names in (columns or {}).items()},
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _plain(value: Any) -> Any:
+    """Return the JSON-able form of a part of a schema, without what it does not say."""
+    said = {one.name: getattr(value, one.name) for one in fields(value)}
+    nested = {name: _plain(one) if isinstance(one, (TokenMeaning, TokenizerKey)) else one for name, one in said.items()}
+    return {name: [*one] if isinstance(one, tuple) else one for name, one in nested.items() if one not in ("", (), 0)
+            and one is not None}  # fmt: skip
+
+
+def _field(said: Mapping[str, Any]) -> SchemaField:
+    kind, dtype = _text(said, "kind"), _text(said, "dtype")
+    if kind and kind not in KINDS:
+        raise ValueError(f"kind {kind!r}")
+    tokens = said.get("tokens")
+    if tokens is not None and dtype not in TOKEN_TYPES:
+        raise ValueError(f"tokens of type {dtype!r}")
+    return SchemaField(
+        kind=kind, dtype=dtype, classes=_names(said, "classes"), made_by=_texts(said, "made_by"),
+        tokens=None if tokens is None else _tokens(tokens),
+    )  # fmt: skip
+
+
+def _tokens(said: Mapping[str, Any]) -> TokenMeaning:
+    made = said.get("tokenizer")
+    tokenizer = made and TokenizerKey(**{name: _text(made, name) for name in ("kind", "sha256", "pattern")})
+    size = said.get("vocab_size", 0)
+    if not isinstance(size, int):
+        raise TypeError(f"vocab_size {size!r}")
+    return TokenMeaning(
+        tokenizer=tokenizer, vocab_size=size, bos=_ids(said, "bos"), eos=_ids(said, "eos"),
+        mask=_text(said, "mask"), column=_text(said, "column"), chat_templates=_texts(said, "chat_templates"),
+    )  # fmt: skip
+
+
+def _column(said: Mapping[str, Any]) -> SchemaColumn:
+    return SchemaColumn(type=_text(said, "type"), origin=_text(said, "origin"), classes=_names(said, "classes"))
+
+
+def _text(said: Mapping[str, Any], name: str) -> str:
+    value = said.get(name, "")
+    if not isinstance(value, str):
+        raise TypeError(f"{name} {value!r}")
+    return value
+
+
+def _texts(said: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    values = said.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise TypeError(f"{name} {values!r}")
+    return tuple(values)
+
+
+def _names(said: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    names = _texts(said, name)
+    if len({*names}) < len(names):
+        raise ValueError(f"{name}: one occurs twice")
+    return names
+
+
+def _ids(said: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = said.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(one, int) for one in values):
+        raise TypeError(f"{name} {values!r}")
+    return tuple(values)

@@ -1,0 +1,12 @@
+"""Parse and write tar archives as bytes in memory. Pure: no I/O.
+
+Import from the modules: ``fast`` (layout of a chunk's bytes), ``scanner`` (a stream of pieces), ``samples`` (from a
+stream to samples), ``headers`` (the headers that our writer emits).
+"""
+
+from streaming.shards.tar.fast import parse_chunk
+from streaming.shards.tar.group import ChunkLayout
+from streaming.shards.tar.samples import iter_samples
+from streaming.shards.tar.scanner import TarScanner
+
+__all__ = ["ChunkLayout", "TarScanner", "iter_samples", "parse_chunk"]

@@ -1,4 +1,0 @@
-"""Open what loops, the engine and tools read of the datasets that users hold. Not here: what users see (``datasets``).
-
-Each kind of dataset has one object here, a ``streaming.engine.source.Source``: its ``source``.
-"""
