@@ -25,7 +25,7 @@ except ModuleNotFoundError as _error:
         "`python -m package.script`"
     ) from _error
 
-from streaming.common.elsewhere.names import no_attribute as _no_attribute
+from streaming.common.migration_hints.names import no_attribute as _no_attribute
 
 if TYPE_CHECKING:
     from shard_tools.change.columns.chosen import select

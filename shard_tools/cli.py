@@ -65,8 +65,8 @@ from shard_tools.terminal.options import (
     writing_options,
 )
 from shard_tools.terminal.verbs import ToolGroup, emit, finish
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import shell_word
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 

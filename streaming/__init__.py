@@ -28,8 +28,8 @@ except ImportError as _error:
         "script from elsewhere as `python -m package.script`"
     ) from _error
 
-from streaming.common.elsewhere.names import NamesElsewhere as _NamesElsewhere
-from streaming.common.elsewhere.names import no_attribute as _no_attribute
+from streaming.common.migration_hints.names import NamesElsewhere as _NamesElsewhere
+from streaming.common.migration_hints.names import no_attribute as _no_attribute
 from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from streaming.mesh_fetcher import DeviceMeshFetcher
     from streaming.order.plan.schedule import Schedule
     from streaming.order.plan.settings import ShuffleConfig
-    from streaming.others.ordinary.mesh_sampler import DeviceMeshSampler
-    from streaming.others.ordinary.options import OrdinaryDataset
-    from streaming.others.ordinary.retry import RetrySampler
     from streaming.others.remote import BatchHandle, RemoteBatch, RemoteGroup
+    from streaming.others.torch_datasets.mesh_sampler import DeviceMeshSampler
+    from streaming.others.torch_datasets.options import OrdinaryDataset
+    from streaming.others.torch_datasets.retry import RetrySampler
     from streaming.run.device.prefetcher import DevicePrefetcher
     from streaming.run.replicas.options import Broadcast
     from streaming.sets.datasets.balanced import Balanced
@@ -63,15 +63,15 @@ _HOMES = {
     "Curriculum": "streaming.sets.datasets.curriculum",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.mesh_fetcher",
-    "DeviceMeshSampler": "streaming.others.ordinary.mesh_sampler",
+    "DeviceMeshSampler": "streaming.others.torch_datasets.mesh_sampler",
     "DevicePrefetcher": "streaming.run.device.prefetcher",
     "Jagged": "streaming.build.batches.jagged",
     "Mixture": "streaming.sets.datasets.mixture",
-    "OrdinaryDataset": "streaming.others.ordinary.options",
+    "OrdinaryDataset": "streaming.others.torch_datasets.options",
     "Packed": "streaming.sets.datasets.packed",
     "RemoteBatch": "streaming.others.remote",
     "RemoteGroup": "streaming.others.remote",
-    "RetrySampler": "streaming.others.ordinary.retry",
+    "RetrySampler": "streaming.others.torch_datasets.retry",
     "Schedule": "streaming.order.plan.schedule",
     "SequenceSlice": "streaming.build.batches.sequence",
     "ShuffleConfig": "streaming.order.plan.settings",

@@ -21,11 +21,11 @@ from streaming.errors import ConfigError
 from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
 from streaming.order.packing.balance import Balance, Cost
 from streaming.order.plan.schedule import Schedule
-from streaming.others.ordinary.as_torch import called_as_torchs, check_whole, refuse_whole
-from streaming.others.ordinary.kinds import is_iterable, resolve_dataset
-from streaming.others.ordinary.map_style import open_ordinary
-from streaming.others.ordinary.options import OrdinaryDataset
 from streaming.others.remote import RemoteGroup, open_remote
+from streaming.others.torch_datasets.as_torch import called_as_torchs, check_whole, refuse_whole
+from streaming.others.torch_datasets.kinds import is_iterable, resolve_dataset
+from streaming.others.torch_datasets.map_style import open_ordinary
+from streaming.others.torch_datasets.options import OrdinaryDataset
 from streaming.run.device.copiers import page_locked
 from streaming.run.epochs.watch import STALL_REPORT_S
 from streaming.run.loops.descriptions import Announcer

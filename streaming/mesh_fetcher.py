@@ -20,15 +20,15 @@ from streaming.common.arguments import (
     shows,
 )
 from streaming.common.counters import Observation
-from streaming.common.elsewhere.methods import OF_LOADERS, look_elsewhere
 from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.common.job.store import tell_of_going_on
+from streaming.common.migration_hints.methods import OF_LOADERS, look_elsewhere
 from streaming.errors import ConfigError
 from streaming.order.plan.order import ENDLESS
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.kinds import resolve_dataset
+from streaming.others.torch_datasets.kinds import resolve_dataset
 from streaming.run.device.copiers import page_locked
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import Batches, Closable, Loop

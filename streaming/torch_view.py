@@ -16,7 +16,7 @@ from streaming.errors import ConfigError, StateError
 from streaming.mesh_fetcher import DeviceMeshFetcher
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.sizes import Sizes
-from streaming.others.ordinary.retry import SharedLog
+from streaming.others.torch_datasets.retry import SharedLog
 from streaming.sets.datasets.dataset import StreamingDataset
 from streaming.sets.datasets.face import DataSet
 from streaming.types import Sample

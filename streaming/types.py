@@ -29,6 +29,9 @@ VERSION = "0.1.0"
 Int64Array: TypeAlias = "npt.NDArray[np.int64]"
 """Offsets, sizes and counts of samples and chunks; always 64 bits."""
 
+SPAN_BYTES = 64 << 10
+"""Bytes of a sample table's span: samples that share a checksum are about as large together."""
+
 Sample: TypeAlias = dict[str, object]
 """One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading
 dot."""

@@ -58,7 +58,7 @@ TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Workers, memory and the device",
         ("streaming/run/engine/", "streaming/run/device/", "streaming/common/forks"),
     ),
-    "torch": ("Torch datasets and trainers", ("streaming/others/ordinary/", "streaming/integrations/")),
+    "torch": ("Torch datasets and trainers", ("streaming/others/torch_datasets/", "streaming/integrations/")),
     "ray": ("Ray", ("streaming/others/remote/", "shard_tools/running/ray_engine")),
     "seeing": (
         "Metrics, traces, show and plan",

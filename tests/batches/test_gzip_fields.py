@@ -23,9 +23,9 @@ from shard_tools.cli import cli
 from streaming import DataLoader, StreamingDataset, decode
 from streaming.build.decode import from_webdataset, resolve_decoders
 from streaming.build.decode.values import Unpacked
+from streaming.common import inflate
 from streaming.errors import ConfigError, TooManyBadSamplesError
 from streaming.shards.schema.kinds import kind_by_name
-from streaming.shards.tar import inflate
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.tars import write_tar
 

@@ -24,8 +24,9 @@ from streaming.run.engine.units import BatchSlices
 from streaming.shards.catalog.random_access import span_borders
 from streaming.shards.index.cutter import ChunkCutter, ChunkRule
 from streaming.shards.index.sample_table import SampleTable
-from streaming.shards.index.spans import SPAN_BYTES, SpanCutter, separate
+from streaming.shards.index.spans import SpanCutter, separate
 from streaming.storage import Checked
+from streaming.types import SPAN_BYTES
 from tests.support.sets.data_sets import mesh_of
 
 RULE = ChunkRule(target_bytes=300_000, min_bytes=120_000, min_samples=20)

@@ -1,4 +1,4 @@
-"""The house: which package imports which, as drawn in docs/design/0001-architecture.md, and what no room may do.
+"""The house: which wing and room imports which, as drawn in docs/design/0001-architecture.md, and what none may do.
 
 Every test reads the whole source and lists all that it finds at once. Most findings are cured in the code; where a
 new arrow between packages is meant, the message has the line of the drawing as it would read.
@@ -33,21 +33,39 @@ from tests.support.code.source_tree import (
 )
 
 PAGE = "docs/design/0001-architecture.md"
+WINGS = {
+    "streaming": ("others", "run", "sets", "shards", "build", "order", "watch", "common"),
+    "shard_tools": ("look", "change", "make"),
+}
+"""Wings with rooms; the others are one room: storage, integrations, running, the face, the terminal, infra."""
+WORDS = ("streaming.errors", "streaming.types")  # public by these names, so they lie beside the wings
 
 MOST_ROOMS = 12  # modules in one folder, so that the room of a line is found by reading names
 MOST_LINES = 60  # of a function, without decorators and docstring
 TWO_MEANINGS = {"Source"}  # of a loop, and of a conversion: both are contracts (docs/glossary.md)
 
-# What holds whatever the drawing says: (who, may not import, but for). Names of the drawing; layers in capitals.
+PURE = ("ORDER", "schema", "index", "tar", "migration_hints")
+TOOLS = ("TERMINAL", "LOOK", "CHANGE", "MAKE", "RUNNING")
+# What holds whatever the drawing says: (who, may not import). Rooms of the drawing; wings in capitals.
 FORBIDDEN = (
-    (("COMMAND LINE",), ("engine", "engine.memory", "engine.workers", "engine.unindexed", "loops", "ordinary"), ()),
-    (("PURE", "I/O", "WORK", "engine", "engine.memory", "engine.workers", "engine.unindexed"), ("infra",), ()),
+    (TOOLS, ("RUN", "OTHERS", "INTEGRATIONS")),
     (
-        ("PURE",),
-        ("cache", "storage", "storage.adapters", "storage.requests", "storage.base", "job", "catalog", "fetch"),
-        (),
+        (
+            *PURE,
+            "SHARDS",
+            "BUILD",
+            "STORAGE",
+            "filters",
+            "job",
+            "engine",
+            "engine.memory",
+            "engine.workers",
+            "engine.unindexed",
+        ),
+        ("infra",),
     ),
-    (("infra", "WORDS"), ("ANY",), ()),
+    (PURE, ("STORAGE", "cache", "job", "catalog", "fetch")),
+    (("infra", "COMMON"), ("ANY",)),
 )
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
@@ -70,15 +88,26 @@ ALSO_PURE = (
 # --- the drawing
 
 
+def block_of(kind: str) -> str:
+    block = (ROOT / PAGE).read_text().partition(f"```{kind}\n")[2].partition("\n```")[0]
+    assert block, f"{PAGE} has no block ```{kind} with a drawing"
+    return block
+
+
+@cache
+def wings() -> dict[str, frozenset[str]]:
+    """The arrows of each wing, from top to bottom."""
+    lines = (line.partition("→") for line in block_of("wings").splitlines())
+    return {name.strip(): frozenset(targets.split()) for name, _, targets in lines}
+
+
 @cache
 def drawing() -> tuple[dict[str, frozenset[str]], dict[str, str]]:
     """The arrows of each package, from top to bottom, and the layer of each (in capitals)."""
-    block = (ROOT / PAGE).read_text().partition("```house\n")[2].partition("\n```")[0]
-    assert block, f"{PAGE} has no block ```house with the drawing of the packages"
     arrows: dict[str, frozenset[str]] = {}
     layers: dict[str, str] = {}
     layer = ""
-    for line in block.splitlines():
+    for line in block_of("house").splitlines():
         if line and not line.startswith(" "):
             layer = line.partition("  ")[0].upper()
         elif line.strip():
@@ -89,13 +118,27 @@ def drawing() -> tuple[dict[str, frozenset[str]], dict[str, str]]:
     return arrows, layers
 
 
+@cache
 def room(module: str) -> str:
-    """The name in the drawing of the package that ``module`` lies in; modules of the layer of words are one package."""
-    short = module.removeprefix("streaming.")
-    if drawing()[1].get(short) == "WORDS":
-        return "words"
+    """The name in the drawing of the package that ``module`` lies in: its path without the wing."""
     package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
-    return package.removeprefix("streaming.")
+    if package == "streaming.common" or module in WORDS:
+        return "words"
+    top, *names = package.split(".")
+    if names and names[0] in WINGS.get(top, ()):
+        del names[0]
+    return ".".join(names if top == "streaming" and names else [top, *names])
+
+
+@cache
+def wing_of(module: str) -> str:
+    """The name of the wing that ``module`` lies in."""
+    top, name = [*module.split("."), ""][:2]
+    if module in WORDS:
+        return "common"
+    if top == "shard_tools":
+        return name if name in (*WINGS[top], "running") else "terminal"
+    return name if name in (*WINGS["streaming"], "storage", "integrations") else {"streaming": "face"}.get(top, top)
 
 
 @cache
@@ -109,8 +152,20 @@ def edges() -> dict[tuple[str, str], list[str]]:
     return found
 
 
+@cache
+def wing_edges() -> dict[tuple[str, str], list[str]]:
+    """Which wing imports which, with the imports of modules that make it so. ``common`` is free to all."""
+    found = defaultdict(list)
+    for module in modules():
+        for name in ours(module):
+            if wing_of(name) not in {"common", wing_of(module)}:
+                found[wing_of(module), wing_of(name)].append(f"{module} imports {name}")
+    return found
+
+
 def layer(name: str) -> str:
-    return "WORDS" if name == "words" else drawing()[1].get(name, "")
+    """The wing of a room, in capitals: a heading of the drawing."""
+    return "COMMON" if name == "words" else drawing()[1].get(name, "")
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -124,10 +179,11 @@ def is_known_to(module: str, patterns: tuple[str, ...]) -> bool:
 def test_the_drawing_shows_every_import_between_packages() -> None:
     drawn, _ = drawing()
     order = [*drawn]
-    there: dict[str, set[str]] = {room(module): set() for module in modules()}
+    empty = {f"{top}.{wing}" for top, names in WINGS.items() for wing in names}
+    there: dict[str, set[str]] = {room(module): set() for module in modules() if module not in empty}
     for start, end in edges():
         there[start].add(end)
-    gone = [name for name in drawn if name not in there and layer(name) != "WORDS"]
+    gone = [name for name in drawn if name not in there]
     findings = [f"{name} is drawn, but there is no such package: take its line out" for name in gone]
     for name, targets in there.items():
         if name == "words":
@@ -140,6 +196,22 @@ def test_the_drawing_shows_every_import_between_packages() -> None:
         right = sorted(targets, key=lambda target: order.index(target) if target in order else -1)
         findings.append(f"{name}: {why}. Its line would read:\n    {name} → {' '.join(right)}")
     report(findings, f"The drawing in {PAGE} and the imports differ. Is the import needed? Then draw it:")
+
+
+def test_the_drawing_shows_every_import_between_wings() -> None:
+    drawn, order = wings(), [*wings()]
+    there: dict[str, set[str]] = {wing_of(module): set() for module in modules()}
+    for start, end in wing_edges():
+        there[start].add(end)
+    findings = [f"{name} is drawn, but there is no such wing" for name in drawn.keys() - there.keys()]
+    for name, targets in there.items():
+        if drawn.get(name) != targets:
+            new = [wing_edges()[name, one][0] for one in sorted(targets - drawn.get(name, frozenset()))]
+            right = sorted(targets, key=lambda one: order.index(one) if one in order else -1)
+            findings.append(f"{name}: {'; '.join(new)}. Its line would read:\n    {name} → {' '.join(right)}")
+    report(findings, f"The drawing of the wings in {PAGE} and the imports differ:")
+    up = [(start, end) for start, end in wing_edges() if order.index(end) <= order.index(start)]
+    report([f"{start} → {end}: {wing_edges()[start, end][0]}" for start, end in up], "A wing imports what is below it:")
 
 
 def test_arrows_point_down() -> None:
@@ -171,9 +243,11 @@ def test_modules_do_not_import_in_a_circle() -> None:
 
 def test_layers_keep_their_promises() -> None:
     findings = []
-    for who, what, but in FORBIDDEN:
+    for who, what in FORBIDDEN:
+        unknown = {*who, *what} - {"ANY", *drawing()[0], *drawing()[1].values()}
+        assert not unknown, f"FORBIDDEN names what is not in the drawing: {unknown}"
         for (start, end), why in edges().items():
-            if matches(start, who) and start not in but and matches(end, what):
+            if matches(start, who) and matches(end, what):
                 findings += why
     report(findings, "A layer imports what it must not know (FORBIDDEN):")
 
@@ -324,7 +398,7 @@ def test_no_tensor_of_ours_lies_where_the_script_puts_its_own() -> None:
 
 def test_the_pure_layer_does_no_io_and_reads_no_clock() -> None:
     banned = {"time", "random", "secrets", "tempfile", "shutil", "socket", "subprocess", "threading", "multiprocessing"}
-    pure = [module for module in modules() if layer(room(module)) == "PURE" or module in ALSO_PURE]
+    pure = [module for module in modules() if matches(room(module), PURE) or module in ALSO_PURE]
     assert len(pure) > 20
     findings = []
     for module in pure:

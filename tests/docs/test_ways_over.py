@@ -23,8 +23,8 @@ import streaming
 from shard_tools import ShardWriter, optimize
 from shard_tools.cli import cli
 from streaming import Mixture, StreamingDataset
-from streaming.common.elsewhere.methods import OF_DATASETS, OF_LOADERS
-from streaming.common.elsewhere.names import LIBRARIES, OWN, PACKAGES, Library
+from streaming.common.migration_hints.methods import OF_DATASETS, OF_LOADERS
+from streaming.common.migration_hints.names import LIBRARIES, OWN, PACKAGES, Library
 from streaming.errors import OptionError
 from tests.support.code.folders import ROOT
 
@@ -111,7 +111,7 @@ def test_modules_of_mosaic() -> None:
 def test_other_names_are_left_to_python() -> None:
     for name in ("Nothing", "maps", "bases"):
         assert str(asked("streaming", name)).startswith(f"cannot import name {name!r} from 'streaming'")
-    for code in ("import streaming.bases", "import streaming.common.elsewhere.MDSWriter", "import MDSWriter"):
+    for code in ("import streaming.bases", "import streaming.common.migration_hints.MDSWriter", "import MDSWriter"):
         with pytest.raises(ModuleNotFoundError, match=r"^No module named"):
             exec(code, {})
     with pytest.raises(AttributeError, match=r"^module 'streaming' has no attribute 'Nothing'$"):

@@ -395,7 +395,7 @@ def in_memory(tmp_path: Path, kind: str, name: str) -> Any:
     return module.transform
 
 
-@pytest.mark.parametrize("name", ["plugin_of_mine", "tests.plugin_of_mine", "streaming.decode.plugin_of_mine"])
+@pytest.mark.parametrize("name", ["plugin_of_mine", "tests.plugin_of_mine", "streaming.storage.plugin_of_mine"])
 @pytest.mark.parametrize("kind", ["a file elsewhere", "no file", "named by a function"])
 def test_a_transform_that_no_worker_can_import_says_so_at_the_first_batch(
     numbers: Path, held: Held, tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch

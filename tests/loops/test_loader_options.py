@@ -30,7 +30,7 @@ from streaming import (
 )
 from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, OptionError
-from streaming.others.ordinary.map_style import MapLoop
+from streaming.others.torch_datasets.map_style import MapLoop
 from tests.support.sets.data_sets import write_set
 
 

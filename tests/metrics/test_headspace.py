@@ -194,7 +194,7 @@ def test_random_numbers_of_the_run_are_those_without_it(samples: SampleSet, give
 
 
 def test_the_log_says_what_was_repeated(samples: SampleSet, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "streaming.metrics")
+    caplog.set_level(logging.INFO, "streaming.watch.metrics")
     with DataLoader(samples.open(shuffle=False), batch_size=4, device_mesh=ALONE) as loader:
         found = headspace(loader, lambda _: None, **FEW)
     repeated, result, model = [record.getMessage() for record in caplog.records if "experiment" in record.name]

@@ -16,8 +16,8 @@ from shard_tools.look.plan.steps import read_state
 from streaming.errors import StateError
 from streaming.order.plan.order import OrderSettings
 from streaming.order.plan.state import STATE_VERSION, LoaderState
-from streaming.others.ordinary.iterable import IterableState
-from streaming.others.ordinary.worker_parts import Cursor
+from streaming.others.torch_datasets.iterable import IterableState
+from streaming.others.torch_datasets.worker_parts import Cursor
 from streaming.storage import Storage
 
 STATE = LoaderState(

@@ -13,8 +13,7 @@ from shard_tools.look.plan.sources import Reads
 from streaming.common.arrays import sums
 from streaming.order.plan.demand import Demand, Rooms
 from streaming.order.plan.plan import Plan
-from streaming.shards.index.spans import SPAN_BYTES
-from streaming.types import Int64Array
+from streaming.types import SPAN_BYTES, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ from streaming.order.mixing.forecast import Forecast, drawn_before
 from streaming.order.plan.ledger import Ledger
 from streaming.order.plan.plan import Plan
 from streaming.sets.sources.fetch_units import divided, fitting_total
-from streaming.shards.index.spans import SPAN_BYTES
-from streaming.types import Int64Array
+from streaming.types import SPAN_BYTES, Int64Array
 
 if TYPE_CHECKING:
     from streaming.sets.sources.mixed import MixedSource

@@ -14,8 +14,7 @@ from streaming.sets.filters.select import parse_subset
 from streaming.shards.catalog.random_access import span_borders
 from streaming.shards.catalog.source import FILTER_GAP_BYTES, OfTable
 from streaming.shards.index.chunk_table import ChunkTable
-from streaming.shards.index.spans import SPAN_BYTES
-from streaming.types import Int64Array, override
+from streaming.types import SPAN_BYTES, Int64Array, override
 
 if TYPE_CHECKING:
     from streaming.build.batches.build import Items

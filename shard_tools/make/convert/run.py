@@ -18,9 +18,9 @@ from shard_tools.make.convert.sources import LAYOUTS, open_source
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.common.arguments import did_you_mean
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError
 from streaming.shards.schema.value import Schema
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.storage import Storage
 
 _LOOKED_AT = 1000  # records, where each may have columns of its own

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from streaming.errors import shell_place
+from streaming import errors
 from streaming.common.forks import in_children, renew_lock
 
 _log = logging.getLogger(__name__)
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_OURS = os.path.join(os.path.dirname(os.path.abspath(errors.__file__)), "")
 _MOST_TRACE = 4_000
 """Characters of a traceback that are kept, from its end."""
 DROP_SHARE = 0.01

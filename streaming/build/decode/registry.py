@@ -17,7 +17,7 @@ from streaming.build.decode.sound import Sound
 from streaming.build.decode.video import Video
 from streaming.errors import ConfigError, DecodeError
 from streaming.storage import redact
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.types import Decoder, ReadBuffer
 
 FieldSpec: TypeAlias = "str | type | np.dtype[np.generic] | Callable[..., object] | FieldDecoder | None"

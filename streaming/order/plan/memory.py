@@ -24,8 +24,7 @@ import numpy.typing as npt
 from streaming.common.arrays import sums
 from streaming.order.plan.order import EpochOrders, OrderSettings
 from streaming.order.plan.plan import Plan
-from streaming.shards.index.spans import SPAN_BYTES
-from streaming.types import Int64Array
+from streaming.types import SPAN_BYTES, Int64Array
 
 Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE

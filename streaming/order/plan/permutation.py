@@ -3,7 +3,7 @@
 The numbers are those of splitmix64, written out, counter-based (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", 2014; constants: Stafford's variant 13). Not from :mod:`numpy.random`, whose streams may change
 between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
-``tests/ordinary/test_sampler.py``.
+``tests/torch_datasets/test_sampler.py``.
 
 In a map-style dataset no neighbors are read together, so its order can be a true permutation of all samples, a
 different one for each pass, evaluated sample by sample:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from streaming import errors
 from streaming.common.arguments import checked_count, checked_seed
 from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError
 from streaming.order.plan.state import LoaderState
 
 _Item = TypeVar("_Item")
-_OURS = str(Path(__file__).resolve().parent.parent)
+_OURS = str(Path(errors.__file__).resolve().parent)
 _NOT_THE_USERS = (_OURS, "/torch/utils/data/")
 _log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from streaming.common.arguments import (
     checks_names,
     shows,
 )  # fmt: skip
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.common.job.unsharded_loader import UnshardedWarning
 from streaming.errors import ConfigError
 from streaming.order.plan.settings import ShuffleConfig
@@ -31,7 +32,6 @@ from streaming.sets.datasets.face import DataSet, Numbers, reading
 from streaming.sets.filters.select import Condition
 from streaming.sets.sources.samples import SampleSource, num_data_ranks
 from streaming.shards.schema.joined import Classes, checked_classes
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 
 _AT_THE_LOADER = "it belongs to the loader; write DataLoader(dataset, {}=…)"

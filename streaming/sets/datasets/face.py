@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, SupportsIndex, T
 import numpy as np
 
 from streaming.common.arguments import checked_number
-from streaming.common.elsewhere.methods import OF_DATASETS, look_elsewhere
+from streaming.common.migration_hints.methods import OF_DATASETS, look_elsewhere
 from streaming.errors import ConfigError
 from streaming.types import Int64Array, Sample, Transform
 

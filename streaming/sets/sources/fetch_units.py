@@ -11,7 +11,7 @@ from streaming.errors import ConfigError
 from streaming.order.plan.blend import Blend
 from streaming.order.plan.memory import PAGE_BYTES
 from streaming.order.plan.schedule import moderate
-from streaming.shards.index.spans import SPAN_BYTES
+from streaming.types import SPAN_BYTES
 
 if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arithmetic
     from streaming.sets.sources.packs import PackedDocuments

@@ -14,11 +14,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from streaming.types import Int64Array
+from streaming.types import SPAN_BYTES, Int64Array
 
 UInt32s = NDArray[np.uint32]
 
-SPAN_BYTES = 64 << 10
 _MAX_RECORDS = SPAN_BYTES // 512  # in one span: a record takes at least a block of 512 bytes
 _POLYNOMIAL = 0x82F63B78  # CRC32C, bits reversed
 

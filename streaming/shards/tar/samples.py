@@ -6,10 +6,10 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from streaming.common.inflate import GZIP_MAGIC, MAX_GZIP_RATIO, GzipError, gunzipped
 from streaming.errors import TarError
 from streaming.shards.tar.blocks import BytesLike
 from streaming.shards.tar.group import ChunkLayout
-from streaming.shards.tar.inflate import GZIP_MAGIC, MAX_GZIP_RATIO, GzipError, gunzipped
 from streaming.shards.tar.scanner import TarScanner
 
 MAX_SAMPLE_BYTES = 4 << 30

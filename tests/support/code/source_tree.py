@@ -14,14 +14,17 @@ PACKAGES = ("streaming", "shard_tools", "infra")
 # Each third-party package is known to these packages and modules only; what is not listed must not be imported.
 KNOWN_TO: dict[str, tuple[str, ...]] = {
     "numpy": PACKAGES,
-    "torch": ("FACE", "RUN", "streaming.build.batches", "streaming.common.job"),
+    "torch": (
+        *("FACE", "INTEGRATIONS", "OTHERS", "RUN"),
+        *("streaming.build.batches", "streaming.common.job", "streaming.watch.tracing"),
+    ),
     "pyarrow": ("streaming.shards.index", "shard_tools"),
     "crc32c": ("streaming", "shard_tools"),
     "obstore": ("streaming.storage",),
     "fsspec": ("streaming.storage",),
     "braceexpand": ("streaming.shards.catalog", "shard_tools"),
-    "PIL": ("streaming.decode", "shard_tools", "streaming.run.engine.workers.surroundings"),
-    "simplejpeg": ("streaming.decode", "shard_tools"),
+    "PIL": ("streaming.build.decode", "shard_tools", "streaming.run.engine.workers.surroundings"),
+    "simplejpeg": ("streaming.build.decode", "shard_tools"),
     "click": ("shard_tools",),
     "rich": ("shard_tools",),
     "cloudpickle": ("streaming.run.engine", "streaming.others.remote", "shard_tools.running.functions"),

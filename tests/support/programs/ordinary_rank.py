@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 from infra import DeviceMesh
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.sizes import Sizes
-from streaming.others.ordinary.map_style import open_ordinary
-from streaming.others.ordinary.options import OrdinaryConfig
+from streaming.others.torch_datasets.map_style import open_ordinary
+from streaming.others.torch_datasets.options import OrdinaryConfig
 from streaming.run.engine.workers.fork_server import SHARED
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.ready_server import have_a_server

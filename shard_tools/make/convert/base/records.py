@@ -20,9 +20,9 @@ from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted, parse_bytes
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, ShardstreamError
 from streaming.order.plan.permutation import hash_range
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from shard_tools.make.convert.base.files import MEMBER, SourceFile, open_stored
 from shard_tools.make.convert.base.identity import SourceIdentity, SourceStorage
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import DataError, NotFoundError, StorageError
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.shards.tar.passed_over import in_side_folder
 from streaming.storage import ObjectInfo, Storage, redact
 

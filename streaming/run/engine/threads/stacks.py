@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import TypeAlias
 
+from streaming import errors
+
 Spot: TypeAlias = tuple[str, int, str]
 """File, line, function."""
 
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS = os.path.dirname(os.path.abspath(errors.__file__))
 _NOT_THE_USERS = (_OURS, os.path.dirname(os.__file__), "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)

@@ -12,11 +12,11 @@ from itertools import count
 
 import numpy as np
 
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError
 from streaming.order.plan.order import EpochOrder, OrderSettings
 from streaming.order.plan.settings import Shape
 from streaming.run.engine.unindexed.read_ahead import PIECE_BYTES, ReadAhead
-from streaming.shards.tar.inflate import MAX_GZIP_RATIO
 from streaming.shards.tar.passed_over import PassedOver
 from streaming.shards.tar.samples import MAX_SAMPLE_BYTES, iter_samples
 from streaming.storage import redact

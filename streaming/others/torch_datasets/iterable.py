@@ -32,10 +32,17 @@ from streaming.errors import ConfigError, StateError
 from streaming.order.plan.order import OrderSettings
 from streaming.order.plan.permutation import hash_words
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.kinds import read_up
-from streaming.others.ordinary.options import Collate, OrdinaryConfig, TorchLoader, Workers, leave_behind, shut_down
-from streaming.others.ordinary.worker_info import BeginWorker
-from streaming.others.ordinary.worker_parts import (
+from streaming.others.torch_datasets.kinds import read_up
+from streaming.others.torch_datasets.options import (
+    Collate,
+    OrdinaryConfig,
+    TorchLoader,
+    Workers,
+    leave_behind,
+    shut_down,
+)
+from streaming.others.torch_datasets.worker_info import BeginWorker
+from streaming.others.torch_datasets.worker_parts import (
     Cursor,
     Packet,
     PartsState,

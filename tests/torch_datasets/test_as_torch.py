@@ -16,7 +16,7 @@ from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset, ShuffleConfig, StreamingDataset
 from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, OptionError
-from streaming.others.ordinary import as_torch
+from streaming.others.torch_datasets import as_torch
 from streaming.run.loops import options as loader_options
 from tests.support.sets.data_sets import mesh_of, write_set
 

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from streaming import DataLoader
-from streaming.others.ordinary.kinds import is_iterable
+from streaming.others.torch_datasets.kinds import is_iterable
 from tests.support.code.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

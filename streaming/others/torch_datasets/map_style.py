@@ -1,7 +1,7 @@
 """Loop over map-style torch datasets, with the same interface as ``streaming.run.loops.epoch_loop.EpochLoop``.
 
 Map-style datasets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
-the batch. For iterable ones see ``streaming.others.ordinary.iterable``.
+the batch. For iterable ones see ``streaming.others.torch_datasets.iterable``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from streaming.errors import ConfigError
 from streaming.order.plan.permutation import hash_words
 from streaming.order.plan.plan import Plan
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.dispatch import DispatchLoop
-from streaming.others.ordinary.iterable import IterableLoop
-from streaming.others.ordinary.kinds import is_iterable, is_map_style, reads_once, resolve_dataset
-from streaming.others.ordinary.map_states import BringsStates, MapState, StatesOfCopies, WithState
-from streaming.others.ordinary.mesh_sampler import DeviceMeshSampler, with_substitutes
-from streaming.others.ordinary.options import (
+from streaming.others.torch_datasets.dispatch import DispatchLoop
+from streaming.others.torch_datasets.iterable import IterableLoop
+from streaming.others.torch_datasets.kinds import is_iterable, is_map_style, reads_once, resolve_dataset
+from streaming.others.torch_datasets.map_states import BringsStates, MapState, StatesOfCopies, WithState
+from streaming.others.torch_datasets.mesh_sampler import DeviceMeshSampler, with_substitutes
+from streaming.others.torch_datasets.options import (
     Collate,
     OrdinaryConfig,
     TorchLoader,
@@ -35,9 +35,9 @@ from streaming.others.ordinary.options import (
     shut_down,
     with_valid,
 )
-from streaming.others.ordinary.retry import RetrySampler
-from streaming.others.ordinary.worker_info import BeginWorker
-from streaming.others.ordinary.worker_parts import Cursor, has_state
+from streaming.others.torch_datasets.retry import RetrySampler
+from streaming.others.torch_datasets.worker_info import BeginWorker
+from streaming.others.torch_datasets.worker_parts import Cursor, has_state
 from streaming.run.epochs.iterator import Loop, Run
 from streaming.run.epochs.position import Place
 from streaming.types import override

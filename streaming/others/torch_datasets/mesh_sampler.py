@@ -36,7 +36,7 @@ from streaming.order.plan.permutation import Permutation, substitutes
 from streaming.order.plan.plan import Plan, RankBatches
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.retry import RetrySampler
+from streaming.others.torch_datasets.retry import RetrySampler
 from streaming.run.epochs.position import Lasting, Place, Position, Turn
 from streaming.types import Int64Array
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.retry import Brought
-from streaming.others.ordinary.worker_parts import Cursor, Packet, PartsState
+from streaming.others.torch_datasets.retry import Brought
+from streaming.others.torch_datasets.worker_parts import Cursor, Packet, PartsState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from infra import DeviceMesh
 from streaming import DeviceMeshSampler, Mixture, StreamingDataset, TorchIterable
 from streaming.errors import ConfigError, StateError
-from streaming.others.ordinary.retry import SharedLog
+from streaming.others.torch_datasets.retry import SharedLog
 from streaming.torch_view import _Epochs
 from tests.support.sets.data_sets import SampleSet, write_set
 

@@ -32,10 +32,10 @@ from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 from streaming.common.arguments import checked_count, is_whole
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.generators import SetGenerators
-from streaming.others.ordinary.kinds import read_up
-from streaming.others.ordinary.options import Collate, Sharding, with_valid
-from streaming.others.ordinary.worker_info import seen, worker_info
+from streaming.others.torch_datasets.generators import SetGenerators
+from streaming.others.torch_datasets.kinds import read_up
+from streaming.others.torch_datasets.options import Collate, Sharding, with_valid
+from streaming.others.torch_datasets.worker_info import seen, worker_info
 from streaming.types import LastBatch
 
 _FIRST_KEYS = frozenset({"worker", "pass_number", "num_items", "state", "ended"})
@@ -59,7 +59,8 @@ class Cursor:
         again: Samples before this point that are read again, where random numbers were drawn for them; without a state
             those are all.
         draws: States of the generators drawn from in this pass, where the dataset or its iterator has a state.
-        first: First states of own generators that have been drawn from; see ``streaming.others.ordinary.generators``.
+        first: First states of own generators that have been drawn from; see
+            ``streaming.others.torch_datasets.generators``.
     """
 
     worker: int

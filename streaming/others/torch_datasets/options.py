@@ -34,8 +34,8 @@ from streaming.common.arguments import (
 from streaming.common.platforms import check_open_files
 from streaming.errors import ConfigError
 from streaming.order.plan.settings import Shape
-from streaming.others.ordinary.retry import NoRow
-from streaming.others.ordinary.worker_info import BeginWorker
+from streaming.others.torch_datasets.retry import NoRow
+from streaming.others.torch_datasets.worker_info import BeginWorker
 from streaming.run.engine.workers.context import ServerContext, cure_of_refusal
 from streaming.run.engine.workers.fork_server import SHARED, ForkServer
 from streaming.run.engine.workers.main import BeginProcess
@@ -47,7 +47,7 @@ Sharding = Literal["auto", "worker_info", "self", "dispatch"]
 
 _log = logging.getLogger(__name__)
 
-_PRELOAD = "streaming.others.ordinary.map_style"
+_PRELOAD = "streaming.others.torch_datasets.map_style"
 """Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
 _FILES_OF_WORKER = 4
 """Files that this process opens for each worker: its connection, its sentinel, and both ends of its queue. Each tensor

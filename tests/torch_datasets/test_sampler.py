@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, TransferError
 from streaming.order.plan.permutation import MAX_SORTED, Permutation, substitutes
-from streaming.others.ordinary.mesh_sampler import DeviceMeshSampler, RetrySampler
-from streaming.others.ordinary.retry import Candidates, SharedLog
+from streaming.others.torch_datasets.mesh_sampler import DeviceMeshSampler, RetrySampler
+from streaming.others.torch_datasets.retry import Candidates, SharedLog
 from tests.support.processes.leftovers import leftovers
 from tests.support.processes.waiting import PATIENCE_S
 

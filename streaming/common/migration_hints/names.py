@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PACKAGES = ("streaming", "shard_tools")
-_OWN = "streaming.common.elsewhere"
+_OWN = "streaming.common.migration_hints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from streaming.common.counters import Metrics
 from streaming.common.job.tally import Tally, open_tally
 from streaming.common.platforms import unnamed_file
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
-from streaming.others.ordinary.kinds import is_map_style
+from streaming.others.torch_datasets.kinds import is_map_style
 from streaming.run.epochs.position import Lasting
 
 _BATCH = TypeVar("_BATCH")

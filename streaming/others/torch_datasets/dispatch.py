@@ -26,9 +26,9 @@ from infra import DeviceMesh
 from streaming.build.batches.collate import without_rows
 from streaming.common.forks import in_children
 from streaming.order.plan.settings import Shape
-from streaming.others.ordinary.iterable import IterableLoop
-from streaming.others.ordinary.options import Collate, OrdinaryConfig, with_valid
-from streaming.others.ordinary.worker_parts import Cursor, pinned
+from streaming.others.torch_datasets.iterable import IterableLoop
+from streaming.others.torch_datasets.options import Collate, OrdinaryConfig, with_valid
+from streaming.others.torch_datasets.worker_parts import Cursor, pinned
 from streaming.run.epochs.iterator import Loop, Run, RunOver
 from streaming.run.epochs.position import Place
 from streaming.run.replicas.broadcast import Sharing

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshSampler, RetrySampler
 from streaming.errors import AgreementError, ConfigError, StateError
-from streaming.others.ordinary import mesh_sampler
+from streaming.others.torch_datasets import mesh_sampler
 from tests.support.processes.thread_peers import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -59,7 +59,7 @@ def test_each_epoch_has_the_length_of_its_beginning(num_workers: int, *, persist
 
 
 def test_a_change_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "streaming.others.ordinary")
+    caplog.set_level(logging.INFO, "streaming.others.torch_datasets")
     rows = list(range(10))
     one = loader(rows)
     epoch_of(one)

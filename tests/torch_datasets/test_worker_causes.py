@@ -106,7 +106,7 @@ def tensor(number: int) -> torch.Tensor:
 
 PROGRAM = """
 import ctypes, subprocess, sys
-from tests.ordinary.test_worker_causes import read, tensor
+from tests.torch_datasets.test_worker_causes import read, tensor
 from tests.support.processes.ready_server import have_a_server
 kind, collates, shm = sys.argv[1:]
 if shm:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from streaming.errors import ConfigError
-from streaming.others.ordinary.kinds import Again
+from streaming.others.torch_datasets.kinds import Again
 
 _torch: Any = torch_worker  # there is no public way to change what ``get_worker_info`` returns
 _PLAIN = (bool, int, float, str, bytes)

@@ -23,9 +23,9 @@ from streaming.errors import ConfigError, DataError, IteratorEndedError, StateEr
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.sizes import Sizes
 from streaming.order.plan.state import LoaderState
-from streaming.others.ordinary.iterable import IterableLoop, IterableState
-from streaming.others.ordinary.map_style import MapLoop, open_ordinary
-from streaming.others.ordinary.options import OrdinaryConfig
+from streaming.others.torch_datasets.iterable import IterableLoop, IterableState
+from streaming.others.torch_datasets.map_style import MapLoop, open_ordinary
+from streaming.others.torch_datasets.options import OrdinaryConfig
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked, all_end
 from tests.support.processes.leftovers import leftovers
