@@ -22,7 +22,7 @@ from PIL import Image
 
 from streaming import decode
 from streaming.build.batches import columns
-from streaming.build.batches.build import BatchBuilder, Part, Recipe
+from streaming.build.batches.build import BatchBuilder, Recipe, SourceRecipe
 from streaming.build.batches.rows import FieldRange, Rows
 from streaming.build.decode import images
 
@@ -101,7 +101,7 @@ def of_batches(inputs: list[bytes], rounds: int) -> None:
     rows = Rows(memory=memory, view=memoryview(memory), keys=keys, urls=keys, fields={"jpg": where}, damage={})
     slot = torch.empty((PARTS, *SIZE, 3), dtype=torch.uint8)
     for spec in ("rgb8:crop224x224", "rgb8:224x224"):
-        recipe = Recipe(parts=(Part(decoders=decode.resolve_decoders(spec)),))
+        recipe = Recipe(parts=(SourceRecipe(decoders=decode.resolve_decoders(spec)),))
 
         def built(recipe: Recipe = recipe) -> object:
             return BatchBuilder(recipe, lambda _: iter(()), print, lambda *_: slot).build(rows, None)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from streaming.build.batches.build import BadSample, Part, Recipe
+from streaming.build.batches.build import BadSample, Recipe, SourceRecipe
 from streaming.build.batches.rows import Rows
 from streaming.build.decode import resolve_decoders
 from streaming.common.counters import Metrics
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    recipe = Recipe(parts=(Part(decoders=resolve_decoders(), transform=sized),))
+    recipe = Recipe(parts=(SourceRecipe(decoders=resolve_decoders(), transform=sized),))
     for num_rows, sample_bytes in ((256, 1_000), (128, 100_000)):
         crew = Crew(1, recipe, arena_bytes=64 << 20, depth=2, batch_bytes=64 << 20, metrics=Metrics())
         arena = crew.arena

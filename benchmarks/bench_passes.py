@@ -21,7 +21,7 @@ import numpy as np
 
 from shard_tools import ShardWriter
 from streaming import Mixture, ShuffleConfig, StreamingDataset
-from streaming.order.mixing.dealing import ByBatches
+from streaming.order.mixing.granularity import ByBatches
 
 SAMPLES, CHUNKS, LANES, PASSES = (1, 120, 900, 3000), (1, 4, 16, 60), (1, 4, 16, 64), (1, 2, 4, 10)
 SHARE, BATCH, LARGE = 0.3, 64, (12_000, 120)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from shard_tools.look.plan.sources import open_planned, sets_of  # noqa: E402
 from shard_tools.look.show.base.page import Query  # noqa: E402
-from shard_tools.look.show.order.asked import asked_of  # noqa: E402
+from shard_tools.look.show.order.query import asked_of  # noqa: E402
 from shard_tools.look.show.order.runs import ShownRuns  # noqa: E402
 from streaming.shards.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
 from streaming.shards.index.sample_table import SampleTable  # noqa: E402

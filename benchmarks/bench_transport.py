@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from streaming.build.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.build.batches.build import BadSample, BatchBuilder, Recipe, SourceRecipe
 from streaming.build.batches.rows import FieldRange, Rows
 from streaming.build.decode import resolve_decoders
 from streaming.run.engine.memory.arena import Arena
@@ -107,7 +107,7 @@ class Ours:
         self.ring = BatchRing(3 * workers + 1)
         self.rows = rows_of(self.arena, batch)
         decoder = SameImage() if decode else "array:uint8:3x224x224"
-        self.recipe = Recipe(parts=(Part(decoders=resolve_decoders({"img": decoder})),))
+        self.recipe = Recipe(parts=(SourceRecipe(decoders=resolve_decoders({"img": decoder})),))
         self.pool = WorkerPool(workers, self.recipe, self.arena, ring=self.ring)
         self.threads = ThreadPoolExecutor(max(1, workers))
 

@@ -13,7 +13,7 @@ from streaming.storage.base.adapter import (
     Observer,
     ReadBuffer,
     StoreWriter,
-    Way,
+    Target,
 )
 from streaming.storage.base.calls import ActiveRequest
 from streaming.storage.base.checked import Checked, DifferentSumError, Parts, WrongBytesError, crc_of
@@ -49,8 +49,8 @@ __all__ = [
     "Storage",
     "StorageOptions",
     "StoreWriter",
+    "Target",
     "Waiting",
-    "Way",
     "WrongBytesError",
     "as_url",
     "crc_of",

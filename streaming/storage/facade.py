@@ -20,7 +20,7 @@ from streaming.storage.base.adapter import (
     Observer,
     ReadBuffer,
     StoreWriter,
-    Way,
+    Target,
 )
 from streaming.storage.base.calls import ActiveCalls, ActiveRequest
 from streaming.storage.base.checked import WrongBytesError
@@ -95,7 +95,7 @@ class Storage:
         """Return the calls in progress in all threads, oldest first: for reports on what is being waited for."""
         return self._active.snapshot()
 
-    def way_to(self, url: str) -> Way:
+    def way_to(self, url: str) -> Target:
         """Return how ``url`` is reached: by which client, where, with credentials from where. Sends nothing.
 
         Raises:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset, decode
-from streaming.build.batches.build import BatchBuilder, Part, Recipe
+from streaming.build.batches.build import BatchBuilder, Recipe, SourceRecipe
 from streaming.build.batches.rows import FieldRange, Rows
 from streaming.build.decode import crops, images
 from streaming.build.decode.crops import PixelBox, RandomPart
@@ -386,10 +386,10 @@ def test_images_of_one_size_are_written_into_their_rows_of_the_batch(mode):
         made.append(torch.empty(shape, dtype=dtype))
         return made[-1]
 
-    recipe = Recipe(parts=(Part(decoders=decoders, on_error="raise"),))
+    recipe = Recipe(parts=(SourceRecipe(decoders=decoders, on_error="raise"),))
     batch = BatchBuilder(recipe, lambda _: iter(()), print, allocate).build(rows_of(data), None)
     assert batch["jpg"] is made[0]
-    slow = Recipe(parts=(Part(decoders=decoders, transform=lambda sample: sample, on_error="raise"),))
+    slow = Recipe(parts=(SourceRecipe(decoders=decoders, transform=lambda sample: sample, on_error="raise"),))
     expected = BatchBuilder(slow, lambda _: iter(()), print).build(rows_of(data), None)
     assert torch.equal(batch["jpg"], expected["jpg"])
     assert batch["jpg"].dtype == expected["jpg"].dtype
@@ -404,7 +404,7 @@ def test_batch_with_a_bad_image_is_built_in_the_memory_of_the_first_try():
         given.append(shape)
         return torch.empty(shape, dtype=dtype)
 
-    recipe = Recipe(parts=(Part(decoders=decode.resolve_decoders("rgb8:crop32x40")),))
+    recipe = Recipe(parts=(SourceRecipe(decoders=decode.resolve_decoders("rgb8:crop32x40")),))
     substitutes = rows_of([jpeg(64, 64)])
     batch = BatchBuilder(recipe, lambda _: iter((substitutes,)), lambda _: None, allocate).build(rows_of(data), None)
     assert batch["__key__"] == ["0", "1", "0", "3"]

@@ -32,7 +32,7 @@ from streaming.errors import ConfigError
 from streaming.integrations.gpu_decoders import DaliSource, arrays, code_streams
 from streaming.others.remote import wire
 from streaming.run.device.copiers import Copied, CpuCopier, CudaCopier, map_tensors
-from streaming.run.engine.weigh import tensor_bytes, weigh
+from streaming.run.engine.batch_bytes import tensor_bytes, weigh
 from streaming.run.engine.workers.pool import WorkerPool
 from streaming.run.replicas import batch_codec
 from tests.support.processes.page_lock_account import Account

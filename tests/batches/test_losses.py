@@ -44,7 +44,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
                 messages.append(record.getMessage())
 
         listener = Listener()
-        logger = logging.getLogger("streaming.build.batches.loss_log")
+        logger = logging.getLogger("streaming.build.batches.dropped_samples")
         logger.addHandler(listener)
         yield messages
         logger.removeHandler(listener)

@@ -16,7 +16,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
-from streaming.build.batches.build import Part, Recipe
+from streaming.build.batches.build import Recipe, SourceRecipe
 from streaming.build.batches.draw_watch import generator_states
 from streaming.build.decode import resolve_decoders
 from streaming.common.counters import Metrics
@@ -247,7 +247,7 @@ def test_a_rank_that_reads_for_others_draws_in_a_process(
 ) -> None:
     """It reads on a thread beside the training, which draws from the same generators."""
     mesh = DeviceMesh.from_sizes(dp_size=1, tp_size=2, rank=0, environ={})
-    recipe = Recipe(parts=(Part(decoders=resolve_decoders(None), transform=transform),))
+    recipe = Recipe(parts=(SourceRecipe(decoders=resolve_decoders(None), transform=transform),))
     config = LoopConfig(
         shape=Shape(sizes=Sizes.constant(4), num_ranks=1), mesh=mesh, memory=Budget(1 << 20), num_workers=0,
         num_threads=1, depth=1, recipe=recipe, replicas=Replicas(replicate="broadcast"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from streaming.build.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.build.batches.build import BadSample, BatchBuilder, Recipe, SourceRecipe
 from streaming.build.batches.items.packs import as_planned
 from streaming.build.batches.items.whole import WholeSamples
 from streaming.build.batches.rows import FieldRange, Rows
@@ -51,8 +51,8 @@ def built(recipe: Recipe, rows: Rows, reported: list[BadSample] | None = None, v
     return batch
 
 
-def part(name: str, decode: Any = "auto", **options: Any) -> Part:
-    return Part(name=name, decoders=resolve_decoders(decode), **options)
+def part(name: str, decode: Any = "auto", **options: Any) -> SourceRecipe:
+    return SourceRecipe(name=name, decoders=resolve_decoders(decode), **options)
 
 
 def drop_all(sample: Any) -> None:

@@ -139,7 +139,7 @@ def test_no_source_file_calls_what_runs_data() -> None:
         },
         "pickle.Unpickler": {
             "streaming/run/engine/workers/main.py",
-            "streaming/run/engine/workers/stand_in.py",  # functions that this process has pickled
+            "streaming/run/engine/workers/inline_builder.py",  # functions that this process has pickled
         },
         "subprocess": {
             "streaming/run/engine/workers/fork_server.py",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streaming import DataLoader, StreamingDataset
-from streaming.build.batches.build import Part, Recipe
+from streaming.build.batches.build import Recipe, SourceRecipe
 from streaming.build.batches.rows import FieldRange, Rows
 from streaming.build.decode import resolve_decoders
 from streaming.common.counters import Metrics
@@ -156,7 +156,7 @@ def test_threads_go_on_where_a_process_is_slower_than_a_thread(
 
 
 def recipe_of(decode: Any, transform: Any = None) -> Recipe:
-    return Recipe(parts=(Part(decoders=resolve_decoders(decode), transform=transform),))
+    return Recipe(parts=(SourceRecipe(decoders=resolve_decoders(decode), transform=transform),))
 
 
 def rows_of(**sizes: list[int]) -> Rows:

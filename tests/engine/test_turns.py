@@ -14,7 +14,7 @@ from shard_tools.look.plan.report import PlanOptions, plan_opened
 from streaming import DataLoader, Mixture, Packed, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import MemoryLimitError
 from streaming.order.plan import memory as budget
-from streaming.order.plan.demand import Rooms
+from streaming.order.plan.demand import ChunkMemory
 from streaming.order.plan.memory import Budget
 from streaming.order.plan.plan import Plan
 from streaming.shards.catalog.build import index_shards
@@ -62,13 +62,13 @@ def opened(kind: str, folders: list[str]) -> Any:
     return StreamingDataset(folders[0], shuffle=order, fields=("tok",) if kind == "fields" else None)
 
 
-def live_of(dataset: Any, world: int, **options: Any) -> tuple[Rooms, Plan]:
+def live_of(dataset: Any, world: int, **options: Any) -> tuple[ChunkMemory, Plan]:
     """What memory there is without a limit, and the plan of epoch 0."""
     with DataLoader(dataset, device_mesh=mesh_of(world, 0), **options) as loader:
         loop = loader._loop
         source, orders = loop.course.source, loop.course.orders(loop.order)
         plan = Plan.of(loop.shape, source.chunk_samples, loop.order, orders=orders)
-    return Rooms(source, Budget.of(1 << 40, packs=source.is_packed)), plan
+    return ChunkMemory(source, Budget.of(1 << 40, packs=source.is_packed)), plan
 
 
 def rows(batch: Any) -> Any:
@@ -121,7 +121,7 @@ def test_in_turns_batches_are_the_same_however_little_room_there_is(
 
     The last limit is the least with which that is possible.
     """
-    monkeypatch.setattr(Rooms, "check", lambda *_, **__: None)
+    monkeypatch.setattr(ChunkMemory, "check", lambda *_, **__: None)
     dataset, options = opened(kind, folders), {"global_batch_size": SIZE, "num_threads": threads}
     rooms, plan = live_of(dataset, 1, **options)
     live, gets = plan.live_bytes(rooms.room_bytes, 0), list[float]()
@@ -142,7 +142,7 @@ def test_in_turns_batches_are_the_same_however_little_room_there_is(
 def test_a_warning_says_what_happens_and_what_helps(
     folders: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Rooms, "check", lambda *_, **__: None)
+    monkeypatch.setattr(ChunkMemory, "check", lambda *_, **__: None)
     dataset = opened("set", folders)
     rooms, plan = live_of(dataset, 1, global_batch_size=SIZE)
     limit = int(plan.live_bytes(rooms.room_bytes, 0) * 0.6 / budget.CHUNKS_SHARE)

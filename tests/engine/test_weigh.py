@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from streaming.run.engine import weigh as weigh_module
-from streaming.run.engine.weigh import weigh
+from streaming.run.engine import batch_bytes as weigh_module
+from streaming.run.engine.batch_bytes import weigh
 
 DOCUMENTS: dict[str, Any] = {
     "numbers": [[1_000 + i, i / 7] for i in range(200)],

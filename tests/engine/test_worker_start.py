@@ -21,7 +21,7 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DecodeError, WorkerDiedError
-from streaming.run.engine.workers import stand_in
+from streaming.run.engine.workers import inline_builder
 from tests.support.processes.held_workers import Held, pool_of
 from tests.support.processes.waiting import until
 
@@ -309,8 +309,8 @@ def test_a_process_that_would_have_to_be_set_up_or_hold_much_does_not_stand_in(
 
     assert os.getpid() not in run(worker_init_fn=str)
     held.let_go.clear()
-    monkeypatch.setattr(stand_in, "_MOST_COPIED_BYTES", 100)
-    caplog.set_level(logging.INFO, "streaming.run.engine.workers.stand_in")
+    monkeypatch.setattr(inline_builder, "_MOST_COPIED_BYTES", 100)
+    caplog.set_level(logging.INFO, "streaming.run.engine.workers.inline_builder")
     assert os.getpid() not in run()
     assert "too much for another copy in this process" in caplog.text
 
@@ -414,4 +414,4 @@ def test_a_transform_that_no_worker_can_import_says_so_at_the_first_batch(
                                   "torch._C._nn", "PIL.Image", "tests.support.tiers", __name__])  # fmt: skip
 def test_a_module_that_workers_can_import_is_found(name: str) -> None:
     importlib.import_module(name) if name != "torch._C._nn" else None
-    stand_in._check_importable(name)
+    inline_builder._check_importable(name)

@@ -26,7 +26,7 @@ import pytest
 import torch
 from PIL import Image
 
-from streaming.build.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.build.batches.build import BadSample, BatchBuilder, Recipe, SourceRecipe
 from streaming.build.batches.rows import FieldRange, Rows
 from streaming.build.decode import resolve_decoders
 from streaming.common import platforms
@@ -111,7 +111,9 @@ def here(recipe: Recipe, rows: Rows, valid: Any = None, substitutes: Any = no_su
 
 
 def recipe_of(decode: Any = "auto", collate_fn: Any = None, finish: Any = None, **options: Any) -> Recipe:
-    return Recipe(parts=(Part(decoders=resolve_decoders(decode), **options),), collate_fn=collate_fn, finish=finish)
+    return Recipe(
+        parts=(SourceRecipe(decoders=resolve_decoders(decode), **options),), collate_fn=collate_fn, finish=finish
+    )
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -28,7 +28,7 @@ from streaming.common.counters import Metrics, account_here, under_way
 from streaming.errors import ConfigError, NotFoundError
 from streaming.shards.fetch import read
 from streaming.storage import Storage
-from streaming.storage.base.adapter import PassingError
+from streaming.storage.base.adapter import TransientError
 from streaming.watch.tracing import recorder
 from streaming.watch.tracing.ranges import ProfilerRanges
 from tests.support.code.folders import ROOT
@@ -569,7 +569,7 @@ def test_retries_are_counted_in_the_thread_that_meets_them(tmp_path: Path) -> No
     def info(url: str) -> Any:
         if failing["left"]:
             failing["left"] -= 1
-            raise PassingError("try again")
+            raise TransientError("try again")
         return real(url)
 
     adapter.info = info  # type: ignore[method-assign]

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
-from streaming.order.mixing import stamps
+from streaming.order.mixing import virtual_time
 from streaming.order.mixing.exact import EvenLanes, ExactLanes
 from streaming.order.mixing.lanes import MixedLanes
 from streaming.order.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.order.mixing.source_lanes import Runs, SourceLanes, runs_of
-from streaming.order.mixing.stamps import growths
+from streaming.order.mixing.virtual_time import growths
 from streaming.order.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.order.plan.plan import Plan
 from tests.support.code.folders import GOLDEN
@@ -109,7 +109,7 @@ def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case
     found = []
     for sorted_from in (1, 10**9):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stamps, "_SORTED_FROM", sorted_from)
+            patch.setattr(virtual_time, "_SORTED_FROM", sorted_from)
             orders = case.laid()
             blocks = [orders._block(0, number) for number in numbers]
         found.append([(*vars_of(block.runs), block.stamps.tolist(), block.starts.tolist(), block.stops.tolist(),
@@ -449,10 +449,10 @@ def test_stamps_of_several_sources_are_those_of_each(segments: int) -> None:
         Weights(start=30 * at, weights={name: int(draw.integers(0, 4)) for name in names[:-1]} | {"a": 1})
         for at in range(segments)
     ]
-    each = list(stamps.growths(names, schedule).values())
+    each = list(virtual_time.growths(names, schedule).values())
     sources = np.repeat([0, 1, 3], 50)
     samples = draw.random(150) * 40 * segments + 0.01
-    found = stamps.Growth.of_all(each).stamps_of(sources, samples)
+    found = virtual_time.Growth.of_all(each).stamps_of(sources, samples)
     assert found.tolist() == np.concatenate([each[at].stamps(samples[sources == at]) for at in (0, 1, 3)]).tolist()
 
 

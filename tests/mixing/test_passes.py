@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from streaming import Balanced, Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.order.mixing.dealing import ByBatches, ByChunks, BySamples
 from streaming.order.mixing.exact import ExactLanes
 from streaming.order.mixing.forecast import drawn_before
+from streaming.order.mixing.granularity import ByBatches, ByChunks, BySamples
 from streaming.order.mixing.passes import Sources, Weights
 from streaming.order.plan.ledger import Dealt
 from streaming.order.plan.order import OrderSettings, default_window

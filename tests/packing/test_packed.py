@@ -53,10 +53,10 @@ def test_each_token_comes_once_an_epoch(packed: Packed, world: int, workers: int
 def test_two_epochs_hold_the_same_tokens_in_other_company(packed: Packed, folder: Path) -> None:
     with loader_of(packed) as loader:
         first, second = (list(loader) for _ in range(2))
-    companies = [{tuple(sorted(keys)) for batch in epoch for keys in batch["__key__"]} for epoch in (first, second)]
+    pack_passes = [{tuple(sorted(keys)) for batch in epoch for keys in batch["__key__"]} for epoch in (first, second)]
     both = [np.sort(np.concatenate([real_tokens(batch) for batch in epoch])) for epoch in (first, second)]
     assert np.array_equal(*both)
-    of_several = [{keys for keys in company if len(set(keys)) > 2} for company in companies]
+    of_several = [{keys for keys in company if len(set(keys)) > 2} for company in pack_passes]
     assert len(of_several[0] & of_several[1]) < len(of_several[0]) / 10
     found = []
     for one in (packed, Packed(StreamingDataset(folder, seed=3), LENGTH)):  # what is kept of a seed is not another's

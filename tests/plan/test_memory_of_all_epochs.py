@@ -26,7 +26,7 @@ from streaming.order.mixing.lanes import MixedLanes
 from streaming.order.mixing.passes import MixedPasses, Sources, Weights
 from streaming.order.mixing.quotas import BatchPasses, ExactPasses
 from streaming.order.plan import memory as budget
-from streaming.order.plan.demand import Rooms
+from streaming.order.plan.demand import ChunkMemory
 from streaming.order.plan.memory import Budget
 from streaming.order.plan.order import EpochOrders, Orders, OrderSettings, default_lanes, default_window
 from streaming.order.plan.plan import Plan
@@ -104,8 +104,8 @@ class Case:
             dp_world_size=self.world, last_batch="partial", orders=self.orders, start=start, **of,
         )  # fmt: skip
 
-    def rooms(self, limit_bytes: int) -> Rooms:
-        return Rooms(self.chunks, Budget.of(limit_bytes, packs=not self.chunks.has_sample_tables()))
+    def rooms(self, limit_bytes: int) -> ChunkMemory:
+        return ChunkMemory(self.chunks, Budget.of(limit_bytes, packs=not self.chunks.has_sample_tables()))
 
 
 def mixed(make: Callable[[Sources, dict[str, int], int], Orders]) -> Callable[[Int64Array, OrderSettings, int], Orders]:
@@ -168,7 +168,7 @@ def drawn(number: int) -> Case:
     return Case(UnevenSet(samples, has_slices="packs" not in kind), orders, world, batch_size, epoch_size)
 
 
-def needed_by_batch(case: Case, plan: Plan, dp_rank: int, rooms: Rooms) -> dict[int, int]:
+def needed_by_batch(case: Case, plan: Plan, dp_rank: int, rooms: ChunkMemory) -> dict[int, int]:
     """Return the memory for the units of each batch, held in turns; check that they hold the samples of the plan."""
     has_slices = case.chunks.has_sample_tables()
     units = ChunksInTurns(

@@ -18,7 +18,7 @@ import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
 from streaming.common.job import agreement
-from streaming.common.job.agreement import Together, agree
+from streaming.common.job.agreement import RankGroup, agree
 from streaming.errors import AgreementError, ConfigError
 from streaming.run.loops import course
 from streaming.run.replicas import start_check
@@ -174,8 +174,8 @@ def test_after_a_call_that_the_comparing_rank_missed_nothing_of_it_is_compared(m
     assert on_ranks(2, lambda rank: call(rank, 3)) == [None, None]
 
 
-def together(board: Any, rank: int, num_ranks: int, *, timeout_s: float = PATIENCE_S) -> Together:
-    return Together(board, rank, range(num_ranks), subject="set_weights", timeout_s=timeout_s)
+def together(board: Any, rank: int, num_ranks: int, *, timeout_s: float = PATIENCE_S) -> RankGroup:
+    return RankGroup(board, rank, range(num_ranks), subject="set_weights", timeout_s=timeout_s)
 
 
 def test_a_rank_that_has_died_is_named_and_so_is_a_store_that_died_with_it() -> None:

@@ -20,10 +20,10 @@ from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ChecksumError
 from streaming.run.engine.memory import mapped
 from streaming.run.engine.memory.chunk_store import ChunkStore
-from streaming.run.engine.memory.lent import Lender
+from streaming.run.engine.memory.lent import ViewLeases
 from streaming.run.engine.memory.mapped import FileMaps, NoMaps
 from streaming.run.engine.source import Source
-from streaming.sets.sources.own import OwnSource
+from streaming.sets.sources.own import CustomSource
 from streaming.shards.cache import NodeCache, entry
 from streaming.shards.catalog.joined import JoinedSource
 from streaming.shards.catalog.packed import PackedSource
@@ -94,14 +94,14 @@ def test_bytes_that_differ_are_named_or_not_fetched() -> None:
 # --- the ways: who takes and gives bytes of a store
 
 FETCH: tuple[Any, ...] = (
-    Source.fetch_unit, ChunkSource.fetch_unit, JoinedSource.fetch_unit, PackedSource.fetch_unit, OwnSource.fetch_unit,
-    Readable.fetch_unit, read.fetch_unit, ChunkStore._fetched,
+    Source.fetch_unit, ChunkSource.fetch_unit, JoinedSource.fetch_unit, PackedSource.fetch_unit,
+    CustomSource.fetch_unit, Readable.fetch_unit, read.fetch_unit, ChunkStore._fetched,
 )  # fmt: skip
 """Return what they fetched, each with its statement."""
 GIVE: tuple[Any, ...] = (FileMaps.map, NoMaps.map, NodeCache.read_into, NodeCache._load, entry.read_entry,
                          read._Read.into, read.fill_checked, read.checked_range)  # fmt: skip
 """Return the statement alone."""
-TAKE: tuple[Any, ...] = (Lender.add, Lender._mend, NodeCache._store)
+TAKE: tuple[Any, ...] = (ViewLeases.add, ViewLeases._mend, NodeCache._store)
 """Keep or give away bytes, and take the statement with them."""
 
 
@@ -113,7 +113,7 @@ def test_signatures_hold_it() -> None:
         assert "Checked" in hint(function)["return"], function
     for function in TAKE:
         assert any("Checked" in text for name, text in hint(function).items() if name != "return"), function
-    for function in (ChunkStore.__init__, Lender.__init__):
+    for function in (ChunkStore.__init__, ViewLeases.__init__):
         assert "Fetch" in hint(function)["fetch"]
     assert "Checked]" in hint(NodeCache.read_into)["fetch"]
 

@@ -19,9 +19,9 @@ from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
 from streaming.storage.base.adapter import (
     ChangedError,
-    PassingError,
     Sink,
     ThrottledError,
+    TransientError,
     UnreachableError,
     copy_piece,
 )
@@ -30,8 +30,8 @@ from streaming.storage.base.options import RetryPolicy, StorageOptions
 from streaming.storage.requests import retry
 from streaming.storage.requests import traffic as traffic_module
 from streaming.storage.requests import transfer as transfer_module
+from streaming.storage.requests.adaptive_timeout import AdaptiveTimeout, Patience
 from streaming.storage.requests.retry import TokenBucket, retrying
-from streaming.storage.requests.silences import Patience, Silences
 from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.traffic import Traffic
 from streaming.storage.requests.transfer import Transfer, _Request
@@ -110,7 +110,7 @@ class TestRetryBudget:
         def attempt() -> None:
             nonlocal attempts
             attempts += 1
-            raise PassingError("no")
+            raise TransientError("no")
 
         limits = {"first_backoff_s": 0.0, "deadline_s": 5.0, "max_retries": 10, **policy}
         done = 0
@@ -120,7 +120,7 @@ class TestRetryBudget:
             done += next(progress, 0) if progress else 0
             return done
 
-        with pytest.raises(PassingError) as caught:
+        with pytest.raises(TransientError) as caught:
             retrying(RetryPolicy(**limits), attempt, progress=progressed, allowance=allowance)
         return attempts, " ".join(caught.value.__notes__)
 
@@ -141,8 +141,8 @@ class TestRetryBudget:
 
     def test_a_thousand_failures_in_a_row_are_no_overflow(self) -> None:
         policy = RetryPolicy(first_backoff_s=1e-9, max_backoff_s=1e-9, max_retries=1100)
-        with pytest.raises(PassingError):
-            retrying(policy, Mock(side_effect=PassingError("no")))
+        with pytest.raises(TransientError):
+            retrying(policy, Mock(side_effect=TransientError("no")))
 
     @pytest.mark.parametrize(
         ("limits", "progress_at", "expected"),
@@ -164,10 +164,10 @@ class TestRetryBudget:
 
         def attempt() -> None:
             made.append(clock.now_s)
-            raise UnreachableError("no") if "unreachable_s" in limits else PassingError("no")
+            raise UnreachableError("no") if "unreachable_s" in limits else TransientError("no")
 
         policy = {"first_backoff_s": 1.0, "max_backoff_s": 10.0, "max_retries": 4, **limits}
-        with pytest.raises(PassingError):
+        with pytest.raises(TransientError):
             retrying(RetryPolicy(**policy), attempt, progress=lambda: int(0 < progress_at <= len(made)))
         assert made == expected
 
@@ -237,7 +237,7 @@ class TestRetryBudget:
 
 class TestSilences:
     def test_the_bound_follows_the_quantile(self) -> None:
-        silences = Silences(quantile=0.9, least_s=0.1, unknown_s=7)
+        silences = AdaptiveTimeout(quantile=0.9, least_s=0.1, unknown_s=7)
         for _ in range(7):
             assert silences.limit_s == 7
             silences.note(0.01)
@@ -251,7 +251,7 @@ class TestSilences:
         assert silences.limit_s == 2 * 115, "twice what nine of ten do not exceed"
 
     def test_a_few_stalls_do_not_count(self) -> None:
-        silences = Silences(quantile=0.9, least_s=0.1, unknown_s=7)
+        silences = AdaptiveTimeout(quantile=0.9, least_s=0.1, unknown_s=7)
         for step in range(100):
             silences.note(30.0 if step % 20 == 0 else 0.1)
         assert silences.limit_s == pytest.approx(0.2)
@@ -294,7 +294,7 @@ class TestCrew:
         ended(*threads)
 
 
-class Impatience(Silences):
+class Impatience(AdaptiveTimeout):
     """None, once a condition holds."""
 
     def __init__(self, holds: Callable[[], bool] = lambda: True) -> None:
@@ -439,12 +439,12 @@ class TestRace:
         """Of a store, too, that takes no condition: what it says of the answer is compared."""
 
         def breaks() -> None:
-            raise PassingError("broke")
+            raise TransientError("broke")
 
         later = Answer([b"def"])
         later.version = '"w"'
         transfer = Transfer(Script(Answer([b"abc", breaks, b"def"]), later), "s3://b/x", 0, 6, count=lambda *_: None)  # type: ignore[arg-type]
-        for error in (PassingError, ChangedError):
+        for error in (TransientError, ChangedError):
             with pytest.raises(error):
                 transfer.attempt(Call("s3://b/x"), None, time.monotonic() + PATIENCE_S)
 
@@ -462,7 +462,7 @@ class TestRace:
     def test_what_others_teach_counts_for_requests_under_way(self) -> None:
         asked = threading.Event()
 
-        class Unknown(Silences):
+        class Unknown(AdaptiveTimeout):
             @property
             def limit_s(self) -> float:
                 found = super().limit_s
@@ -518,7 +518,7 @@ class TestRace:
             script.in_pieces = in_pieces
             request = Transfer(script, "s3://b/x", 0, stop, count=lambda *_: None)._next()  # type: ignore[arg-type]
             assert request.scale == scale
-            hedging.patience.first = Silences(quantile=1, least_s=100, unknown_s=100)
+            hedging.patience.first = AdaptiveTimeout(quantile=1, least_s=100, unknown_s=100)
             assert request.patient_s(hedging.patience) == pytest.approx(100 * scale, abs=50)
             request.heard_s = time.monotonic() - 500
             request.lost, taught = True, []
@@ -532,7 +532,7 @@ class TestRace:
         clock = SimpleNamespace(monotonic=lambda: monotonic() + (1e6 if len(script.asked) == 3 else 0))
         monkeypatch.setattr(transfer_module, "time", clock)
         transfer = Transfer(script, "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
-        with hedging.threads, pytest.raises(PassingError, match="got 0 bytes, expected 4; the answer stands still"):
+        with hedging.threads, pytest.raises(TransientError, match="got 0 bytes, expected 4; the answer stands still"):
             transfer.attempt(Call("s3://b/x"), hedging, monotonic() + 1e5)
         assert not self.held.is_set()
         assert hedging.ended == [False, False]
@@ -578,7 +578,7 @@ class TestRace:
 
         def fail() -> Answer:
             failed.set()
-            raise PassingError("no")
+            raise TransientError("no")
 
         def until_failed() -> None:
             assert failed.wait(PATIENCE_S)
@@ -591,7 +591,7 @@ class TestRace:
 
         def fail() -> None:
             assert asked.wait(PATIENCE_S)
-            raise PassingError("reset")
+            raise TransientError("reset")
 
         def rival() -> Answer:
             asked.set()
@@ -608,7 +608,7 @@ class TestRace:
 
         def passing() -> None:
             assert asked.wait(PATIENCE_S)
-            raise PassingError("reset")
+            raise TransientError("reset")
 
         def final() -> Answer:
             asked.set()
@@ -638,7 +638,7 @@ class TestRace:
     def test_three_requests_at_once_are_the_most(self) -> None:
         out, hedging, looks = bytearray(4), Eager(allowed=9), []
 
-        class Looked(Silences):
+        class Looked(AdaptiveTimeout):
             @property
             def limit_s(inner) -> float:
                 looks.append(len(script.asked))
@@ -679,7 +679,7 @@ class TestRace:
 
     def silent(self) -> Answer:
         self.wait()
-        raise PassingError("timed out")
+        raise TransientError("timed out")
 
 
 class TestHedging:

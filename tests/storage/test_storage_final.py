@@ -14,7 +14,7 @@ import pytest
 
 from streaming.errors import StorageError
 from streaming.storage import Storage
-from streaming.storage.base.adapter import PassingError
+from streaming.storage.base.adapter import TransientError
 from streaming.storage.base.options import RetryPolicy
 from streaming.storage.requests.retry import retrying
 
@@ -131,12 +131,12 @@ def test_delays_before_retries_are_drawn_below_a_growing_bound(drawn: float, mon
         return low + drawn * (high - low)
 
     def failing() -> None:
-        raise PassingError("for now")
+        raise TransientError("for now")
 
     monkeypatch.setattr(random, "uniform", uniform)
     monkeypatch.setattr(time, "sleep", slept.append)
     policy = RetryPolicy(max_retries=6, first_backoff_s=0.02, max_backoff_s=4.0)
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         retrying(policy, failing)
     wanted = [0.02, 0.08, 0.32, 1.28, 4.0, 4.0]
     assert [low for low, _ in bounds] == [0.0] * len(bounds)

@@ -19,7 +19,7 @@ from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import RetryPolicy, Storage, join_url, redact, split_url
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.adapters.fsspec_adapter import _translate
-from streaming.storage.base.adapter import PassingError, UnreachableError
+from streaming.storage.base.adapter import TransientError, UnreachableError
 from streaming.storage.base.options import StorageOptions, parse_options
 from streaming.storage.requests.retry import retrying
 from streaming.storage.store import _MOST_PINS, Pins
@@ -259,12 +259,12 @@ class TestRetrying:
         return attempt
 
     def test_delays_grow_up_to_the_bound(self, clock: list[float]) -> None:
-        assert retrying(self.POLICY, self.fail(*[PassingError("x") for _ in range(4)])) == "done"
+        assert retrying(self.POLICY, self.fail(*[TransientError("x") for _ in range(4)])) == "done"
         assert clock == pytest.approx([0.1, 0.4, 1.0, 1.0])
 
     def test_it_gives_up_after_max_retries(self, clock: list[float]) -> None:
-        with pytest.raises(PassingError):
-            retrying(self.POLICY, self.fail(*[PassingError("x") for _ in range(6)]))
+        with pytest.raises(TransientError):
+            retrying(self.POLICY, self.fail(*[TransientError("x") for _ in range(6)]))
         assert len(clock) == 5
 
     def test_progress_starts_the_count_anew_until_the_deadline(self, clock: list[float]) -> None:
@@ -273,9 +273,9 @@ class TestRetrying:
 
         def attempt() -> None:
             attempts.append(1)
-            raise PassingError("broke")
+            raise TransientError("broke")
 
-        with pytest.raises(PassingError):
+        with pytest.raises(TransientError):
             retrying(self.POLICY, attempt, progress=lambda: next(count))
         assert len(attempts) > 500
         assert 59 < sum(clock) <= 60
@@ -286,7 +286,7 @@ class TestRetrying:
         assert clock == pytest.approx([0.1, 0.4, 1.0, 0.5])  # the last attempt is at the end of the two seconds
 
     def test_a_store_that_answered_meanwhile_was_not_away(self, clock: list[float]) -> None:
-        errors = [UnreachableError("x"), PassingError("x"), *(UnreachableError("x") for _ in range(99))]
+        errors = [UnreachableError("x"), TransientError("x"), *(UnreachableError("x") for _ in range(99))]
         with pytest.raises(UnreachableError):
             retrying(self.POLICY, self.fail(*errors))
         assert clock == pytest.approx([0.1, 0.4, 1.0, 1.0])  # two seconds from the third error on

@@ -11,7 +11,7 @@ import numpy as np
 
 from shard_tools.look.plan.sources import Reads
 from streaming.common.arrays import sums
-from streaming.order.plan.demand import Demand, Rooms
+from streaming.order.plan.demand import ChunkMemory, Demand
 from streaming.order.plan.plan import Plan
 from streaming.types import SPAN_BYTES, Int64Array
 
@@ -74,7 +74,7 @@ class Loads:
         run: The plans of a run without an end, of which the epoch is the first part; memory is made for all of it.
     """
 
-    def __init__(self, plans: Sequence[Plan], reads: Reads, rooms: Rooms, run: Sequence[Plan] = ()) -> None:
+    def __init__(self, plans: Sequence[Plan], reads: Reads, rooms: ChunkMemory, run: Sequence[Plan] = ()) -> None:
         self.plans, self.reads, self.rooms = tuple(plans), reads, rooms
         self.plan = self.plans[0]
         self.chunk_bytes = rooms.chunk_bytes

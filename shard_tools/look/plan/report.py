@@ -16,7 +16,7 @@ from shard_tools.look.plan.shares import MixtureShares, shares_of
 from shard_tools.look.plan.sources import Reads, TableSet, open_planned, sets_of
 from streaming.common.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
-from streaming.order.plan.demand import Rooms
+from streaming.order.plan.demand import ChunkMemory
 from streaming.order.plan.memory import least_mib, needed_mib
 from streaming.order.plan.order import Orders, OrderSettings
 from streaming.order.plan.plan import Plan
@@ -326,9 +326,9 @@ def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) ->
     return replace(report, shares=mixed, has_end=not mixture.is_endless or options.epoch_size is not None)
 
 
-def _rooms(planned: Any, options: PlanOptions) -> Rooms:
+def _rooms(planned: Any, options: PlanOptions) -> ChunkMemory:
     """Return the memory of a loader without worker processes, which maps local files."""
-    return Rooms(planned, planned.items.budget(options.memory_limit_bytes))
+    return ChunkMemory(planned, planned.items.budget(options.memory_limit_bytes))
 
 
 def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:

@@ -17,7 +17,7 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.types import SPAN_BYTES, Int64Array, override
 
 if TYPE_CHECKING:
-    from streaming.build.batches.build import Items
+    from streaming.build.batches.build import RowKind
     from streaming.sets.sources.mixed import AnySource
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -45,7 +45,7 @@ class TableSet(OfTable):
         return self._table
 
     @property
-    def items(self) -> Items:
+    def items(self) -> RowKind:
         """See ``ShardSet``: a row is a sample."""
         from streaming.build.batches.build import Samples  # noqa: PLC0415  other commands start faster
 

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from shard_tools.change.sets.open_set import needed_samples
+from shard_tools.look.stats.field_stats import CutError, head_bytes, look
 from shard_tools.look.stats.kinds import kind_of
-from shard_tools.look.stats.looks import CutError, head_bytes, look
 from shard_tools.look.stats.sketches import Distribution
 from shard_tools.look.stats.totals import EXAMPLES, ColumnTotals, FieldTotals, Looked, Totals
 from shard_tools.running.progress import Progress

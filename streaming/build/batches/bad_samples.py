@@ -12,7 +12,7 @@ from typing import Any
 from streaming.common.arguments import most_bad
 from streaming.build.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.build.batches.build import LENGTH, BadSample, Samples
-from streaming.build.batches.loss_log import DROPPED, LossLog, cure_of
+from streaming.build.batches.dropped_samples import DROPPED, LossLog, cure_of
 from streaming.common.counters import Metrics
 from streaming.errors import TooManyBadSamplesError
 from streaming.common.forks import in_children, renew_lock

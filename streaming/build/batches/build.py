@@ -1,6 +1,6 @@
 """Build a batch from its rows: decode, transform, collate; unreadable samples are substituted, masked or raised.
 
-What a row is, ``Items`` say: a sample (``Samples``), or what ``streaming.build.batches.items`` makes of several samples.
+What a row is, A ``RowKind`` says: a sample (``Samples``), or what ``streaming.build.batches.items`` makes of several samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streaming.build.batches.collate import default_collate, empty_like, without
 from streaming.build.batches.columns import Columns
 from streaming.build.batches.draws import BatchDraws, Chain, as_chain
 from streaming.build.batches.jagged import Allocate, Form, checked_jagged
-from streaming.build.batches.loss_log import DROPPED, cure_of, user_trace
+from streaming.build.batches.dropped_samples import DROPPED, cure_of, user_trace
 from streaming.build.batches.portion import Portion
 from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.build.batches.sequence import SequenceSlice
@@ -89,7 +89,7 @@ class BadSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SourceRecipe:
     """How the samples of one source are decoded and transformed.
 
     Attributes:
@@ -128,7 +128,7 @@ class RowColumns(Protocol):
         """
 
 
-class Items(ABC):
+class RowKind(ABC):
     """What a row of a batch is: all that loops, the engine and ranks know of it.
 
     A frozen value without data, equal on all ranks, that travels to worker processes. Which samples a row is made of,
@@ -246,7 +246,7 @@ class Items(ABC):
         """Say what takes the place of a lost sample, for people."""
         return _FATES[on_error]
 
-    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:  # noqa: ARG002
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> RowKind:  # noqa: ARG002
         """Return the same, balanced.
 
         Raises:
@@ -279,7 +279,7 @@ _FATES: dict[OnError, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Samples(Items):
+class Samples(RowKind):
     """A row is a sample."""
 
     group_rows = 2_048
@@ -359,8 +359,8 @@ class Recipe:
             pickled with the functions, so that they share its globals.
     """
 
-    parts: tuple[Part, ...]
-    items: Items = Samples()
+    parts: tuple[SourceRecipe, ...]
+    items: RowKind = Samples()
     collate_fn: Callable[[list[Any]], Any] | None = None
     portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
@@ -395,7 +395,7 @@ class Recipe:
             return None
         return tuple(dict.fromkeys(name for part in self.parts for name in part.fields or ()))
 
-    def part_of(self, rows: Rows, i: int) -> Part:
+    def part_of(self, rows: Rows, i: int) -> SourceRecipe:
         """Return how row i becomes a sample."""
         return self.parts[0 if rows.sources is None else int(rows.sources[i])]
 

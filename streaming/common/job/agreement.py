@@ -28,7 +28,7 @@ Facts = Mapping[str, Any]
 """What must agree: JSON-serializable values by the names that users know."""
 
 
-class Board(Protocol):
+class ResultBoard(Protocol):
     """The part of ``torch.distributed.Store`` that is used. All ranks see all entries."""
 
     def set(self, key: str, value: str) -> object:
@@ -54,7 +54,7 @@ class Board(Protocol):
 
 
 def agree(
-    board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float, required: bool
+    board: ResultBoard, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float, required: bool
 ) -> None:
     """Compare ``facts`` over ``ranks``.
 
@@ -100,7 +100,7 @@ def agree(
         _absent(verdict["missing"], timeout_s, required=required)
 
 
-def stand_aside(board: Board, rank: int, ranks: Sequence[int], *, subject: str) -> None:
+def stand_aside(board: ResultBoard, rank: int, ranks: Sequence[int], *, subject: str) -> None:
     """Tell those in :func:`agree` on ``subject`` to compare nothing, because ``ranks`` are not ranks of this job.
 
     If a mesh has only the data ranks, as in programs with tensor parallelism of their own, several processes share one
@@ -110,14 +110,14 @@ def stand_aside(board: Board, rank: int, ranks: Sequence[int], *, subject: str) 
     board.set(f"{home}/{turn}/{rank}", json.dumps(None))
 
 
-def _home(board: Board, rank: int, ranks: Sequence[int], subject: str) -> tuple[str, int]:
+def _home(board: ResultBoard, rank: int, ranks: Sequence[int], subject: str) -> tuple[str, int]:
     """Return the key of entries about a subject, and which of its calls this is for ``rank``, from 1."""
     digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
     home = f"shardstream/agree/{digest}"
     return home, board.add(f"{home}/turn/{rank}", 1)
 
 
-class Together:
+class RankGroup:
     """The ranks that change something together: all of them do, or none does.
 
     ::
@@ -137,7 +137,9 @@ class Together:
         timeout_s: How long to wait for absent ranks.
     """
 
-    def __init__(self, board: Board | None, rank: int, ranks: Sequence[int], *, subject: str, timeout_s: float) -> None:
+    def __init__(
+        self, board: ResultBoard | None, rank: int, ranks: Sequence[int], *, subject: str, timeout_s: float
+    ) -> None:
         self.rank, self._board, self._ranks = rank, board, tuple(ranks)
         self._subject, self._timeout_s = subject, timeout_s
         self._num_exchanges = 0
@@ -171,7 +173,7 @@ class Together:
                 )
         return {rank: said["facts"] for rank, said in told.items()}
 
-    def _told(self, board: Board, said: Facts) -> dict[int, Any]:
+    def _told(self, board: ResultBoard, said: Facts) -> dict[int, Any]:
         try:
             return self._round(board, said)
         except AgreementError:
@@ -183,7 +185,7 @@ class Together:
                 "ended. Restart the job from its checkpoint"
             ) from error
 
-    def _round(self, board: Board, said: Facts) -> dict[int, Any]:
+    def _round(self, board: ResultBoard, said: Facts) -> dict[int, Any]:
         digest = hashlib.sha256(json.dumps([self._subject, self._num_exchanges, self._ranks]).encode()).hexdigest()[:32]
         home = f"shardstream/together/{digest}"
         number = _open_round(board, home)
@@ -210,7 +212,7 @@ class Together:
         return told
 
 
-def _open_round(board: Board, home: str) -> int:
+def _open_round(board: ResultBoard, home: str) -> int:
     """Return the number of the first round without a verdict."""
     number = int(board.get(f"{home}/round")) if board.check([f"{home}/round"]) else 1
     while board.check([f"{home}/{number}/verdict"]):
@@ -221,7 +223,7 @@ def _open_round(board: Board, home: str) -> int:
 _MARGIN_S = 5.0  # time for the comparing rank's own wait
 
 
-def _came(board: Board, keys: list[str], timeout_s: float) -> bool:
+def _came(board: ResultBoard, keys: list[str], timeout_s: float) -> bool:
     try:
         board.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:  # torch.distributed.DistStoreError is one
@@ -229,7 +231,7 @@ def _came(board: Board, keys: list[str], timeout_s: float) -> bool:
     return True
 
 
-def _gather(board: Board, home: str, ranks: Sequence[int], timeout_s: float) -> dict[str, Any]:
+def _gather(board: ResultBoard, home: str, ranks: Sequence[int], timeout_s: float) -> dict[str, Any]:
     keys = [f"{home}/{rank}" for rank in ranks]
     present = list(ranks)
     if not _came(board, keys, timeout_s):

@@ -24,7 +24,7 @@ from streaming.errors import ConfigError, StateError
 from streaming.order.mixing.endless_order import EndlessOrder
 from streaming.order.mixing.passes import Sources, Weights, drawn_in_lanes, keep_latest, keyed_number
 from streaming.order.mixing.source_lanes import Runs, SourceLanes, runs_of
-from streaming.order.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
+from streaming.order.mixing.virtual_time import Drawn, Floats, Growth, LaneBlock, growths
 from streaming.order.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.order.plan.permutation import permutations_of
 from streaming.types import Int64Array, override

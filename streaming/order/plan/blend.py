@@ -109,8 +109,8 @@ class Blend(ABC):
         """Describe it."""
 
     @abstractmethod
-    def companies(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
-        """Return the pass numbers that determine which documents share a pack; see ``Dealing.companies``."""
+    def pack_passes(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+        """Return the pass numbers that determine which documents share a pack; see ``Granularity.companies``."""
 
     def in_batches(self, size: int) -> Blend:  # noqa: ARG002  there is no rest
         """Return what batches of ``size`` samples of one source each draw: whole ones.
@@ -186,7 +186,7 @@ class PassBlend(Blend):
         return f"{self.samples_per_pass} samples an epoch"
 
     @override
-    def companies(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+    def pack_passes(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
         is_whole = not any(self.quotas[name] % size for name, size in sizes.items())
         return passes if is_whole else passes * 0
 
@@ -290,7 +290,7 @@ class EndlessBlend(Blend):
         return f"without end, {some_names(shown)} of samples{' at first, by a schedule' if later else ''}"
 
     @override
-    def companies(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+    def pack_passes(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
         return passes * 0
 
     @override

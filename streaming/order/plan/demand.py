@@ -7,8 +7,8 @@ The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is de
     otherwise               LiveDemand      chunks come when they are needed, and go
 
 Chunks differ in size, so each epoch, rank and start needs another amount at once. The check of ``memory_limit``
-(``Rooms.check``) depends on none of them: it uses the needs of fixed ranks in epoch 0. A plan that later needs more
-than there is room for is still read (``ChunksInTurns``): its chunks stay only while batches use them, and some are
+(``ChunkMemory.check``) depends on none of them: it uses the needs of fixed ranks in epoch 0. A plan that later needs
+more than there is room for is still read (``ChunksInTurns``): its chunks stay only while batches use them, and some are
 fetched again.
 """
 
@@ -53,7 +53,7 @@ class Chunks(Protocol):
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str: ...  # noqa: D102
 
 
-class Rooms:
+class ChunkMemory:
     """The memory that the chunks of a dataset take. Thread-safe; reads sample tables where whole chunks do not fit.
 
     Args:
@@ -152,7 +152,7 @@ class Demand(ABC):
 
     is_sliced = is_short = differs_by_rank = False
 
-    def __init__(self, rooms: Rooms, plan: Plan, dp_rank: int) -> None:
+    def __init__(self, rooms: ChunkMemory, plan: Plan, dp_rank: int) -> None:
         self.rooms, self.plan, self.dp_rank = rooms, plan, dp_rank
 
     @property

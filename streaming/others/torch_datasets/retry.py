@@ -31,7 +31,7 @@ from typing import Any, Protocol, Self, TypeVar
 from torch.utils.data import Dataset, MapDataPipe, Sampler
 
 from infra import DeviceMesh
-from streaming.build.batches.loss_log import LossLog, user_trace
+from streaming.build.batches.dropped_samples import LossLog, user_trace
 from streaming.common.arguments import check_choice, checked_int, checked_limit, checks_names, is_number, most_bad
 from streaming.common.counters import Metrics
 from streaming.common.job.tally import Tally, open_tally

@@ -30,10 +30,10 @@ from streaming.common.arguments import format_bytes
 from streaming.common.counters import Metrics
 from streaming.common.monitor import Monitor
 from streaming.order.plan.memory import enough_for_batches_mib
+from streaming.run.engine.batch_bytes import tensor_bytes, weigh
 from streaming.run.engine.builders import Builder
 from streaming.run.engine.status import thread_lines
 from streaming.run.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
-from streaming.run.engine.weigh import tensor_bytes, weigh
 
 _log = logging.getLogger(__name__)
 

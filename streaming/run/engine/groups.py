@@ -20,7 +20,7 @@ from streaming.run.engine.units import Block
 
 _GROUP_BYTES = 16 << 20
 """Bound on a group: what is looked up should still be in the CPU caches when it is copied, as with
-``Items.group_rows``."""
+``RowKind.group_rows``."""
 _SHARE = 16
 """A group also takes at most this part of the arena, because its units are released only at its end."""
 

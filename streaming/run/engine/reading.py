@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from streaming.build.batches.build import BadSampleReport
 from streaming.common.counters import Metrics
 from streaming.common.forks import in_children
-from streaming.order.plan.demand import Demand, Rooms
+from streaming.order.plan.demand import ChunkMemory, Demand
 from streaming.order.plan.plan import Plan
 from streaming.run.engine.builders import Crew
 from streaming.run.engine.delivery import Delivery
@@ -154,7 +154,7 @@ class PlanReader:
     """
 
     def __init__(
-        self, source: Source, rooms: Rooms, dp_rank: int, machinery: Machinery[ChunkStore], *,
+        self, source: Source, rooms: ChunkMemory, dp_rank: int, machinery: Machinery[ChunkStore], *,
         make: Callable[[], tuple[Crew, ChunkStore]], settings: Callable[[Crew], Settings], metrics: Metrics,
         report: BadSampleReport,
     ) -> None:  # fmt: skip

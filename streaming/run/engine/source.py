@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from streaming.build.batches.build import Items, OnError, Part
+from streaming.build.batches.build import OnError, RowKind, SourceRecipe
 from streaming.build.batches.draws import Chain
 from streaming.build.decode import DecodeSpec
 from streaming.build.decode.registry import FieldDecoder
@@ -36,7 +36,7 @@ class ShardSet(Protocol):
         """Files in which bad samples are recorded, by the name in batches of the source they are in; "": of all."""
 
     @property
-    def items(self) -> Items:
+    def items(self) -> RowKind:
         """What a row of a batch is."""
 
     def expected_samples(self, num_rows: float) -> float:
@@ -47,7 +47,7 @@ class ShardSet(Protocol):
         """The shards, in the order of the dataset. They may contain secrets, so messages must redact them."""
 
     @property
-    def recipe_parts(self) -> tuple[Part, ...]:
+    def recipe_parts(self) -> tuple[SourceRecipe, ...]:
         """How the samples of each source are decoded and transformed; one entry for a single set."""
 
     def counters(self) -> Mapping[str, float]:

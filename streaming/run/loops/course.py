@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from infra import DeviceMesh
 from streaming.common.arguments import checked_int, format_bytes, some_names
-from streaming.common.job.agreement import Facts, Together
+from streaming.common.job.agreement import Facts, RankGroup
 from streaming.common.job.store import job_store, job_world_size
 from streaming.errors import AgreementError, ConfigError, StateError
-from streaming.order.mixing.dealing import dealing_in
 from streaming.order.mixing.forecast import drawn_before
+from streaming.order.mixing.granularity import granularity_in
 from streaming.order.plan.ledger import Ledger, why_differs
 from streaming.order.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.order.plan.plan import Plan
@@ -27,7 +27,7 @@ from streaming.order.plan.state import LoaderState
 from streaming.run.engine.source import Source
 from streaming.run.epochs.iterator import NO_SOURCES_SEEN, NO_SOURCES_WEIGHED, Run
 from streaming.run.epochs.position import Place
-from streaming.run.loops.runs import Held, NothingHeld, ReplannedRun
+from streaming.run.loops.runs import NoRun, PausedRun, ReplannedRun
 from streaming.sets.datasets.face import reading
 from streaming.sets.sources.mixed import MixedSource
 from streaming.types import override
@@ -40,7 +40,7 @@ _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", 
 _log = logging.getLogger("streaming")
 
 
-class Course(ABC):
+class RunOrder(ABC):
     """What is drawn when, in one run over a source; here what holds where samples have no sources. A value.
 
     What changes a course returns another one. Rows are samples of the run, over all ranks and epochs.
@@ -64,14 +64,14 @@ class Course(ABC):
         """Return what a state records of the course, by the names of ``LoaderState``."""
 
     @abstractmethod
-    def restored(self, state: LoaderState, row: int) -> Course:
+    def restored(self, state: LoaderState, row: int) -> RunOrder:
         """Return the course of the run of a state, from ``row`` on.
 
         Raises:
             StateError: It belongs to another dataset, or to another kind of dataset.
         """
 
-    def succeeding(self, other: Course, state: LoaderState, row: int) -> Course:  # noqa: ARG002  no weights to take over
+    def succeeding(self, other: RunOrder, state: LoaderState, row: int) -> RunOrder:  # noqa: ARG002  no weights to take over
         """Return this course with the weights that ``other``, of a loop with this state, was given in the meantime."""
         return self
 
@@ -100,7 +100,7 @@ class Course(ABC):
         """
         raise ConfigError(NO_SOURCES_WEIGHED)
 
-    def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> Course:  # noqa: ARG002
+    def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> RunOrder:  # noqa: ARG002
         """Return the course after a change of weights: a function of the ledger and of what ranks said, on all alike.
 
         Args:
@@ -122,9 +122,9 @@ class Course(ABC):
         """Return a run that hands out the batches of ``run``, and can be held if this course can be reweighed."""
         return run
 
-    def held(self, otherwise: Place) -> AbstractContextManager[Held]:
+    def held(self, otherwise: Place) -> AbstractContextManager[PausedRun]:
         """Hold the current run until the ``with`` block ends; without one, ``otherwise`` is the place come to."""
-        return nullcontext(NothingHeld(otherwise))
+        return nullcontext(NoRun(otherwise))
 
     def allowed_bad(self, row: int, num_samples: int) -> Callable[[float], Mapping[str, int] | None]:  # noqa: ARG002
         """Return what gives the bad samples allowed to each source, where a part of ``num_samples`` rows is counted."""
@@ -138,7 +138,7 @@ class Course(ABC):
         """Warn, once, if sources are so small that whole chunks cannot keep the shares."""
 
 
-def course_of(source: Source, shape: Shape) -> Course:
+def course_of(source: Source, shape: Shape) -> RunOrder:
     """Return the course of a run that begins.
 
     Raises:
@@ -147,7 +147,7 @@ def course_of(source: Source, shape: Shape) -> Course:
     return Mixed(source, shape) if isinstance(source, MixedSource) else Single(source)
 
 
-class Single(Course):
+class Single(RunOrder):
     """All samples of one set, pass after pass."""
 
     def __init__(self, source: Source) -> None:
@@ -163,7 +163,7 @@ class Single(Course):
         return {"fingerprint": self.source.fingerprint, "num_samples": self.samples_per_pass, "ledger": None}
 
     @override
-    def restored(self, state: LoaderState, row: int) -> Course:
+    def restored(self, state: LoaderState, row: int) -> RunOrder:
         if state.ledger is not None:
             raise StateError(
                 f"this state belongs to a mixture of {', '.join(state.ledger.sources)}, but this loader reads a single "
@@ -182,7 +182,7 @@ class Single(Course):
         return self
 
 
-class Mixed(Course):
+class Mixed(RunOrder):
     """Samples of several sources, by the ledger of a run. For the thread that iterates.
 
     Args:
@@ -221,7 +221,7 @@ class Mixed(Course):
         return made
 
     def orders(self, settings: OrderSettings) -> Orders:
-        """See ``Course``: the object is the same as long as the settings are, so what is laid out is laid out once."""
+        """See ``RunOrder``: the same object as long as settings are the same, so that it is laid out once."""
         if self._orders is None or self._orders.settings != settings:
             self._orders = self.source.orders(settings, self.ledger)
         return self._orders
@@ -231,13 +231,13 @@ class Mixed(Course):
         return {"fingerprint": self.source.fingerprint, "num_samples": self.num_samples, "ledger": self.ledger}
 
     @override
-    def restored(self, state: LoaderState, row: int) -> Course:
+    def restored(self, state: LoaderState, row: int) -> RunOrder:
         if state.ledger is None:
             raise StateError(
                 "this state belongs to a single data set, but this loader reads a mixture; load it into a loader over "
                 "that data set"
             )
-        dealing_in(state.ledger.last).check_resumed(self._sizes.at(0))
+        granularity_in(state.ledger.last).check_resumed(self._sizes.at(0))
         mixture = self.source.cut_as(state.ledger)
         mixture.check_ledger(state.ledger)
         ledger = mixture.drawing.resumed(state.ledger, state.order, row)
@@ -260,7 +260,7 @@ class Mixed(Course):
         return {"weights": plain, "at": at, "row": row}
 
     @override
-    def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> Course:
+    def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> RunOrder:
         (first, said), *others = told.items()
         weights, at = said["weights"], said["at"]
         for rank, one in others:
@@ -296,7 +296,7 @@ class Mixed(Course):
         return start
 
     @override
-    def succeeding(self, other: Course, state: LoaderState, row: int) -> Course:
+    def succeeding(self, other: RunOrder, state: LoaderState, row: int) -> RunOrder:
         return self.restored(state, row) if isinstance(other, Mixed) and other.ledger.is_changed else self
 
     @override
@@ -308,9 +308,9 @@ class Mixed(Course):
         return replanned
 
     @override
-    def held(self, otherwise: Place) -> AbstractContextManager[Held]:
+    def held(self, otherwise: Place) -> AbstractContextManager[PausedRun]:
         run = self._running()
-        return nullcontext(NothingHeld(otherwise)) if run is None or run.is_closed else run.held()
+        return nullcontext(NoRun(otherwise)) if run is None or run.is_closed else run.held()
 
     @override
     def allowed_bad(self, row: int, num_samples: int) -> Callable[[float], Mapping[str, int] | None]:
@@ -331,7 +331,7 @@ class Mixed(Course):
         return found
 
     def what_follows(self, row: int) -> str:
-        """See ``Course``; rows of batches of several sizes cannot be converted to steps."""
+        """See ``RunOrder``; rows of batches of several sizes cannot be converted to steps."""
         if not self.source.is_endless or not self._sizes.is_constant:
             return ""
         global_batch_size = self._sizes.at(0)
@@ -346,7 +346,7 @@ class Mixed(Course):
         return ", ".join(told)
 
     def warn_if_coarse(self, lanes: int) -> None:
-        """See ``Course``.
+        """See ``RunOrder``.
 
         Every lane starts at a random phase among the chunks, so over L lanes the samples drawn from a source differ
         from its share by up to about half the square root of L chunks (docs/design/0022).
@@ -375,7 +375,7 @@ def no_limits(part: float) -> None:
     """Allow bad samples by the limit of the whole set alone."""
 
 
-def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
+def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[RankGroup, bool]:
     """Return the ranks that change weights together, and whether these are all that read the mixture.
 
     They are all processes of the job if the mesh has as many ranks, or those ranks of the job that the mesh names. A
@@ -390,7 +390,7 @@ def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[Together, bool]:
             ranks = tuple(range(job))
         elif rank != mesh.rank or ranks == tuple(range(len(ranks))):
             board = None
-    together = Together(board, rank, ranks, subject="set_weights", timeout_s=timeout_s)
+    together = RankGroup(board, rank, ranks, subject="set_weights", timeout_s=timeout_s)
     return together, board is not None or mesh.world_size == 1
 
 

@@ -17,7 +17,7 @@ from streaming.common.job.agreement import Facts
 from streaming.common.monitor import Monitor
 from streaming.common.platforms import num_cores
 from streaming.errors import ConfigError
-from streaming.order.plan.demand import Rooms
+from streaming.order.plan.demand import ChunkMemory
 from streaming.order.plan.ledger import NO_OTHER_SEED
 from streaming.order.plan.order import ENDLESS
 from streaming.order.plan.plan import Plan
@@ -34,7 +34,7 @@ from streaming.run.engine.threads.pace import WorkerPace
 from streaming.run.epochs.iterator import Loop, Run, Stage, staged
 from streaming.run.epochs.position import Place
 from streaming.run.loops.base import BaseLoop, LoopConfig, open_crew
-from streaming.run.loops.course import Course, course_of, ranks_together
+from streaming.run.loops.course import RunOrder, course_of, ranks_together
 from streaming.run.loops.runs import Begin, NotedRun, SegmentedRun, what_changes
 from streaming.run.replicas.exchange import RowExchange
 from streaming.run.replicas.options import CountedRun
@@ -116,7 +116,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self.config, exchange = open_exchange(config, self.metrics)
         self._stages = (*exchange, *self._shared)
         config, source = self.config, self.course.source
-        rooms = Rooms(source, config.memory, is_shared=config.num_workers > 0)
+        rooms = ChunkMemory(source, config.memory, is_shared=config.num_workers > 0)
         self._reader = PlanReader(
             source, rooms, config.mesh.data_rank, self._machinery,
             make=partial(_open_store, source, config, rooms, self.metrics, self._pace),
@@ -157,7 +157,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         ranks, can_agree = ranks_together(self.config.mesh, timeout_s)
         with self.course.held(self.position.handed_out) as held:
             told = ranks.exchange(lambda: say(self._row_behind(held.place)))
-            found: list[tuple[Course, Begin | None]] = []
+            found: list[tuple[RunOrder, Begin | None]] = []
 
             def prepare() -> Facts:
                 course = self.course.reweighed(told, self.order, can_agree=can_agree)
@@ -182,7 +182,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             place = self.after_batch(place.onward, None)
         return max(map(self.row_of, (place, come_to, self.position.handed_out)))
 
-    def _replanned(self, place: Place, course: Course) -> Begin:
+    def _replanned(self, place: Place, course: RunOrder) -> Begin:
         """Return what begins to read the batches after a place by another course.
 
         Raises:
@@ -251,7 +251,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self._row_facts = self.config.recipe.items.facts(state, self.row_of(place))
         return place
 
-    def _follow(self, course: Course) -> None:
+    def _follow(self, course: RunOrder) -> None:
         """Draw by another course from the next run on."""
         is_cut = course.source is not self.course.source
         self.course = course
@@ -319,7 +319,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         begun = waits and not number and epoch < now.seeded_from
         return replace(now, epoch=epoch, samples_seen=number * size, has_begun=begun)
 
-    def _plan(self, place: Place, course: Course) -> Plan:
+    def _plan(self, place: Place, course: RunOrder) -> Plan:
         return Plan.behind(
             self.shape, course.source.chunk_samples, self.order, epoch=place.epoch, start=place.samples_seen,
             orders=course.orders(self.order),
@@ -400,7 +400,7 @@ def _sample_in_shard(dataset: Source, number: int) -> int:
 
 
 def _open_store(
-    source: Source, config: LoopConfig, rooms: Rooms, metrics: Metrics, pace: WorkerPace
+    source: Source, config: LoopConfig, rooms: ChunkMemory, metrics: Metrics, pace: WorkerPace
 ) -> tuple[Crew, ChunkStore]:
     """Return the builders of batches and the chunk store, for all runs."""
     keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh, ranks_here
-from streaming.build.batches.build import Items, Recipe, Samples
+from streaming.build.batches.build import Recipe, RowKind, Samples
 from streaming.build.batches.sequence import find_peer
 from streaming.common.arguments import (
     DEFAULT_MEMORY_LIMIT,
@@ -202,13 +202,13 @@ def check_streaming(options: Mapping[str, Any], dataset: DataSet[Any]) -> None:
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
 
 
-def balanced(dataset: object, balance: Any, cost: Any, *, collate_fn: object) -> Items:
+def balanced(dataset: object, balance: Any, cost: Any, *, collate_fn: object) -> RowKind:
     """Return what a row of a batch is, with the user's options for balancing rows over the ranks of a global batch.
 
     Raises:
         ConfigError: An option is invalid, or does not go with the dataset or another option.
     """
-    items: Items = dataset.source.items if isinstance(dataset, DataSet) else Samples()
+    items: RowKind = dataset.source.items if isinstance(dataset, DataSet) else Samples()
     if balance is not None:
         return items.balanced(BalanceRules(how=balance, cost=cost), dataset=dataset, collate_fn=collate_fn)
     if cost is not None:

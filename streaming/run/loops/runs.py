@@ -66,7 +66,7 @@ class NotedRun(RunOver):
         run: Produces the batches of the rest of an epoch.
         row: Row of the run at which the first of them begins.
         sizes: Their sizes.
-        changes: See ``Items.changes``.
+        changes: See ``RowKind.changes``.
     """
 
     def __init__(self, run: Run, row: int, sizes: Sizes, changes: Sequence[tuple[int, str]]) -> None:
@@ -87,14 +87,14 @@ class NotedRun(RunOver):
 
 
 def what_changes(changes: Sequence[tuple[int, str]], row: int) -> str:
-    """Say what rows are at a row of the run, and at which they become what; see ``Items.changes``."""
+    """Say what rows are at a row of the run, and at which they become what; see ``RowKind.changes``."""
     if not changes:
         return ""
     coming = [f"{words} from row {at:,} on" for at, words in changes if at > row]
     return ", ".join([value_at(changes, row), *coming])
 
 
-class Held(Protocol):
+class PausedRun(Protocol):
     """What hands out no batch for the time being.
 
     Attributes:
@@ -111,17 +111,17 @@ class Held(Protocol):
         """Give up the batches that were not handed out, and hand out those that ``begin`` begins to read."""
 
 
-class NothingHeld:
+class NoRun:
     """Where no run is in progress."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
 
     def prepared(self, plan_anew: Callable[[], Begin]) -> Begin | None:
-        """See ``Held``."""
+        """See ``PausedRun``."""
 
     def replace(self, begin: Begin | None) -> None:
-        """See ``Held``."""
+        """See ``PausedRun``."""
 
 
 class ReplannedRun(RunOver):
@@ -150,7 +150,7 @@ class ReplannedRun(RunOver):
 
     @property
     def place(self) -> Place:
-        """See ``Held``."""
+        """See ``PausedRun``."""
         plan = self._plan
         seen = min(plan.start + self._num_taken * plan.global_batch_size, plan.num_samples)
         return Place(epoch=plan.epoch, samples_seen=seen)
@@ -162,11 +162,11 @@ class ReplannedRun(RunOver):
             yield self
 
     def prepared(self, plan_anew: Callable[[], Begin]) -> Begin | None:
-        """See ``Held``."""
+        """See ``PausedRun``."""
         return plan_anew() if self._num_taken < self._plan.num_batches else None
 
     def replace(self, begin: Begin | None) -> None:
-        """See ``Held``."""
+        """See ``PausedRun``."""
         if begin is None:
             return
         self._run.close()

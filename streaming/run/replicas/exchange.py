@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infra import DeviceMesh
-from streaming.build.batches.build import Items
+from streaming.build.batches.build import RowKind
 from streaming.build.batches.jagged import Allocate, fresh, int64s
 from streaming.common.counters import Metrics
 from streaming.common.forks import in_children
@@ -56,7 +56,7 @@ class RowExchange:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, items: Items, cut: Callable[[Any, int], Any], metrics: Metrics, *, keeps_all: bool
+        self, mesh: DeviceMesh, items: RowKind, cut: Callable[[Any, int], Any], metrics: Metrics, *, keeps_all: bool
     ) -> None:
         self.items, self.cut, self.metrics, self._keeps_all = items, cut, metrics, keeps_all
         self.allocate: Allocate | None = None

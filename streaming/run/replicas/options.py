@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from infra import DeviceMesh
-from streaming.build.batches.build import Items
+from streaming.build.batches.build import RowKind
 from streaming.build.batches.portion import Portion, StageFields, count_only
 from streaming.build.batches.sequence import SequenceSlice, find_peer
 from streaming.common.arguments import checked_seconds, checks_names
@@ -133,11 +133,11 @@ class Replicas:
 class CountedRun:
     """Yield batches for a pipeline stage that needs no data: counts and masks come from the plan; nothing is read."""
 
-    def __init__(self, plan: Plan, dp_rank: int, items: Items) -> None:
+    def __init__(self, plan: Plan, dp_rank: int, items: RowKind) -> None:
         self._batches = self._counts(plan, dp_rank, items)
 
     @staticmethod
-    def _counts(plan: Plan, dp_rank: int, items: Items) -> Iterator[Batch]:
+    def _counts(plan: Plan, dp_rank: int, items: RowKind) -> Iterator[Batch]:
         for batch in range(plan.num_batches):
             each = items.rows_each(plan.row_of(batch))
             rows = each * plan.batch_size(batch, dp_rank)

@@ -13,9 +13,9 @@ from infra import is_first_process
 from streaming.common.arguments import some_names
 from streaming.common.arrays import sums
 from streaming.errors import StateError
-from streaming.order.mixing.dealing import Dealing, dealing_in
 from streaming.order.mixing.endless_order import EndlessOrder
 from streaming.order.mixing.forecast import Forecast, Passes
+from streaming.order.mixing.granularity import Granularity, granularity_in
 from streaming.order.mixing.passes import Sources, Weights, eras_grown
 from streaming.order.plan.blend import Blend
 from streaming.order.plan.ledger import START, Entry, Ledger
@@ -43,7 +43,7 @@ class Drawing:
     """
 
     leaves: Mapping[str, Leaf]
-    deal: Dealing
+    deal: Granularity
     blend: Blend
     fetch_bytes: Mapping[str, int]
 
@@ -139,7 +139,7 @@ class Drawing:
         If shares are dealt in chunks, the positions of the other sources follow from theirs, unless what they laid is
         recorded.
         """
-        return sorted(dealing_in(ledger.last).needed(ledger, set(ledger.sources) - set(self.leaves)))
+        return sorted(granularity_in(ledger.last).needed(ledger, set(ledger.sources) - set(self.leaves)))
 
     def check(self, ledger: Ledger) -> None:
         """Check that the run of a ledger can continue with these sources, apart from changes that are allowed.
@@ -226,7 +226,7 @@ class Drawing:
             absent=sorted(set(ledger.sources) - set(self.leaves)), laid=ledger.laid, eras=self.eras(ledger),
             even=ledger.even,
         )  # fmt: skip
-        deal, known = dealing_in(ledger.last), ledger.first_rows
+        deal, known = granularity_in(ledger.last), ledger.first_rows
 
         def lanes() -> Orders:
             schedule = [

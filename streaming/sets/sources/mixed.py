@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
-from streaming.build.batches.build import Items, OnError, Part
+from streaming.build.batches.build import OnError, RowKind, SourceRecipe
 from streaming.common.arguments import (
     check_choice,
     checked_limit,
@@ -27,7 +27,7 @@ from streaming.common.job.shared_results import Peers
 from streaming.common.job.store import job_peers
 from streaming.errors import ConfigError
 from streaming.order.mixing.blend import Ends, check_names, shown_value
-from streaming.order.mixing.dealing import Dealing, dealing_of
+from streaming.order.mixing.granularity import Granularity, granularity_of
 from streaming.order.plan.blend import Blend, PassBlend
 from streaming.order.plan.ledger import Ledger
 from streaming.order.plan.order import Orders, OrderSettings
@@ -91,7 +91,7 @@ class MixedSource(JoinedSource):
         classes: Classes = None,
     ) -> None:
         _check_choices(quotas, unit, ends, batches)
-        self.deal: Dealing = dealing_of(quotas, batches)
+        self.deal: Granularity = granularity_of(quotas, batches)
         self._deal_options = {"quotas": quotas, "batches": batches}
         if fetch_bytes is not None:
             self.deal.check_can_cut()
@@ -268,8 +268,8 @@ class MixedSource(JoinedSource):
     # --- what the engine needs (streaming.run.engine.source.Source) ---
 
     @override
-    def companies(self, passes: Int64Array) -> Int64Array:
-        return self.deal.companies(self.blend, passes, self.sizes)
+    def pack_passes(self, passes: Int64Array) -> Int64Array:
+        return self.deal.pack_passes(self.blend, passes, self.sizes)
 
     def expected_samples(self, num_rows: float) -> float:
         """See ``ShardSet``: by the sizes of the sources, whatever their weights."""
@@ -281,12 +281,12 @@ class MixedSource(JoinedSource):
         )
 
     @property
-    def items(self) -> Items:
+    def items(self) -> RowKind:
         """What a row of a batch is: the same in all sources."""
         return next(iter(self.leaves.values())).items
 
     @property
-    def recipe_parts(self) -> tuple[Part, ...]:
+    def recipe_parts(self) -> tuple[SourceRecipe, ...]:
         """How the samples of each source are decoded and transformed."""
         shown = self.shown_names
         return tuple(replace(part, name=shown[name]) for name in self.names for part in self.leaves[name].recipe_parts)

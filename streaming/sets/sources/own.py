@@ -1,4 +1,4 @@
-"""Read sets of kinds of your own: ``OwnSource`` answers what is the same for all of them."""
+"""Read sets of kinds of your own: ``CustomSource`` answers what is the same for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from streaming.build.batches.build import Items, OnError, Part, Samples
+from streaming.build.batches.build import OnError, RowKind, Samples, SourceRecipe
 from streaming.build.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.build.decode import DecodeSpec, FieldDecoder, decode_field, draws_numbers, raw, resolve_decoders
 from streaming.common.arrays import sums
@@ -37,7 +37,7 @@ class SampleRows(OneOrder):
     on_error: OnError
 
     @property
-    def items(self) -> Items:
+    def items(self) -> RowKind:
         """See ``ShardSet``: a row is a sample."""
         return Samples()
 
@@ -46,9 +46,11 @@ class SampleRows(OneOrder):
         return num_rows
 
     @property
-    def recipe_parts(self) -> tuple[Part, ...]:
+    def recipe_parts(self) -> tuple[SourceRecipe, ...]:
         """See ``ShardSet``."""
-        return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
+        return (
+            SourceRecipe(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),
+        )
 
     def mapped(self, function: Transform) -> Self:
         """Return the same set that also calls ``function``; see ``StreamingDataset.map``.
@@ -91,7 +93,7 @@ class SampleRows(OneOrder):
         return changed
 
 
-class OwnSource(SampleRows):
+class CustomSource(SampleRows):
     """Read chunks of samples from anywhere: a ``streaming.run.engine.source.Source`` that lacks what is its own.
 
     A kind says what chunks there are, and fetches them; the rest is as for shards without tables of their samples: a
@@ -271,11 +273,11 @@ class OwnSource(SampleRows):
 
 
 class LocatedKeys:
-    """Keys as an ``OwnSource`` locates them, chunk by chunk. ``KeysOfShards``."""
+    """Keys as an ``CustomSource`` locates them, chunk by chunk. ``KeysOfShards``."""
 
     num_threads = 1
 
-    def __init__(self, source: OwnSource) -> None:
+    def __init__(self, source: CustomSource) -> None:
         self.home = source
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from infra import agent_store, is_first_process
-from streaming.build.batches.build import OnError, Part
+from streaming.build.batches.build import OnError, SourceRecipe
 from streaming.build.batches.draws import Chain
 from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
 from streaming.build.batches.items.packs import TokenPacks
@@ -232,7 +232,7 @@ class PackedDocuments(PackedSource):
         return num_rows * self.counts.documents / max(self.num_readable, 1)
 
     @property
-    def recipe_parts(self) -> tuple[Part, ...]:
+    def recipe_parts(self) -> tuple[SourceRecipe, ...]:
         """How documents become packs, for loops."""
         return self.documents.recipe_parts
 

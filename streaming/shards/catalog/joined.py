@@ -101,13 +101,13 @@ class JoinedSource(OneOrder):
     def _have_gaps(self) -> npt.NDArray[np.bool_]:
         return np.array([one.has_gaps for one in self._joined])
 
-    def companies(self, passes: Int64Array) -> Int64Array:
+    def pack_passes(self, passes: Int64Array) -> Int64Array:
         """Return the pass numbers that determine which documents share a pack, for these passes."""
         return passes
 
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         """See ``Source``."""
-        sources, passes = self.source_of(chunk_ids), self.companies(passes)
+        sources, passes = self.source_of(chunk_ids), self.pack_passes(passes)
         within = chunk_ids - self._starts[sources]
         if len(sources) and (sources == sources[0]).all():
             alone: PackRows = self._joined[sources[0]].packs(within, offsets, passes, seed)
@@ -120,7 +120,7 @@ class JoinedSource(OneOrder):
 
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
         """See ``Source``."""
-        passes = self.companies(passes)
+        passes = self.pack_passes(passes)
         return all(
             self._joined[source].has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)
             for source, rows in rows_by(self.source_of(chunk_ids))

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from streaming.errors import AccessDeniedError, ConfigError
 from streaming.storage.adapters.profile_keys import ProfileKeys
-from streaming.storage.base.adapter import PassingError
+from streaming.storage.base.adapter import TransientError
 from streaming.storage.base.options import StorageOptions
 from streaming.storage.base.urls import checked_endpoint
 
@@ -205,7 +205,7 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
             f"{words}: no such profile in the AWS configuration; `aws configure list-profiles`"
         ) from error
     except botocore.exceptions.HTTPClientError as error:
-        raise PassingError(f"{words}: its keys come from a server that cannot be reached: {error}") from error
+        raise TransientError(f"{words}: its keys come from a server that cannot be reached: {error}") from error
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, RuntimeError) as error:
         raise AccessDeniedError(
             f"{words}: it gives no key: {str(error).strip()[:_MOST_QUOTED]}; {_CURE_OF_PROFILES}"

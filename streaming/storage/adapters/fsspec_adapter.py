@@ -31,13 +31,13 @@ from streaming.storage.base.adapter import (
     ChangedError,
     KeyRefusedError,
     ObjectInfo,
-    PassingError,
     RangeBody,
     Sink,
     StoreWriter,
+    Target,
     ThrottledError,
+    TransientError,
     UnreachableError,
-    Way,
     copy_piece,
     maker_of_writer,
     with_keys_of_now,
@@ -81,9 +81,9 @@ class FsspecAdapter:
         self._lock = threading.Lock()
         self._systems: dict[str, Any] = {}
 
-    def way(self, url: str) -> Way:
+    def way(self, url: str) -> Target:
         """See :class:`Adapter`."""
-        return Way(client="fsspec", credentials=f"the storage options, or what fsspec finds for {scheme_of(url)}://")
+        return Target(client="fsspec", credentials=f"the storage options, or what fsspec finds for {scheme_of(url)}://")
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""
@@ -287,7 +287,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return StorageError(f"{where}: this file system cannot do that ({type(error).__name__})")
     if _says(text, _BUSY_WORDS):
         return ThrottledError(f"{where}: the store is too busy ({type(error).__name__}); endpoint {endpoint}")
-    return PassingError(f"{where}: {type(error).__name__} from fsspec; endpoint {endpoint}")
+    return TransientError(f"{where}: {type(error).__name__} from fsspec; endpoint {endpoint}")
 
 
 def _has_keys(options: StorageOptions) -> bool:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
-from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, Way, maker_of_writer
+from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, Target, maker_of_writer
 from streaming.storage.base.locks import is_at, lock_open
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 from streaming.types import override
@@ -94,9 +94,9 @@ class LocalAdapter:
     in_pieces = True
     keeps_versions = True
 
-    def way(self, url: str) -> Way:  # noqa: ARG002
+    def way(self, url: str) -> Target:  # noqa: ARG002
         """See :class:`Adapter`."""
-        return Way(client="files")
+        return Target(client="files")
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""

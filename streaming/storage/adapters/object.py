@@ -31,12 +31,12 @@ from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
     ObjectInfo,
-    PassingError,
     RangeBody,
     RangeIgnoredError,
     Sink,
     StoreWriter,
-    Way,
+    Target,
+    TransientError,
     copy_piece,
 )
 from streaming.storage.base.options import GROWTH, StorageOptions
@@ -86,10 +86,10 @@ class ObjectAdapter:
         self._forgot = False
         """Whether a client was dropped over its keys since the last one was made."""
 
-    def way(self, url: str) -> Way:
+    def way(self, url: str) -> Target:
         """See :class:`Adapter`."""
         _, _, place = self._at(url)
-        return Way(client="obstore", endpoint=place.endpoint, credentials=place.source, region=place.region)
+        return Target(client="obstore", endpoint=place.endpoint, credentials=place.source, region=place.region)
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`. Sends a HEAD request; if that is refused, a GET, whose answer states the reason."""
@@ -111,7 +111,7 @@ class ObjectAdapter:
                 body = self._get(store, key, place, start, stop, version)
         except RangeIgnoredError as error:
             if place.endpoint in self._ranged:
-                raise PassingError(str(error)) from error
+                raise TransientError(str(error)) from error
             raise
         if start or stop is not None:
             self._ranged.add(place.endpoint)

@@ -19,9 +19,9 @@ from streaming.storage.base.adapter import (
     ChangedError,
     FinalError,
     KeyRefusedError,
-    PassingError,
     RangeIgnoredError,
     ThrottledError,
+    TransientError,
     UnreachableError,
 )
 from streaming.storage.base.urls import hidden_in, scheme_of, secrets_of, without_secrets
@@ -124,7 +124,7 @@ def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
         raise ours from without_secrets(error, place.secrets | secrets_of(place.url))
     except OSError as error:
         cause = without_secrets(error, place.secrets | secrets_of(place.url))
-        raise PassingError(f"{doing} {place}: {_hinted(place, str(cause))}; endpoint {place.endpoint}") from cause
+        raise TransientError(f"{doing} {place}: {_hinted(place, str(cause))}; endpoint {place.endpoint}") from cause
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust: its type has no public name
             raise
@@ -273,7 +273,7 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         return FinalError(f"{where}: {why}; endpoint {place.endpoint}{place.through}")
     if status in _PASSING_STATUS or (status >= 500 and status not in {501, 505}):
         busy = status in _BUSY_STATUS or any(f" {code}" in said for code in _BUSY_CODES)
-        kind = ThrottledError if busy else PassingError
+        kind = ThrottledError if busy else TransientError
         return kind(f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}")
     if status:
         return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
@@ -284,7 +284,7 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(_unreachable(where, place, reason))
     reason = next((words for token, words in _REASONS if token in debug), "the transfer broke off")
-    return PassingError(f"{where}: {_hinted(place, reason)}; endpoint {place.endpoint}{place.through}")
+    return TransientError(f"{where}: {_hinted(place, reason)}; endpoint {place.endpoint}{place.through}")
 
 
 def _why_final(status: int, head: str, debug: str) -> str:

@@ -28,11 +28,11 @@ DEFAULT_PART_BYTES = 16 << 20
 """Part size of multipart uploads: 10,000 parts (the S3 limit) make 160 GB, and four in flight stay at 64 MiB."""
 
 
-class PassingError(TransferError):
+class TransientError(TransferError):
     """A transient fault: throttling, 5xx, a reset, a short or stalled transfer. The retry loop tries again."""
 
 
-class ThrottledError(PassingError):
+class ThrottledError(TransientError):
     """The store reports too many requests. Fewer are sent at once, and the retry loop tries again."""
 
 
@@ -48,7 +48,7 @@ class FinalError(StorageError):
     """The store's answers are unreadable and will remain so: asking in another way does not help."""
 
 
-class UnreachableError(PassingError):
+class UnreachableError(TransientError):
     """No connection at all (unknown host, connection refused). Retried for a few seconds only."""
 
 
@@ -103,7 +103,7 @@ class ObjectInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Target:
     """How a store is reached, in words without secrets.
 
     Attributes:
@@ -198,7 +198,7 @@ class Adapter(Protocol):
     in_pieces: bool
     keeps_versions: bool
 
-    def way(self, url: str) -> Way:
+    def way(self, url: str) -> Target:
         """Return how ``url`` is reached; sends nothing."""
 
     def info(self, url: str) -> ObjectInfo:

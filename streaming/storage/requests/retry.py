@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from streaming.storage.base.adapter import PassingError, UnreachableError
+from streaming.storage.base.adapter import TransientError, UnreachableError
 from streaming.storage.base.checked import WrongBytesError
 from streaming.storage.base.options import GROWTH, RetryPolicy
 
@@ -90,7 +90,7 @@ def retrying(
     allowance: TokenBucket | None = None,
     hopeless: Callable[[], bool] = lambda: False,
 ) -> _T:
-    """Return the result of ``attempt``, called again after a :class:`PassingError` as ``policy`` allows.
+    """Return the result of ``attempt``, called again after a :class:`TransientError` as ``policy`` allows.
 
     Args:
         policy: The limits.
@@ -110,7 +110,7 @@ def retrying(
     while True:
         try:
             return attempt()
-        except PassingError as error:
+        except TransientError as error:
             now_s = time.monotonic()
             total += 1
             stuck = progress() == done

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from streaming.storage.base.adapter import ThrottledError
 from streaming.storage.base.options import StorageOptions
+from streaming.storage.requests.adaptive_timeout import Patience
 from streaming.storage.requests.node_slowdown import NodeSlowdown
 from streaming.storage.requests.retry import TokenBucket
-from streaming.storage.requests.silences import Patience
 from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.throttle import Gate
 

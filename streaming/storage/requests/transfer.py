@@ -18,9 +18,9 @@ import numpy as np
 
 from streaming.common.monitor import Monitor
 from streaming.errors import ConfigError, redact
-from streaming.storage.base.adapter import Adapter, ChangedError, PassingError, RangeBody
+from streaming.storage.base.adapter import Adapter, ChangedError, RangeBody, TransientError
 from streaming.storage.base.calls import Call
-from streaming.storage.requests.silences import Patience
+from streaming.storage.requests.adaptive_timeout import Patience
 from streaming.storage.requests.threads import RequestThreads
 
 _LOOK_S = 0.1
@@ -195,7 +195,7 @@ class Transfer:
             # A lost request's short answer is nobody's concern.
             if not request.lost and not self.is_done:
                 got = self.start + self._received - request.first
-                raise PassingError(self._short(request.first, got, "the answer ended early"))
+                raise TransientError(self._short(request.first, got, "the answer ended early"))
 
     def _opened(self, request: _Request, body: RangeBody) -> None:
         with self._changed:
@@ -230,7 +230,7 @@ class Transfer:
                     if patient_s > 0:
                         self._changed.wait(min(patient_s, _LOOK_S))
                     elif time.monotonic() >= until_s:
-                        raise PassingError(self._short(self.start, self._received, "the answer stands still"))
+                        raise TransientError(self._short(self.start, self._received, "the answer stands still"))
                     elif len(left) < _MOST_AT_ONCE and hedging.begin(until_s):
                         self._requests.append(self._next(rival=True))
                         self._count("requests", 1)
@@ -269,7 +269,7 @@ class Transfer:
         errors = [request.error for request in left if request.error is not None]
         if self.is_done or not errors:
             return True
-        raise next((error for error in errors if not isinstance(error, PassingError)), errors[-1])
+        raise next((error for error in errors if not isinstance(error, TransientError)), errors[-1])
 
     def _account(self, hedging: Hedging) -> None:
         """Record the silences, and who won."""

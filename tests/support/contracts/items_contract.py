@@ -1,4 +1,4 @@
-"""What a loader promises of batches, whatever their rows are: a battery for any ``Items``, and rows of our own.
+"""What a loader promises of batches, whatever their rows are: a battery for any ``RowKind``, and rows of our own.
 
 ``windows`` have rows that streaming/ does not know: sliding windows over a data set.
 """
@@ -22,7 +22,7 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Packed, Schedule, StreamingDataset
-from streaming.build.batches.build import BatchBuilder, Mask, Part
+from streaming.build.batches.build import BatchBuilder, Mask, SourceRecipe
 from streaming.build.batches.collate import default_collate, empty_like
 from streaming.build.batches.items.pieces import PieceItems, pieces_of
 from streaming.build.batches.portion import Portion
@@ -89,7 +89,7 @@ class WindowRows(PieceItems):
         whole = replace(recipe, portion=Portion(), finish=None)
         return recipe.portion(empty_like(whole.whole(builder.default([row]), whole.mask_of(1, None), 1)), 0)
 
-    def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:
+    def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
         raise NotImplementedError
 
 

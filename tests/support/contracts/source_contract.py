@@ -27,7 +27,7 @@ from streaming import DataLoader, Schedule, ShuffleConfig
 from streaming.common.arrays import sums
 from streaming.errors import ChecksumError, DataError, IndexMismatchError
 from streaming.order.plan.state import LoaderState
-from streaming.sets.sources.own import OwnSource
+from streaming.sets.sources.own import CustomSource
 from streaming.shards.fetch.layout import UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
@@ -64,7 +64,7 @@ def write_samples(folder: Path) -> Path:
 # --- a source of our own ---
 
 
-class DictSource(OwnSource):
+class DictSource(CustomSource):
     """Samples in a dict: a chunk is a run of its keys, two of which are a shard, and a checksum covers a sample."""
 
     def __init__(self, samples: Mapping[str, Mapping[str, bytes]], *, per_chunk: int, **options: Any) -> None:

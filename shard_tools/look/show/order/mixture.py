@@ -13,9 +13,9 @@ import numpy as np
 from shard_tools.look.plan.steps import PlannedRun
 from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.order.asked import OF_THE_RUN, asked_of
 from shard_tools.look.show.order.lines import Plot, plotted
 from shard_tools.look.show.order.pages import runs_of
+from shard_tools.look.show.order.query import OF_THE_RUN, asked_of
 from shard_tools.look.show.order.step import NUM_COLOURS
 from streaming.common.arguments import counted, some_names
 from streaming.errors import ConfigError

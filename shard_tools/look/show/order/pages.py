@@ -13,11 +13,11 @@ from shard_tools.change.sets.bad_list import BadList, load_bad_list
 from shard_tools.look.plan.steps import read_state
 from shard_tools.look.show.base.page import Query, address
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.order.asked import OF_THE_RUN, OF_THE_STEP, asked_of
 from shard_tools.look.show.order.bars import PackBar, RowCell, cells_of, pack_bar
-from shard_tools.look.show.order.coming import Coming, Comings, comings
+from shard_tools.look.show.order.query import OF_THE_RUN, OF_THE_STEP, asked_of
 from shard_tools.look.show.order.runs import ShownRuns
 from shard_tools.look.show.order.step import NUM_COLOURS, SHOWN_ROWS, Bad, RowShown, StepShown, step_of
+from shard_tools.look.show.order.upcoming import Coming, Comings, comings
 from streaming.errors import ShardstreamError
 from streaming.storage import redact_text
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_tools.look.plan.keys import KeptKeys
 from shard_tools.look.plan.steps import PlannedRun
-from shard_tools.look.show.order.asked import Asked, RunAsked
+from shard_tools.look.show.order.query import Asked, RunAsked
 from streaming.common.lru_cache import LruCache
 from streaming.errors import ConfigError
 from streaming.order.plan.settings import Shape

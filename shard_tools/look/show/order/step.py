@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shard_tools.look.plan.steps import Described, PlannedRun, StepRows
-from shard_tools.look.show.order.asked import Asked
+from shard_tools.look.show.order.explain import DrawnBefore, RowPlace, Why, why_here
+from shard_tools.look.show.order.query import Asked
 from shard_tools.look.show.order.runs import At, ShownRuns
-from shard_tools.look.show.order.why import DrawnBefore, RowPlace, Why, why_here
 from streaming.build.batches.bad_file import shown_url
 from streaming.order.plan.plan import Plan
 from streaming.shards.fetch.read import FetchRange

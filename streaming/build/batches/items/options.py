@@ -1,4 +1,4 @@
-"""Check the options of ``Packed``, and choose the ``Items`` that they describe."""
+"""Check the options of ``Packed``, and choose the ``RowKind`` that they describe."""
 
 from __future__ import annotations
 

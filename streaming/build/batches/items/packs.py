@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.batches.build import LENGTH, BadSample, BatchBuilder, Items, Mask, OnError, Part, Recipe
+from streaming.build.batches.build import LENGTH, BadSample, BatchBuilder, RowKind, Mask, OnError, SourceRecipe, Recipe
 from streaming.build.batches.draws import BatchDraws
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.pieces import OneEach, PieceItems, pieces_of
-from streaming.build.batches.items.rows_apart import join_packs, narrow_pack, split_packs
+from streaming.build.batches.items.split_rows import join_packs, narrow_pack, split_packs
 from streaming.build.batches.jagged import Allocate, Form, checked_jagged
 from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.build.batches.sequence import SequenceSlice
@@ -46,7 +46,7 @@ class TokenPacks(PieceItems):
 
     Attributes:
         shape: The user's options for a batch; its length is that of a pack.
-        balance: See ``Items``.
+        balance: See ``RowKind``.
         parts: Rows that a pack makes, by the row of the run at which its global batch begins; each divides the length.
     """
 
@@ -59,7 +59,7 @@ class TokenPacks(PieceItems):
 
     @property
     def group_rows(self) -> int:  # type: ignore[override]
-        """See ``Items``: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
+        """See ``RowKind``: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
         return 8_192 if self.balance is None else 0
 
     @property
@@ -74,7 +74,7 @@ class TokenPacks(PieceItems):
     # --- which samples ---
 
     def order(self, stock: Stock, of: PlannedRows) -> Index:
-        """See ``Items``: with ``balance="local"`` from the most to the least expensive pack."""
+        """See ``RowKind``: with ``balance="local"`` from the most to the least expensive pack."""
         if self.balance is None or self.balance.how != "local":
             return slice(None)
         costs = self._costs(self.packs(stock, of), self.balance)
@@ -94,7 +94,7 @@ class TokenPacks(PieceItems):
         return packs.costs_by(rules, self.shape.length // packs.parts)
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
-        """See ``Items``: never pack, or wait for a column of lengths, under the engine's lock."""
+        """See ``RowKind``: never pack, or wait for a column of lengths, under the engine's lock."""
         if not stock.source.has_packs(of.chunk_ids, of.passes, stock.seed):
             return None
         if not self.parts.is_constant:
@@ -124,7 +124,7 @@ class TokenPacks(PieceItems):
         return builder.collate([self._as_row(one) for one in each], mask)
 
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:  # noqa: ARG002
-        """See ``Items``: its form follows from the options."""
+        """See ``RowKind``: its form follows from the options."""
         nothing, recipe = np.empty(0, np.int64), replace(builder.recipe, finish=None)
         rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
         splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
@@ -147,12 +147,12 @@ class TokenPacks(PieceItems):
         place: DecodedRow | None = None,  # noqa: ARG002
         draws: BatchDraws | None = None,  # noqa: ARG002
     ) -> PackColumns:
-        """See ``Items``; documents must be ``as_planned``."""
+        """See ``RowKind``; documents must be ``as_planned``."""
         packs = pieces_of(rows)
         return self._laid_out(recipe, rows, packs, packs.lengths, allocate)
 
     def exclude(self, batch: Batch, valid: npt.NDArray[np.bool_]) -> None:
-        """See ``Items``: their labels become -100, and no number counts them; what else a row holds stays."""
+        """See ``RowKind``: their labels become -100, and no number counts them; what else a row holds stays."""
         if valid.all():
             return
         counts, labels = torch.from_numpy(valid), batch["labels"]
@@ -161,7 +161,7 @@ class TokenPacks(PieceItems):
         batch["num_labels"] = int((labels != IGNORED).sum())  # type: ignore[attr-defined]
 
     @override
-    def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:
+    def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
         found: list[Any] = list(samples)
         memory = b"".join(one.get(name, b"") for name in self.shape.fields for one in found)
         places, at = {}, 0
@@ -285,10 +285,10 @@ class TokenPacks(PieceItems):
 
     @override
     def fate(self, on_error: OnError) -> str:
-        return Items.fate(self, on_error) if on_error == "raise" else _FATE
+        return RowKind.fate(self, on_error) if on_error == "raise" else _FATE
 
     @override
-    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> RowKind:
         if rules.how == "exchange" and collate_fn is not None:
             raise ConfigError(
                 'balance="exchange" with a collate_fn: ranks can only exchange packs in the batches that Packed makes '
@@ -297,7 +297,7 @@ class TokenPacks(PieceItems):
         return replace(self, balance=rules)
 
     def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
-        """See ``Items``: documents lie end to end already."""
+        """See ``RowKind``: documents lie end to end already."""
         forms = checked_jagged(jagged, collate_fn)
         if forms:
             raise ConfigError(
@@ -317,7 +317,7 @@ class TokenPacks(PieceItems):
             )
 
     def check_sequence(self, wanted: SequenceSlice, least: int) -> None:
-        """See ``Items``: documents must be divisible; warn about labels whose tokens are on other ranks."""
+        """See ``RowKind``: documents must be divisible; warn about labels whose tokens are on other ranks."""
         if wanted.borders is not None:
             self._check_borders(wanted, least)
         elif not self.parts.is_constant:

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from streaming.build.batches.build import Items, Part
+from streaming.build.batches.build import RowKind, SourceRecipe
 from streaming.build.batches.rows import PlannedRows, Rows, Stock
 from streaming.errors import ConfigError, DataError
 from streaming.order.packing.balance import BalanceRules
@@ -19,7 +19,7 @@ from streaming.order.plan.settings import Shape
 from streaming.types import Int64Array, Sample, override
 
 
-class PieceItems(Items):
+class PieceItems(RowKind):
     """A row is made of several samples, or pieces of them, that ``Source.packs`` names."""
 
     unit = "tokens"
@@ -39,7 +39,7 @@ class PieceItems(Items):
         return self
 
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
-        """See ``Items``: the pieces, which have the name of their sample even if they are damaged."""
+        """See ``RowKind``: the pieces, which have the name of their sample even if they are damaged."""
         packs = self.packs(stock, of)
         row_of = packs.planned
         damage = {piece: lost[row] for piece, row in enumerate(row_of.tolist()) if row in lost} if lost else {}
@@ -64,20 +64,20 @@ class PieceItems(Items):
         return int(pieces_of(rows).planned[i])
 
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
-        """See ``Items``: they are not samples."""
+        """See ``RowKind``: they are not samples."""
         return None
 
     def ahead(self, stock: Stock, chunk_id: int, pass_number: int) -> Callable[[], object] | None:
-        """See ``Items``: which pieces make the rows of a group."""
+        """See ``RowKind``: which pieces make the rows of a group."""
         group, offset, number = (np.array([value]) for value in (chunk_id, 0, pass_number))
         return partial(stock.source.packs, group, offset, number, stock.seed)
 
     def budget(self, limit_bytes: int) -> Budget:
-        """See ``Items``: with a part for packs, and lengths of documents."""
+        """See ``RowKind``: with a part for packs, and lengths of documents."""
         return Budget.of(limit_bytes, packs=True)
 
     @abstractmethod
-    def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:
+    def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
         """Return the only row of ``packs``, made of samples as their dataset gives them, by ``part``.
 
         Raises:
@@ -91,15 +91,15 @@ class OneEach(PieceItems):
     length: int
     at_most = " at most, padded"
 
-    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> Items:  # noqa: ARG002
-        """See ``Items``: there is nothing to balance."""
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> RowKind:  # noqa: ARG002
+        """See ``RowKind``: there is nothing to balance."""
         raise ConfigError(
             f"balance={rules.how!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and "
             "costs the same as any other except for its last rows; leave out balance, or padded"
         )
 
     def check_shape(self, shape: Shape, collate_fn: object) -> None:
-        """See ``Items``: several in one rank's batch would differ in shape."""
+        """See ``RowKind``: several in one rank's batch would differ in shape."""
         if collate_fn is not None or shape.sizes.most <= shape.num_ranks:
             return
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streaming.build.batches.build import BatchBuilder, Mask, OnError, Part, Samples
+from streaming.build.batches.build import BatchBuilder, Mask, OnError, SourceRecipe, Samples
 from streaming.build.batches.collate import default_collate
 from streaming.build.batches.items.pieces import OneEach, pieces_of
 from streaming.build.batches.jagged import Form, checked_jagged
@@ -53,7 +53,7 @@ class WholeSamples(OneEach, Samples):
         return positions[packs.packs] * _MOST_OF_PACK + packs.places
 
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        """See ``Items``: samples are marked one by one."""
+        """See ``RowKind``: samples are marked one by one."""
         return Samples.build(self, builder, rows, None if valid is None else valid[pieces_of(rows).packs])
 
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
@@ -85,13 +85,13 @@ class WholeSamples(OneEach, Samples):
         """See ``Samples``: a batch."""
         return builder.default([sample])
 
-    def alone(self, part: Part, samples: Sequence[Sample], packs: PackRows) -> Sample:  # noqa: ARG002
+    def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:  # noqa: ARG002
         """See ``PieceItems``: the batch of samples, which are decoded and transformed."""
         named = {"__source__": part.name} if part.name else {}
         return default_collate([one | named for one in samples])
 
     def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:  # noqa: ARG002
-        """See ``Items``: samples are concatenated within a batch, of which ``collate_fn`` gets a list."""
+        """See ``RowKind``: samples are concatenated within a batch, of which ``collate_fn`` gets a list."""
         return checked_jagged(jagged, None)
 
     @override

@@ -14,7 +14,7 @@ from streaming.common.counters import Metrics
 from streaming.common.monitor import Monitor
 from streaming.errors import DataError, IndexFormatError, IndexMismatchError
 from streaming.run.engine.memory.arena import Arena
-from streaming.run.engine.memory.lent import Lender
+from streaming.run.engine.memory.lent import ViewLeases
 from streaming.run.engine.memory.mapped import FileMaps, NoMaps
 from streaming.run.engine.memory.row_table import RowTable
 from streaming.run.engine.threads.jobs import JobThreads
@@ -150,7 +150,7 @@ class ChunkStore:
         self.changed = changed
         self._fetch = fetch
         self._maps = maps
-        self.lender = Lender(arena, fetch)
+        self.lender = ViewLeases(arena, fetch)
         self._apart = apart
         self.limit_bytes = arena.budget_bytes
         self.room: Mapping[UnitKey, int] = {}

@@ -135,7 +135,7 @@ class _ToCopy:
         return self.was_lent or self.start in self.place.given or self.num_mended != self.place.num_mended
 
 
-class Lender:
+class ViewLeases:
     """Cut views from the chunks of an arena. Thread-safe.
 
     Args:
@@ -160,8 +160,8 @@ class Lender:
         self._returned: deque[_Place] = deque()
         self._closed = self._may_end = self._has_lacked = self._has_told = False
         self._pid = os.getpid()
-        before_forks(self, Lender._part_before_fork)
-        in_children(self, Lender._leave_behind)
+        before_forks(self, ViewLeases._part_before_fork)
+        in_children(self, ViewLeases._leave_behind)
 
     # --- of the store ---
 

@@ -26,6 +26,7 @@ from streaming.run.engine.threads.stacks import state_of
 from streaming.run.engine.workers.channel import ChannelClosedError
 from streaming.run.engine.workers.fork_server import ForkServer
 from streaming.run.engine.workers.in_progress import BatchWork
+from streaming.run.engine.workers.inline_builder import StandInWorker, as_in_a_process
 from streaming.run.engine.workers.main import (
     ABORT,
     ABORTED,
@@ -44,7 +45,6 @@ from streaming.run.engine.workers.main import (
 from streaming.run.engine.workers.portable import dumps, fingerprint
 from streaming.run.engine.workers.processes import MAX_DEATHS, Processes, Worker
 from streaming.run.engine.workers.ring import BatchRing, Slot
-from streaming.run.engine.workers.stand_in import StandInWorker, as_in_a_process
 from streaming.run.engine.workers.surroundings import Surroundings
 from streaming.run.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.storage import ChangedError, redact

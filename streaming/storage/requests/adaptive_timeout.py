@@ -14,7 +14,7 @@ _FACTOR = 2.0
 faults (21 November 2026, medians of 8 to 15 turns)."""
 
 
-class Silences:
+class AdaptiveTimeout:
     """Recent silences of one kind, and the limit derived from them. Thread-safe.
 
     Args:
@@ -61,7 +61,7 @@ class Patience:
     There are two kinds, because the first is often ten times the second: a store looks up the object only once.
 
     Args:
-        quantile, least_s, unknown_s: See :class:`Silences`.
+        quantile, least_s, unknown_s: See :class:`AdaptiveTimeout`.
 
     Attributes:
         first: Silences before answers began.
@@ -69,5 +69,5 @@ class Patience:
     """
 
     def __init__(self, *, quantile: float, least_s: float, unknown_s: float) -> None:
-        self.first = Silences(quantile=quantile, least_s=least_s, unknown_s=unknown_s)
-        self.later = Silences(quantile=quantile, least_s=least_s, unknown_s=unknown_s)
+        self.first = AdaptiveTimeout(quantile=quantile, least_s=least_s, unknown_s=unknown_s)
+        self.later = AdaptiveTimeout(quantile=quantile, least_s=least_s, unknown_s=unknown_s)

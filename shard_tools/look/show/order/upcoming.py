@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_tools.look.plan.steps import PlannedRun
-from shard_tools.look.show.order.asked import RunAsked
+from shard_tools.look.show.order.query import RunAsked
 from shard_tools.look.show.order.runs import ShownRuns
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError

@@ -25,7 +25,7 @@ from streaming.types import Int64Array, override
 _FEW_CHUNKS = 8
 
 
-class Dealing(ABC):
+class Granularity(ABC):
     """How the shares of a mixture are dealt: a value. Others ask it, and not which form it has.
 
     Whether a run ends is another question (``Blend``); a form has an order for both answers.
@@ -46,12 +46,12 @@ class Dealing(ABC):
     def passes(self, sources: Sources, quotas: Mapping[str, int]) -> MixedPasses:
         """Return the orders of passes with quotas."""
 
-    def under(self, global_batch_size: int | None) -> Dealing:  # noqa: ARG002  no batch is dealt as a whole
+    def under(self, global_batch_size: int | None) -> Granularity:  # noqa: ARG002  no batch is dealt as a whole
         """Return the same for batches of this size."""
         return self
 
     @property
-    def exact(self) -> Dealing:
+    def exact(self) -> Granularity:
         """The same if shares are exact, else the form that deals single samples."""
         return self
 
@@ -86,13 +86,13 @@ class Dealing(ABC):
         """Return what is drawn of ``blend``."""
         return blend
 
-    def companies(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+    def pack_passes(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
         """Return the pass numbers that determine which documents share a pack.
 
         A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
         documents would come twice, and others not at all. So unless passes hold whole sources, packs never change.
         """
-        return blend.companies(passes, sizes)
+        return blend.pack_passes(passes, sizes)
 
     def memory_cure(self, smaller: Callable[[], str]) -> str:  # noqa: ARG002  no source has more than others
         """Return what makes a mixture need less memory, for messages; "" if nothing does.
@@ -130,7 +130,7 @@ class Dealing(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ByChunks(Dealing):
+class ByChunks(Granularity):
     """Whole chunks, or samples of sources that are repeated fast: shares are exact to about a chunk (quotas="chunks").
 
     Laid in chunks, lanes are apart by about a window, in which the run draws ``share * lanes * window`` samples of a
@@ -149,7 +149,7 @@ class ByChunks(Dealing):
 
     @override
     @property
-    def exact(self) -> Dealing:
+    def exact(self) -> Granularity:
         return BySamples()
 
     @override
@@ -191,7 +191,7 @@ class ByChunks(Dealing):
 
 
 @dataclass(frozen=True, slots=True)
-class BySamples(Dealing):
+class BySamples(Granularity):
     """Single samples: shares are exact at every row (quotas="exact")."""
 
     dealt = "samples"
@@ -212,7 +212,7 @@ class BySamples(Dealing):
     def even(
         self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
     ) -> dict[str, Even]:
-        """See ``Dealing``: those that lanes draw from together; all others have runs anyway."""
+        """See ``Granularity``: those that lanes draw from together; all others have runs anyway."""
         if not settings.shuffle:
             return {}
         return {name: "rows" for name, table in tables.items()
@@ -220,7 +220,7 @@ class BySamples(Dealing):
 
 
 @dataclass(frozen=True, slots=True)
-class ByBatches(Dealing):
+class ByBatches(Granularity):
     """Whole batches of one source each: shares are exact counts of batches (batches="one_source")."""
 
     batch_size: int | None = None  # not known before a loader has a size
@@ -267,7 +267,7 @@ class ByBatches(Dealing):
 
     @override
     def settings(self, default: OrderSettings, global_batch_size: int) -> OrderSettings:
-        """See ``Dealing``: each lane gives equally many samples to every batch."""
+        """See ``Granularity``: each lane gives equally many samples to every batch."""
         return replace(default, lanes=next(n for n in range(default.lanes, 0, -1) if global_batch_size % n == 0))
 
     @override
@@ -275,8 +275,8 @@ class ByBatches(Dealing):
         return blend.in_batches(self._size)
 
     @override
-    def companies(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
-        """See ``Dealing``: what is left over of a pass comes first in the next."""
+    def pack_passes(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
+        """See ``Granularity``: what is left over of a pass comes first in the next."""
         return passes * 0
 
     @override
@@ -290,12 +290,12 @@ class ByBatches(Dealing):
         return _cure('batches="one_source"', smaller(), 'batches="mixed"')
 
 
-def dealing_of(quotas: str, batches: str) -> Dealing:
+def granularity_of(quotas: str, batches: str) -> Granularity:
     """Return what these options of a ``Mixture`` say."""
     return {"mixed": {"chunks": ByChunks(), "exact": BySamples()}[quotas], "one_source": ByBatches()}[batches]
 
 
-def dealing_in(entry: Entry) -> Dealing:
+def granularity_in(entry: Entry) -> Granularity:
     """Return what an entry of a ledger says."""
     return {one.dealt: one for one in (ByChunks(), BySamples(), ByBatches(entry.batch_size))}[entry.dealt]
 
