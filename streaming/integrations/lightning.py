@@ -12,6 +12,7 @@ from streaming.errors import ConfigError
 from streaming.integrations.loader_check import expect_loader, of_wrapped
 from streaming.loader import DataLoader
 from streaming.run.device.prefetcher import DevicePrefetcher
+from streaming.types import override
 
 __all__ = ["for_fabric", "prepare_loader"]
 
@@ -94,8 +95,8 @@ class ForFabric(torch.utils.data.DataLoader[Any]):
         super().__init__(_NoSamples(loader), batch_size=None)
         self.loader = loader
 
+    @override
     def __iter__(self) -> Any:
-        """See ``DataLoader.__iter__``."""
         return iter(self.loader)
 
     def state_dict(self) -> dict[str, Any]:

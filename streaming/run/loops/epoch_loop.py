@@ -138,8 +138,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
             raise ConfigError(NO_OTHER_SEED)
         super().set_seed(seed)
 
+    @override
     def seen(self) -> dict[str, dict[str, float]]:
-        """See ``DataLoader.seen``."""
         return self.course.seen(self.order, self.row_of(self.position.place))
 
     @override
@@ -151,8 +151,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
         row, items = self.row_of(place), self.config.recipe.items
         return "; ".join(filter(None, [what_changes(items.changes, row), self.course.what_follows(row)]))
 
+    @override
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
-        """See ``DataLoader.set_weights``."""
         say = self.course.saying(weights, at)
         ranks, can_agree = ranks_together(self.config.mesh, timeout_s)
         with self.course.held(self.position.handed_out) as held:

@@ -37,6 +37,7 @@ from streaming.run.epochs.position import Place
 from streaming.run.replicas.batch_codec import decode, encode
 from streaming.run.replicas.group import ReplicaGroup
 from streaming.run.replicas.options import Broadcast, Replicas
+from streaming.types import override
 
 START, BATCH, BEAT, END, FAILED = range(5)
 BEAT_S = 0.5
@@ -228,8 +229,8 @@ class _SourceRun(_Consumer):
         self._start_reading()
         self._thread.start()
 
+    @override
     def close(self) -> None:
-        """See ``Run``."""
         running = self._running
         super().close()
         if running is not None:

@@ -116,8 +116,8 @@ class MixedSource(JoinedSource):
         _tell_unused(self.sources, self.dealing)
 
     @property
+    @override
     def dealing(self) -> dict[str, object]:
-        """See ``OneOrder``."""
         return super().dealing | self._deal_options | {"fetch_bytes": dict(self.fetch_bytes) or None}
 
     # --- what users read by number ---

@@ -20,7 +20,7 @@ from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
 from streaming.storage import ActiveRequest, Storage
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 
 class JoinedSource(OneOrder):
@@ -105,8 +105,8 @@ class JoinedSource(OneOrder):
         """Return the pass numbers that determine which documents share a pack, for these passes."""
         return passes
 
+    @override
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        """See ``Source``."""
         sources, passes = self.source_of(chunk_ids), self.pack_passes(passes)
         within = chunk_ids - self._starts[sources]
         if len(sources) and (sources == sources[0]).all():
@@ -118,8 +118,8 @@ class JoinedSource(OneOrder):
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
 
+    @override
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
-        """See ``Source``."""
         passes = self.pack_passes(passes)
         return all(
             self._joined[source].has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)

@@ -13,6 +13,7 @@ from streaming.common.job.shared_results import framed, unframed
 from streaming.shards.index.chunk_table import ChunkTable, shard_rows, shards_of_rows
 from streaming.shards.schema.value import Schema
 from streaming.storage import ObjectInfo, ReadBuffer, Reader, Storage, WrongBytesError
+from streaming.types import override
 
 _COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")
 _THREADS = 32
@@ -104,8 +105,8 @@ class StorageAhead(Storage):
         """Read all of ``url`` in the background."""
         self._start(self._wholes, url, self._storage.read)
 
+    @override
     def info(self, url: str) -> ObjectInfo:
-        """See ``Storage``."""
         known = self._listed.get(url)
         return self._told(self._infos, url, self._storage.info) if known is None else known
 
@@ -124,8 +125,8 @@ class StorageAhead(Storage):
             self._wholes.pop(url, None)
             return self._storage.until_right(url, attempt)
 
+    @override
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """See ``Storage``."""
         for info in self._storage.list(url):
             if info.size_bytes:  # an empty one may be a folder marker: only a request can tell
                 self._listed[info.url] = info

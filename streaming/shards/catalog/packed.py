@@ -24,7 +24,7 @@ from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.shards.fetch.read import FetchRange, apart_later, layout_by_records
 from streaming.shards.index.sample_table import Records, SampleLocation
 from streaming.storage import ActiveRequest
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 LengthsOf: TypeAlias = Callable[[int], Int64Array]
 """Tokens of every sample of a shard by number, int64[n], or int64[n, 1 + budgets]; -1: unknown. Thread-safe; kept at
@@ -97,19 +97,19 @@ class PackedSource(OneOrder):
 
     # --- packs ---
 
+    @override
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        """See ``Source``."""
         groups = list(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
         found = {group: self._packs_of(*group, seed) for group in dict.fromkeys(groups)}
         return PackRows.chosen([(found[group], offset) for group, offset in zip(groups, offsets.tolist(), strict=True)])
 
+    @override
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
-        """See ``Source``."""
         groups = dict.fromkeys(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
         return all((*group, seed) in self._recent for group in groups)
 
+    @override
     def keep_at_most(self, num_bytes: int) -> None:
-        """See ``Source``."""
         self._fits.keep_at_most(num_bytes // _FITS_SHARE)
         self._records.keep_at_most(num_bytes // _RECORDS_SHARE)
         self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)

@@ -40,7 +40,7 @@ from streaming.shards.index.sample_table import SampleLocation, SampleTable
 from streaming.shards.index.selection import Selection
 from streaming.shards.schema.meeting import Meaning
 from streaming.storage import ActiveRequest, Storage, scheme_of
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 LOCAL_GAP_BYTES = 128 << 10
 """A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
@@ -196,8 +196,8 @@ class OfTable(OneOrder):
         return self.table.num_samples
 
     @property
+    @override
     def used_samples(self) -> Int64Array:
-        """See ``OneOrder``."""
         return self.table.num_samples
 
     @property
@@ -285,8 +285,8 @@ class ChunkSource(OfTable):
         return self.selection.rows_when(fingerprint, num_shards)
 
     @property
+    @override
     def stored_samples(self) -> Int64Array:
-        """See ``Selection``."""
         return self.selection.stored_samples
 
     def chunk_with(self, shard: int, number: int) -> int | None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streaming.common.arrays import rows_by, sums
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import Bits, kept_rows
-from streaming.types import Int64Array
+from streaming.types import Int64Array, override
 
 _BLOCK = 32  # bytes; the set bits before each block are counted once
 _AT_ONCE = 1 << 16  # rows handled at once: 2 MiB of bits
@@ -150,16 +150,16 @@ class Everything(Selection):
         return cls(chunks=chunks, whole=chunks, table=chunks, rows=range(chunks.num_chunks))
 
     @property
+    @override
     def identity(self) -> str:
-        """See ``Selection``."""
         return self.chunks.fingerprint
 
+    @override
     def over(self, whole: ChunkTable) -> Everything:
-        """See ``Selection``."""
         return replace(self, whole=whole, table=whole, rows=range(whole.num_chunks))
 
+    @override
     def between(self, first: int, stop: int) -> Range:
-        """See ``Selection``."""
         return Range.of(self.chunks, self.whole, first, max(first, stop))
 
 
@@ -178,22 +178,22 @@ class Range(Selection):
         return cls(chunks=chunks, whole=whole, first=first, stop=stop, table=table, rows=rows)
 
     @cached_property
+    @override
     def identity(self) -> str:
-        """See ``Selection``."""
         is_cut = self.whole is not self.chunks
         return (self.over(self.chunks) if is_cut else self).table.fingerprint
 
+    @override
     def over(self, whole: ChunkTable) -> Range:
-        """See ``Selection``."""
         return Range.of(self.chunks, whole, self.first, self.stop)
 
+    @override
     def between(self, first: int, stop: int) -> Range:
-        """See ``Selection``."""
         return Range.of(self.chunks, self.whole, self.first + first, self.first + max(first, stop))
 
     @property
+    @override
     def words(self) -> str:
-        """See ``Selection``."""
         return f"a view of samples {self.first} to {self.stop}"
 
 
@@ -215,18 +215,18 @@ class Chosen(Selection):
     begins: Int64Array = field(repr=False)
 
     @property
+    @override
     def identity(self) -> str:
-        """See ``Selection``."""
         return f"{self.name};samples={self.first} to {self.stop}" if self.is_part else self.name
 
     @property
+    @override
     def filter(self) -> str:
-        """See ``Selection``."""
         return self.identity
 
     @property
+    @override
     def words(self) -> str:
-        """See ``Selection``."""
         return f"a view of samples {self.first} to {self.stop}" if self.is_part else ""
 
     @property
@@ -235,16 +235,16 @@ class Chosen(Selection):
         return (self.first, self.stop) != (0, self.total)
 
     @cached_property
+    @override
     def stored_samples(self) -> Int64Array:
-        """See ``Selection``."""
         return self.whole.num_samples[self.rows]
 
+    @override
     def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
-        """See ``Selection``."""
         return _stored_in_runs(self.whole, self.rows, firsts, stops)
 
+    @override
     def between(self, first: int, stop: int) -> Self:
-        """See ``Selection``."""
         low, high = self.first + first, self.first + max(first, stop)
         begins = np.maximum(self.begins, self.first)
         ends = begins + self.table.num_samples
@@ -273,27 +273,27 @@ class Filtered(Chosen):
             table=whole.rows(rows, counts[rows]), rows=rows, begins=begins[rows],
         )  # fmt: skip
 
+    @override
     def over(self, whole: ChunkTable) -> Filtered:
-        """See ``Selection``."""
         return Filtered.of(self.chunks, whole, self.bits, self.name).between(self.first, self.stop)
 
+    @override
     def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Selection``."""
         places = self.bits.places(np.maximum(self.begins[rows], self.first) + offsets)
         found: Int64Array = places - self.bits.shard_places[self.table.shard[rows]] - self.table.first_sample[rows]
         return found
 
+    @override
     def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """See ``Selection``."""
         return self.bits.rows(shard, first, stop)
 
     @property
+    @override
     def can_grow(self) -> bool:
-        """See ``Selection``."""
         return not self.is_part
 
+    @override
     def _identity_of(self, num_shards: int) -> str:
-        """See ``Selection``."""
         asked = self.name.partition(";")[2].rpartition("kept=")[0]
         return f"{super()._identity_of(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
 
@@ -321,8 +321,8 @@ class Member(Chosen):
             found[of_row] = members[max(begin, self.first) - begin + offsets[of_row]]
         return found
 
+    @override
     def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """See ``Selection``."""
         place = int(self.groups.shard_places[shard])
         found: npt.NDArray[np.bool_] = self.groups.codes[place + first : place + stop] == self.number
         return found
@@ -363,53 +363,53 @@ class Every(Selection):
         )  # fmt: skip
 
     @property
+    @override
     def can_be_cut(self) -> bool:  # type: ignore[override]
-        """See ``Selection``."""
         return self.base.can_be_cut
 
     @property
+    @override
     def identity(self) -> str:
-        """See ``Selection``."""
         return f"{self.base.identity};every={self.step}"
 
     @property
+    @override
     def filter(self) -> str:
-        """See ``Selection``."""
         return self.identity
 
     @property
+    @override
     def words(self) -> str:
-        """See ``Selection``."""
         return ", ".join(filter(None, [self.base.words, f"step {self.step}"]))
 
     @cached_property
+    @override
     def stored_samples(self) -> Int64Array:
-        """See ``Selection``."""
         return self.whole.num_samples[self.rows]
 
+    @override
     def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
-        """See ``Selection``."""
         return _stored_in_runs(self.whole, self.rows, firsts, stops)
 
+    @override
     def over(self, whole: ChunkTable) -> Selection:
-        """See ``Selection``."""
         return self.base.over(whole).every(self.step)
 
+    @override
     def between(self, first: int, stop: int) -> Selection:
-        """See ``Selection``."""
         low, high = first * self.step, (stop - 1) * self.step + 1
         return self.base.between(low, max(low, high)).every(self.step)
 
+    @override
     def every(self, step: int) -> Selection:
-        """See ``Selection``."""
         return self if step == 1 else self.base.every(self.step * step)
 
+    @override
     def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Selection``."""
         return self.leads[rows] + self.base.inside(self.at[rows], self.begins[rows] + offsets * self.step)
 
+    @override
     def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """See ``Selection``."""
         low, high = self.table.rows_of(shard)
         firsts = self.table.first_sample[low:high]
         low, high = (
