@@ -25,6 +25,7 @@ from streaming.run.engine.memory import batch_memory
 from streaming.run.engine.memory.batch_memory import LEAST_BYTES, BatchMemory, _rounded
 from streaming.run.engine.workers import ring
 from tests.support.processes.waiting import PATIENCE_S, until
+from tests.support.tiers import first_here
 
 LARGE = 2 * LEAST_BYTES
 
@@ -221,9 +222,9 @@ HANDS = [{"num_threads": 1}, {"num_workers": 2, "num_threads": 0}, {"num_workers
 """With ``prefetch_factor=1`` these build one, two and two batches ahead."""
 
 
-@pytest.mark.parametrize("hands", HANDS, ids=str)
+@pytest.mark.parametrize("hands", first_here(HANDS, 2), ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"jagged": ("npy",)}, {"pin_memory": True}], ids=["stacked", "jagged", "pinned"]
+    "options", first_here([{}, {"jagged": ("npy",)}, {"pin_memory": True}], 1), ids=["stacked", "jagged", "pinned"]
 )
 def test_batches_use_memory_again_and_kept_ones_stay(
     tmp_path: Path, hands: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

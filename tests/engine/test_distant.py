@@ -31,6 +31,7 @@ from streaming.errors import (
 from tests.support.processes.waiting import PATIENCE_S, ended, until
 from tests.support.sets.data_sets import loaders, mesh_of
 from tests.support.sets.distant_sets import LEAST, NUM, SHARD, ThreePlaces, Watched, clip, flip, sample_of, write_clips
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps", "least")
 
@@ -94,7 +95,7 @@ def places(dataset: StreamingDataset, number: int) -> range:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", first_here([3, 1], 1))
 def test_batches_are_those_of_whole_members(
     clips: str, monkeypatch: pytest.MonkeyPatch, num_workers: int, world_size: int
 ) -> None:

@@ -34,6 +34,7 @@ from tests.support.sets.data_sets import (
     total,
     write_set,
 )  # fmt: skip
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -66,7 +67,7 @@ def turns(request: pytest.FixtureRequest, *halves: Any) -> Any:
     return halves[ORDERS.index(request.node.callspec.params["dataset"])]
 
 
-@pytest.fixture(params=ORDERS)
+@pytest.fixture(params=first_here(ORDERS, 1))
 def dataset(request: pytest.FixtureRequest) -> StreamingDataset:
     found: StreamingDataset = request.getfixturevalue(request.param)
     return found

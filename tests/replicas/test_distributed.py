@@ -32,6 +32,7 @@ from tests.support.sets.data_sets import (
     total,
     write_set,
 )
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.distributed
 
@@ -137,7 +138,7 @@ REAL_WORLDS = (3, 8)
     ("launcher", "world_size"),
     [
         ("torchrun", 2),
-        *(("forked", size) for size in REAL_WORLDS),
+        *first_here([pytest.param("forked", size) for size in REAL_WORLDS], 1),
         *(pytest.param("forked", size, marks=pytest.mark.matrix) for size in WORLD_SIZES if size not in REAL_WORLDS),
     ],
 )

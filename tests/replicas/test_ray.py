@@ -44,6 +44,7 @@ from tests.support.processes.forked import Forked
 from tests.support.processes.played_ranks import read_here
 from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import SampleSet, mesh_of, play, valid_keys, write_set
+from tests.support.sets.torch_sets import ITERABLES, MAPS
 from tests.support.sources.conversions import contents, parquet_source
 
 pytestmark = [pytest.mark.thorough, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -314,6 +315,30 @@ def test_a_new_seed_begins_a_stream_anew_as_in_a_local_loader(
     assert [0, 1, 2, 3] in expected[-3]  # not where the epoch before ended, in the middle of a pass
     with DataLoader(create, remote_group=AWAY, **options) as loader:
         assert tale(loader, lambda batch: batch.handles[0].get().tolist()) == expected
+
+
+@pytest.mark.parametrize("kind", ["map", "counting", "stateless", "keeper", "both", "own torch, state"])
+def test_kinds_of_torch_sets_give_in_actors_the_rows_that_they_give_here(nodes: TwoNodes, kind: str) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "device_mesh": mesh_of(1, 0)}
+    if kind in MAPS:
+        options["shuffle"] = False
+
+    def make() -> Any:
+        return (MAPS | ITERABLES)[kind]()
+
+    def away(batch: RemoteBatch) -> list[int]:
+        return [int(row) for row in batch.handles[0].get()]
+
+    with DataLoader(make, **options) as loader:
+        expected = [[[int(row) for row in batch] for batch in loader] for _ in range(2)]
+    with DataLoader(make, remote_group=AWAY, **options) as loader:
+        assert [[away(batch) for batch in loader] for _ in range(2)] == expected
+    with DataLoader(make, remote_group=AWAY, **options) as loader:
+        begun = [away(batch) for batch in itertools.islice(loader, 2)]
+        state = loader.state_dict()
+    with DataLoader(make, remote_group=AWAY, **options) as loader:
+        loader.load_state_dict(state)
+        assert begun + [away(batch) for batch in loader] == expected[0]
 
 
 def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(

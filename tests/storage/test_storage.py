@@ -26,6 +26,7 @@ from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.base.options import parse_options
 from streaming.storage.requests.transfer import Transfer
 from tests.support.servers.on_loopback import HttpServer, fresh_name
+from tests.support.tiers import first_here
 
 DATA = np.random.default_rng(7).integers(0, 256, 3_000_001, np.uint8).tobytes()
 PART = 5 << 20
@@ -37,7 +38,10 @@ class Store:
     base: str
 
 
-@pytest.fixture(params=["local", "file-url", "memory", "s3-moto", "s3-mini", "s3-in-place", "s3fs", "azure", "gcs"])
+STORES = ("local", "s3-mini", "s3-in-place", "s3fs", "azure", "gcs", "file-url", "memory", "s3-moto")
+
+
+@pytest.fixture(params=first_here(STORES, 6))
 def store(request: pytest.FixtureRequest, tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     kind = request.param
     if kind == "s3-in-place":  # the smallest ranges, too

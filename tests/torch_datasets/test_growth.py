@@ -16,6 +16,7 @@ from streaming import DataLoader, DeviceMeshSampler, RetrySampler
 from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.others.torch_datasets import mesh_sampler
 from tests.support.processes.thread_peers import on_ranks
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -30,7 +31,7 @@ def epoch_of(one: Any) -> list[int]:
     return [row for batch in one for row in batch.tolist()]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", first_here([True, False], 1))
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_each_epoch_has_the_length_of_its_beginning(num_workers: int, *, persistent: bool, shuffle: bool) -> None:
