@@ -21,6 +21,7 @@ FUNCTIONS = frozenset({"compile", "match", "fullmatch", "search", "sub", "subn",
 _METHODS = FUNCTIONS - {"compile"}
 _OF_CATEGORY = {"CATEGORY_DIGIT": "7", "CATEGORY_SPACE": " ", "CATEGORY_WORD": "w", "CATEGORY_NOT_SPACE": "s",
                 "CATEGORY_NOT_DIGIT": "d", "CATEGORY_NOT_WORD": "-"}  # fmt: skip
+_USES = re.compile(r"\bre\.|\.(match|fullmatch|search|subn?|findall|finditer)\(")
 _MOST_PREFIXES, _MOST_PUMPS, _MOST_EXAMPLES = 5, 32, 3
 
 
@@ -48,8 +49,10 @@ class Expression:
 
 @cache
 def _trees() -> dict[str, ast.Module]:
+    """Of the modules that use an expression."""
     paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    return {name: ast.parse(text) for name, text in texts.items() if _USES.search(text)}
 
 
 @cache
