@@ -576,7 +576,7 @@ import os, signal, sys
 import numpy as np
 from streaming.build.decode import resolve_decoders
 from streaming.run.engine.memory.arena import Arena
-from streaming.build.batches.build import Part, Recipe, Rows
+from streaming.build.batches.build import Recipe, Rows, SourceRecipe
 from streaming.run.engine.workers.ring import BatchRing
 from streaming.build.batches.rows import FieldRange
 from streaming.run.engine.workers.pool import WorkerPool
@@ -588,7 +588,7 @@ def transform(sample):
     if sample["cls"] == 9: raise Own("nine")
     return {**sample, "more": helper(sample["cls"])}
 arena, ring = Arena(1 << 20), BatchRing(2)
-part = Part(decoders=resolve_decoders(), transform=transform, on_error="raise")
+part = SourceRecipe(decoders=resolve_decoders(), transform=transform, on_error="raise")
 pool = WorkerPool(2, Recipe(parts=(part,)), arena, ring=ring)
 def rows(data):
     arena.view[:len(data)] = data

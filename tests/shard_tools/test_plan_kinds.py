@@ -71,7 +71,7 @@ def said(report: dict[str, Any]) -> Counter[Row]:
 def judge(case: Case, folder: Path, tmp_path: Path, number: int) -> str:
     """Compare a case: "same", or "refused" by both."""
     dice = random.Random(f"judge/{number}")
-    file, saved = tmp_path / "mixture.json", tmp_path / "state.json"
+    file, saved = folder / f"{tmp_path.name}.json", tmp_path / "state.json"
     described, order = as_arguments(case["spec"], folder, file)
     size, options = case["options"]["global_batch_size"], case["options"]
     shape = [*size_option(size), "--last-batch", options["last_batch"]]

@@ -94,7 +94,7 @@ def described(case: Case, folder: Path, tmp_path: Path) -> tuple[tuple[str, ...]
     """URLs and options of ``shard_tools show``, and what an address says of the order."""
     content = as_file(case["spec"], folder, is_top=True)
     if "sources" in content:
-        file = tmp_path / "mixture.json"
+        file = folder / f"{tmp_path.name}.json"
         file.write_text(json.dumps(content))
         return (str(file),), {}, {}
     order = {name: content.pop(name) for name in ORDER if name in content}

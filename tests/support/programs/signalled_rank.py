@@ -103,6 +103,7 @@ def main() -> None:
         group.signal()
         found["ended_by"] = {one.pid: ended_by(one.pid) for one in served_by()}
         if given["stands"]:
+            until(lambda: len(served_by()) > given["num_workers"], "a server and all workers are up")
             print(json.dumps({"pids": [one.pid for one in served_by()]}), flush=True)
             threading.Event().wait()
         found["epochs"] = [numbers([first, *batches]), numbers(list(loader))]
