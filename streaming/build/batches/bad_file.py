@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
-from streaming.errors import DataError
 from streaming.common.forks import in_children, renew_lock
+from streaming.errors import DataError
 from streaming.storage import local_path, lock_open, redact, scheme_of
 
 _log = logging.getLogger(__name__)

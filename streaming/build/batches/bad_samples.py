@@ -9,14 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from streaming.common.arguments import most_bad
 from streaming.build.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.build.batches.build import LENGTH, BadSample, Samples
 from streaming.build.batches.dropped_samples import DROPPED, LossLog, cure_of
+from streaming.common.arguments import most_bad
 from streaming.common.counters import Metrics
-from streaming.errors import TooManyBadSamplesError
 from streaming.common.forks import in_children, renew_lock
 from streaming.common.job.tally import Tally
+from streaming.errors import TooManyBadSamplesError
 
 _LISTED = 5
 _log = logging.getLogger(__name__)

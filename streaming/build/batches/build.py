@@ -1,6 +1,7 @@
 """Build a batch from its rows: decode, transform, collate; unreadable samples are substituted, masked or raised.
 
-What a row is, A ``RowKind`` says: a sample (``Samples``), or what ``streaming.build.batches.items`` makes of several samples.
+What a row is, a ``RowKind`` says: a sample (``Samples``), or what ``streaming.build.batches.items`` makes of several
+samples.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arrays import sums
 from streaming.build.batches.collate import default_collate, empty_like, without_rows
 from streaming.build.batches.columns import Columns
 from streaming.build.batches.draws import BatchDraws, Chain, as_chain
-from streaming.build.batches.jagged import Allocate, Form, checked_jagged
 from streaming.build.batches.dropped_samples import DROPPED, cure_of, user_trace
+from streaming.build.batches.jagged import Allocate, Form, checked_jagged
 from streaming.build.batches.portion import Portion
 from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.build.batches.sequence import SequenceSlice
@@ -37,12 +37,13 @@ from streaming.build.decode import (
     together,
     view,
 )
+from streaming.common.arrays import sums
+from streaming.common.platforms import later
 from streaming.errors import ChecksumError, ConfigError, DataError, DecodeError, TooManyBadSamplesError
 from streaming.order.packing.balance import BalanceRules
 from streaming.order.plan.memory import Budget
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.state import LoaderState
-from streaming.common.platforms import later
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, Transform, override
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.build.batches.jagged import Allocate, Form, Jagged, collate_jagged, fresh, nested_parts
-from streaming.errors import ConfigError
 from streaming.common.platforms import later
+from streaming.errors import ConfigError
 from streaming.types import Batch
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arrays import sums
 from streaming.build.batches.collate import collate_field
 from streaming.build.batches.draws import BatchDraws
 from streaming.build.batches.jagged import Allocate, Form, collate_jagged, fresh, joined
@@ -31,8 +30,9 @@ from streaming.build.decode import (
     raw,
     view,
 )
-from streaming.errors import ConfigError, DecodeError
+from streaming.common.arrays import sums
 from streaming.common.platforms import later
+from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from numpy.random import PCG64, Generator, SeedSequence
 from numpy.random.bit_generator import ISpawnableSeedSequence
 
 from streaming.build.decode import draws_numbers
+from streaming.common.platforms import later
 from streaming.errors import ConfigError
 from streaming.order.plan.permutation import hash_each, hash_words
-from streaming.common.platforms import later
 from streaming.types import Decoder, Int64Array, Sample, Transform
 
 if TYPE_CHECKING:

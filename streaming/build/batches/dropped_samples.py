@@ -13,9 +13,9 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable
 
-from streaming.errors import shell_place
 from streaming import errors
 from streaming.common.forks import in_children, renew_lock
+from streaming.errors import shell_place
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.common.arguments import is_list
-from streaming.errors import ConfigError
 from streaming.common.platforms import later
+from streaming.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

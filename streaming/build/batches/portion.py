@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.common.arguments import checks_names
 from streaming.build.batches.sequence import SequencePeer, SequenceSlice, checked_names, cut_sequence
+from streaming.common.arguments import checks_names
 from streaming.errors import ConfigError
 from streaming.types import Batch
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from streaming.common.arguments import check_choice, checks_names, is_list, is_whole
 from streaming.build.batches.jagged import int64s
-from streaming.errors import ConfigError
+from streaming.common.arguments import check_choice, checks_names, is_list, is_whole
 from streaming.common.platforms import later
+from streaming.errors import ConfigError
 from streaming.types import Batch, Int64Array
 
 if TYPE_CHECKING:

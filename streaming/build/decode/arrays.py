@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import format_bytes
 from streaming.build.decode.values import require
+from streaming.common.arguments import format_bytes
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from streaming.common.arguments import format_bytes
 from streaming.build.decode.streams.files import Encoded
+from streaming.common.arguments import format_bytes
 from streaming.errors import ConfigError
 
 FIRST_SHARE: Final = 0.5

@@ -10,14 +10,14 @@ from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
-from streaming.common.arguments import format_bytes, unpacked_name
 from streaming.build.decode import arrays, images, values
 from streaming.build.decode.by_set import BySet, Renumbered
 from streaming.build.decode.sound import Sound
 from streaming.build.decode.video import Video
+from streaming.common.arguments import format_bytes, unpacked_name
+from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError, DecodeError
 from streaming.storage import redact
-from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.types import Decoder, ReadBuffer
 
 FieldSpec: TypeAlias = "str | type | np.dtype[np.generic] | Callable[..., object] | FieldDecoder | None"

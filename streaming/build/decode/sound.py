@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import checks_names
 from streaming.build.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
@@ -38,6 +37,7 @@ from streaming.build.decode.streams.files import Encoded, WatchedFile, opened
 from streaming.build.decode.streams.kinds import links_of
 from streaming.build.decode.streams.links import Known, Link
 from streaming.build.decode.values import require
+from streaming.common.arguments import checks_names
 from streaming.errors import ConfigError
 
 _FORMATS: Final = frozenset(("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"))

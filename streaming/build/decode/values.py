@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any, cast
 
 from streaming.common.arguments import format_bytes
-from streaming.errors import ConfigError
 from streaming.common.inflate import GZIP_MAGIC, MAX_GZIP_RATIO, GzipError, gunzipped
+from streaming.errors import ConfigError
 from streaming.types import Decoder, ReadBuffer
 
 MAX_INFLATED_BYTES = 4 << 30

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import checks_names
 from streaming.build.decode.clips import (
     FIRST_SHARE,
     MAX_BYTES,
@@ -37,6 +36,7 @@ from streaming.build.decode.images import MAX_PIXELS
 from streaming.build.decode.streams.files import Encoded, WatchedFile, opened
 from streaming.build.decode.upright import turned
 from streaming.build.decode.values import require
+from streaming.common.arguments import checks_names
 from streaming.errors import ConfigError
 
 _MATROSKA: Final = b"\x1a\x45\xdf\xa3"

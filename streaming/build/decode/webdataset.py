@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from streaming.common.arguments import unpacked_name
 from streaming.build.decode.registry import DecodeSpec, FieldDecoder, resolve_decoders
 from streaming.build.decode.values import require, unpacked
+from streaming.common.arguments import unpacked_name
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from streaming.build.batches.jagged import Allocate, fresh
 from streaming.build.batches.rows import Rows
+from streaming.common.platforms import later
 from streaming.order.packing.fill import Filler, segments_of
 from streaming.order.packing.layout import PackRows, PackShape, rows_of_padded
-from streaming.common.platforms import later
 from streaming.types import Batch, Int64Array, override
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streaming.common.arguments import checked_flag, checked_int, is_list
 from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
 from streaming.build.batches.items.pieces import PieceItems
 from streaming.build.batches.items.whole import WholeSamples
+from streaming.common.arguments import checked_flag, checked_int, is_list
 from streaming.errors import ConfigError
 from streaming.order.packing.layout import PackShape
 from streaming.order.packing.rules import MAX_LENGTH, PackRules

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.batches.build import LENGTH, BadSample, BatchBuilder, RowKind, Mask, OnError, SourceRecipe, Recipe
+from streaming.build.batches.build import LENGTH, BadSample, BatchBuilder, Mask, OnError, Recipe, RowKind, SourceRecipe
 from streaming.build.batches.draws import BatchDraws
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.pieces import OneEach, PieceItems, pieces_of
@@ -19,13 +19,13 @@ from streaming.build.batches.items.split_rows import join_packs, narrow_pack, sp
 from streaming.build.batches.jagged import Allocate, Form, checked_jagged
 from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
 from streaming.build.batches.sequence import SequenceSlice
+from streaming.common.platforms import later
 from streaming.errors import ConfigError, DecodeError
 from streaming.order.packing.balance import BalanceRules, order_local
 from streaming.order.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
 from streaming.order.packing.shorter import shorter
 from streaming.order.plan.sizes import Steps
 from streaming.order.plan.state import LoaderState
-from streaming.common.platforms import later
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, override
 

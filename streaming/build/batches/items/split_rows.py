@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streaming.build.batches.jagged import Allocate, fresh
-from streaming.order.packing.layout import IGNORED, NO_DOCUMENT
 from streaming.common.platforms import later
+from streaming.order.packing.layout import IGNORED, NO_DOCUMENT
 from streaming.types import Batch
 
 if TYPE_CHECKING:

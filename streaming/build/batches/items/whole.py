@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streaming.build.batches.build import BatchBuilder, Mask, OnError, SourceRecipe, Samples
+from streaming.build.batches.build import BatchBuilder, Mask, OnError, Samples, SourceRecipe
 from streaming.build.batches.collate import default_collate
 from streaming.build.batches.items.pieces import OneEach, pieces_of
 from streaming.build.batches.jagged import Form, checked_jagged
