@@ -67,8 +67,11 @@ SEARCH = """
 import sys, time
 import numpy as np
 from bench_where import CHUNK_ROWS, CONDITIONS, SHARD_ROWS
-from shard_tools.look.plan.keys import keys_at
 from streaming import StreamingDataset
+try:
+    from shard_tools.look.plan.keys import keys_at
+except ModuleNotFoundError:  # a tree of before it had wings
+    from shard_tools.plan.keys import keys_at
 
 folder, name = f"{sys.argv[1]}/index", sys.argv[2]
 begun_s = time.perf_counter()

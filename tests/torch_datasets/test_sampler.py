@@ -245,7 +245,7 @@ def test_a_tail_that_is_too_small_for_the_ranks_is_that_behind_the_state() -> No
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_under_torch_with_exact_state(num_workers: int) -> None:
-    before = leftovers()
+    before = settled()
     options = {"batch_size": 4, "seed": 3}
     (reference,) = samplers(50, 1, **options)
     expected = [[[10 * i for i in rows] for rows in reference] for _ in range(2)]
@@ -420,7 +420,7 @@ def test_substitutes_do_not_depend_on_world_size_or_workers(num_workers: int) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.thorough)])
 def test_reports_come_back_from_worker_processes(method: str) -> None:
-    before = leftovers()
+    before = settled()
     sampler = retry(Always(24, {2, 17}))
     num_workers = 2 if method == "fork" else 1  # a fork server's imports this file and torch, which takes seconds
     loader = DataLoader(
