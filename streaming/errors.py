@@ -60,7 +60,7 @@ _URL = re.compile(r"(?<![a-zA-Z0-9+.\-])([0-9+.\-]*+)([a-zA-Z][a-zA-Z0-9+.\-]++:
 """A URL, after a character that cannot belong to its scheme. So each run of scheme letters is tried once, from its
 start: messages repeat keys of strangers, of any length."""
 _SLASHED = re.compile(r"\A([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?:\[]*:(?![0-9]*(?:/|\Z))[^?]*@")
-"""A user and a password with a slash, which nobody has encoded: what follows the first colon is no port."""
+"""A user and a password with an unencoded slash: the text after the first colon is no port."""
 _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000

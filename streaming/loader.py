@@ -82,7 +82,7 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
             (CONTRIBUTING.md); a map-style or iterable torch dataset (wrapped in an ``OrdinaryDataset`` if it needs
             options of its own); or a callable that makes one of these.
         batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``. None, if it is written:
-            the items of a torch dataset are batches, which come as they are, as in torch; positions, ``epoch_size`` and
+            the items of a torch dataset are batches, handed out unchanged, as in torch; positions, ``epoch_size`` and
             ranks count items, and ``collate_fn`` is a function of one item.
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the

@@ -199,7 +199,7 @@ REBUILDERS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda loader: prepare_data_loader(loader, num_processes=2, process_index=1, split_batches=True), ConfigError,
         "prepare_loader",
     ),
-    "Ray": (dealt_again, AttributeError, "iterate over the loader as it is, without what would rebuild it"),
+    "Ray": (dealt_again, AttributeError, "iterate over the loader itself, without a helper that rebuilds it"),
     "batch_sampler": (cut_batches, ConfigError, "gives no indices"),
 }  # fmt: skip
 WRAPPERS: dict[str, Callable[[DataLoader], Any]] = {

@@ -113,9 +113,9 @@ class AutoFields:
     A field is looked up in ``given`` as it is, then in lower case, then as ``*.png`` (its last
     component), then as ``*`` (anything else); then in ``described``.
 
-    A field such as ``json.gz`` is unpacked, then decoded as ``json``: by what is ``given`` for it, or for what it holds
+    A field such as ``json.gz`` is unpacked, then decoded as ``json``: by what is ``given`` for it, or for its content
     (``json``, ``*.json``), or by extension. ``raw``, ``view`` and functions that are given for ``json.gz`` itself,
-    ``*.gz`` or ``*`` get the bytes as they are stored.
+    ``*.gz`` or ``*`` get the stored bytes.
 
     Attributes:
         given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.

@@ -153,7 +153,7 @@ class Unpacked:
 
     @staticmethod
     def before(decoder: Decoder, max_ratio: float) -> Unpacked:
-        """Return ``decoder`` behind the unpacking; a view of what is not in memory is a copy."""
+        """Return ``decoder`` behind the unpacking; a view of unpacked bytes is a copy."""
         kind = DrawingUnpacked if hasattr(decoder, "with_rng") else Unpacked
         return kind(below=raw if decoder is view else decoder, max_ratio=max_ratio)
 

@@ -11,7 +11,7 @@ _LENGTH = "leave it out; DataLoader(epoch_size=…) makes epochs of other length
 _STATE = "write loader.state_dict() and loader.load_state_dict(state)"
 _SLICE = "write dataset[a:b], or StreamingDataset(subset=…)"
 _NO_SPLIT = "leave it out: streaming.DataLoader deals samples to ranks and workers"
-_NO_REBUILDING = "iterate over the loader as it is, without what would rebuild it, such as Ray's prepare_data_loader"
+_NO_REBUILDING = "iterate over the loader itself, without a helper that rebuilds it, such as Ray's prepare_data_loader"
 
 OF_DATASETS: Mapping[str, tuple[str, str]] = {  # method: what to write here, the page that says more
     "filter": (_FILTER, "datasets"),

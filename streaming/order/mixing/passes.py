@@ -36,7 +36,7 @@ from streaming.types import Int64Array
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _MOST_PARTS, _MOST_TIMES = 2**24, 100
-"""So many chunks, or so many times those of the sources, are laid in one pass: 2 GiB for a moment, and some seconds."""
+"""One pass lays at most this number of chunks, or this multiple of the sources' chunks: 2 GiB for some seconds."""
 _KEPT_FROM = 2**14  # chunks: a permutation of fewer takes less than a millisecond
 
 

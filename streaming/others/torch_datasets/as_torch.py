@@ -43,7 +43,7 @@ class Whole:
 def called_as_torchs(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Make the loader's constructor take what torch's takes by place, and ``batch_size=None``.
 
-    Only here can ``batch_size=None`` be told from a batch size that is missing.
+    Only here does ``batch_size=None`` differ from a missing batch size.
     """
 
     @functools.wraps(init)
@@ -67,7 +67,7 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     function = options.get("collate_fn")
     for name in ("jagged", "remote_group"):
         if options.get(name) is not None:
-            raise ConfigError(f"batch_size=None hands out items as they are, which {name}= cannot change; leave it out")
+            raise ConfigError(f"batch_size=None hands out items unchanged, so {name}= has no effect; leave it out")
     if function is not None and not callable(function):
         raise ConfigError(f"collate_fn: expected a function of an item, with batch_size=None, got {function!r}")
     return {"batch_size": 1, "collate_fn": function if isinstance(function, Whole) else Whole(function)}

@@ -82,7 +82,7 @@ class SetGenerators:
         return frozenset(name for name, mark in self._marks().items() if self._begun.get(name) != mark)
 
     def states(self, names: frozenset[str]) -> dict[str, str]:
-        """Return the states of generators as they are. Inside the block."""
+        """Return the current states of generators. Inside the block."""
         now = dict(zip(_PROCESS, generator_states(), strict=True))
         return {name: _text(now[name] if name in now else self._own[name].state()) for name in sorted(names)}
 
@@ -117,7 +117,7 @@ def _state(text: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the state of a generator as JSON takes it: what is no number or text is a dict of its kind and content."""
+    """Return the state of a generator in JSON's types: other values become a dict of their kind and content."""
     if isinstance(value, torch.Tensor):
         return {"bytes": base64.b64encode(value.numpy().tobytes()).decode()}
     if isinstance(value, np.ndarray):

@@ -79,7 +79,7 @@ class StatesOfCopies:
 
         Args:
             line: The states; none: as the dataset was made.
-            as_made: The copies are new ones, which are left as they are.
+            as_made: The copies are new, and stay unchanged.
         """
         loaded, self._due = self._due, ()
         if as_made:

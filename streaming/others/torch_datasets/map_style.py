@@ -192,7 +192,7 @@ class MapLoop(Loop):
             return ()
         if not isinstance(state, MapState) or not cursors:
             if state.samples_seen:
-                _log.warning("%s has a state_dict, of which this state holds nothing: it continues as it is", name)
+                _log.warning("%s has a state_dict, but this state holds none: the data set stays unchanged", name)
             return ()
         other = state.other_place(mesh.data_rank, mesh.data_world_size, self.states.num_copies)
         if other:

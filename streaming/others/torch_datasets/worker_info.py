@@ -36,7 +36,7 @@ class BeginWorker:
         numbers: The number of the worker in each process, in the order in which torch starts them.
         num_workers: How many workers there are, of all ranks if ``numbers`` count over all ranks.
         then: The user's ``worker_init_fn``.
-        is_shared_out: The loop keeps a part of what the dataset yields, and nobody has asked for that. A function that
+        is_shared_out: The loop keeps a share of the samples, without an option that asks for it. A function that
             divides the dataset, too, would lose samples.
     """
 

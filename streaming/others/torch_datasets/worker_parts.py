@@ -81,7 +81,7 @@ class Cursor:
     def in_next_pass(self) -> Cursor:
         """The beginning of the next pass, from what the dataset was like behind the end of this one.
 
-        One whose end this part has not reached hands nothing on but what is known of its generators.
+        If the pass has not ended, only the first states of its generators are handed on.
         """
         state = self.state if self.ended else None
         return Cursor(worker=self.worker, pass_number=self.pass_number + 1, state=state, first=self.first)
@@ -301,8 +301,8 @@ class _Part:
     def _look_back(self) -> None:
         """Note where the last sample of a batch begins, if it may draw random numbers.
 
-        Whoever continues behind it reads it again: what an iterator draws as it begins a pass comes from the numbers
-        of that beginning, and what it draws later from those of the last sample on.
+        A run that continues behind the batch reads this sample again. Draws at the beginning of a pass then come from
+        the numbers of that beginning, and later draws from those of this sample.
         """
         if self._iterator is not None:
             self._before = (self._num_items, self._state()) if self._has_state and self._generators.drawn() else None
@@ -376,10 +376,10 @@ class _Part:
         return iterator
 
     def _items(self, *, is_handed_on: bool) -> Iterator[Any]:
-        """Yield what is left of the pass.
+        """Yield the rest of the pass.
 
-        A generator learns only now that it was given a state behind the end of a pass, of which nothing is left to
-        read; then the next iterator is the one of this pass.
+        A generator that was given a state behind the end of a pass finds only now that nothing is left to read. Then
+        the next iterator is the one of this pass.
         """
         item = next(self._iterator, _END)
         if item is _END and is_handed_on:

@@ -232,7 +232,7 @@ class Position:
 
     @property
     def has_first_batch_out(self) -> bool:
-        """Whether the current iterator has handed out one batch, and nobody has closed or dropped it."""
+        """Whether the current iterator has handed out one batch, and is neither closed nor dropped."""
         return self._num_handed_out == 1 and self._turn is not None and self._turn.is_open and self._turn.has_begun
 
     @property

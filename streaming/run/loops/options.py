@@ -120,7 +120,7 @@ _FIXED = frozenset((
 ))  # fmt: skip
 """Options of a loader that cannot change once it is made: all but ``stall_report_s``."""
 _CALLED = {"epoch": "set_epoch({value!r})", "seed": "seed({value!r})"}
-"""What is changed by calling a method."""
+"""Attributes that only a method changes, with the call."""
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
         ConfigError: One of them is given with a value that would have an effect.
     """
     for name, why in _NEVER.items():
-        value = options[name]  # a sampler may be an array, of which == says nothing
+        value = options[name]  # a sampler may be an array, whose == is no bool
         if not any(type(value) is type(one) and value == one for one in _HARMLESS.get(name, (None,))):
             raise ConfigError(f"{name}: {why}")
 
@@ -326,7 +326,7 @@ def refuse_rebuilding(name: str) -> None:
         raise ConfigError(
             f"loader.{name}: this program makes a loader of its own over loader.dataset, which would read other rows "
             "than this one: its batches are split over the ranks already, and it resumes from a state by itself. Give "
-            "the program the loader as it is, without accelerate's prepare_data_loader and skip_first_batches. "
+            "the program the loader itself, without accelerate's prepare_data_loader and skip_first_batches. "
             "streaming.integrations has what to use: accelerate.prepare_loader(accelerator, loader) and "
             "accelerate.skip_first_batches(loader, number), transformers.use_loader(trainer, loader), "
             "lightning.for_fabric(loader)"

@@ -156,7 +156,7 @@ def _half(environ: Mapping[str, str], parts: Sequence[tuple[str, ...]]) -> str:
 
     Args:
         environ: The environment.
-        parts: The variables of each part, of which one is enough.
+        parts: The variables of each part; one of them is enough.
     """
     found = [next((name for name in names if environ.get(name)), "") for names in parts]
     missing = [names[0] for names, name in zip(parts, found, strict=True) if not name]

@@ -24,7 +24,7 @@ _Made = TypeVar("_Made")
 def takes_tuned(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Make a constructor take ``tuned=``, a file, for its options that are not given, or are None.
 
-    Only here can given options be told from defaults of the signature.
+    Only here do given options differ from defaults of the signature.
     """
 
     @functools.wraps(init)
