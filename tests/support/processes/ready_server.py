@@ -16,6 +16,7 @@ import sys
 import threading
 from contextlib import suppress
 
+from streaming.common.forks import signals_held_back
 from streaming.run.engine.workers.fork_server import SHARED, ForkServer, serve
 
 
@@ -51,10 +52,11 @@ def have_a_server() -> None:
     """Fork the server that the first loaders of this process share. To be called while it has one thread."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        ours.close()
-        serve(theirs.detach(), parent)
+    with signals_held_back():  # until it has its own settings, as with ``ForkServer``
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            serve(theirs.detach(), parent)
     theirs.close()
     server = ForkServer.__new__(ForkServer)
     server._lock, server._is_ready, server._control = threading.Lock(), False, ours
