@@ -51,6 +51,8 @@ PAGES = (
     "docs/every-decoder",
     "docs/every-command",
     "docs/options",
+    "docs/tools",
+    "docs/tools/convert",
     "docs/coming-from/webdataset",
     "docs/coming-from/mosaic",
     "docs/messages/state",
