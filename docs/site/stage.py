@@ -130,6 +130,8 @@ class Stage:
                 Path(f"benchmarks/{name}.md")
                 for name in ("peers/RESULTS", "peers/FAULTS", "mlperf_storage/README", "UNHIDDEN", "GPU", "PASSES")
             ]
+        elif page == Path("docs/tools.md"):
+            below += [one.relative_to(ROOT) for one in source_pages() if one.parent == ROOT / "docs/tools"]
         elif page == Path("docs/launchers.md"):
             below += [Path("infra/deploy/README.md")]
         return text + (_tree(sorted(self._relative(page, one) for one in below)) if below else "")

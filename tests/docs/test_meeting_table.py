@@ -37,7 +37,7 @@ def word_of(met: Met, of: Contradiction, *, classes: str | None) -> str:
     is_as_there = "field cls: numbers of" in met.told
     assert repr(of.part) in met.told or is_as_there, f"silent: {met.told or 'nothing'}"
     is_translated = met.right and (classes or of.width == "uint32" or is_as_there)
-    return "translated" if is_translated else "told"
+    return "translated" if is_translated else "reported"
 
 
 def cell(sets: dict[str, Path], name: str, contradiction: str, classes: str | None = None) -> str:

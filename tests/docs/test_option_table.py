@@ -378,11 +378,11 @@ def shown(words: str) -> str:
 
 HEAD = """# Options and kinds of sets
 
-What each named option does with each kind of set. `tests/docs/test_option_table.py` reads every kind with the option
-and without it, and writes this page (`PYTHONPATH=. .venv/bin/python tests/docs/test_option_table.py`).
+The tables show the effect of each option on each kind of set. `tests/docs/test_option_table.py` reads every kind with
+the option and without it, and writes this page (`PYTHONPATH=. .venv/bin/python tests/docs/test_option_table.py`).
 **acts**: batches, errors, files, metrics or the settings of the loop differ. **refused**: an error with the words below
-the table. **told**: it has no effect there, and a warning says so in the words below. **-**: they cannot meet, because
-the kind is not made of that class, or for the reason below.
+the table. **told**: it has no effect there, and a warning reports it in the words below. **-**: they cannot meet,
+because the kind is not made of that class, or for the reason below.
 
 Kinds: `plain`, `where`, `subset`, `exclude`: a `StreamingDataset`, and one narrowed by that option. `mixture`: a
 `Mixture`, whose source gets the options of `StreamingDataset`; `nested`: a `Mixture` in a `Mixture`, of which the inner

@@ -51,6 +51,8 @@ PAGES = (
     "docs/every-decoder",
     "docs/every-command",
     "docs/options",
+    "docs/tools",
+    "docs/tools/convert",
     "docs/coming-from/webdataset",
     "docs/coming-from/mosaic",
     "docs/messages/state",
@@ -148,7 +150,7 @@ def test_every_verb_is_there_with_its_options() -> None:
 
 def test_every_page_of_the_repository_is_in_the_side_bar() -> None:
     listed = {page for pages in stage.NAVIGATION.values() for page in pages}
-    below = ("docs/design/0", "infra/", "benchmarks/", "README")
+    below = ("docs/design/0", "docs/tools/", "infra/", "benchmarks/", "README")
     pages = {str(page.relative_to(ROOT).with_suffix("")) for page in stage.source_pages()}
     assert {page for page in pages - listed if not page.startswith(below)} == set()
     assert listed <= pages

@@ -70,7 +70,7 @@ def load_prices(data: ReadBuffer, name: str) -> dict[str, Any]:
             if key not in _NAMES or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ConfigError(
                     f"--prices {name}: {scheme}.{key}: expected one of {', '.join(_NAMES)} with a number, "
-                    f"got {value!r}; see docs/tools.md"
+                    f"got {value!r}; see docs/tools/bench.md"
                 )
     return table
 
