@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from shard_tools.make.convert.base.records import TEXT_UNITS
-from shard_tools.make.tokens.encode import open_processes
 from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, tokenize
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal import render
 from shard_tools.terminal.options import Command, names
@@ -114,7 +114,7 @@ def convert_tokens(
     # A single one is this process, which also takes ids as they are.
     processes = engine == "local" and workers > 1 and chosen.tokens_field is None
     opened: AbstractContextManager[Executor | None]
-    opened = open_processes(workers) if processes else open_engine(engine, workers)
+    opened = ProcessExecutor(workers) if processes else open_engine(engine, workers)
     with opened as executor, progress_bar("convert", "documents") as progress:
         report = tokenize(
             sources, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress

@@ -17,8 +17,10 @@ from shard_tools.change.sets.index_files import check_beside
 from shard_tools.change.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of, unlike_sets
 from shard_tools.make.write.mark import unmark
 from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
+from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
+from streaming.common.platforms import num_cores
 from streaming.errors import IndexFormatError
 from streaming.shards.catalog.build import (
     home_of,
@@ -117,6 +119,15 @@ class _Told:
             self.passed_over += found  # of each scanned shard once, whichever thread tells of it
 
 
+def _where(
+    executor: Executor | None, workers: int, total_bytes: int
+) -> contextlib.AbstractContextManager[Executor | None]:
+    """Return where to scan, for ``with``: None is for threads."""
+    if executor is None and workers > 1 and total_bytes >= _PROCESSES_FROM_BYTES:
+        return ProcessExecutor(workers)
+    return contextlib.nullcontext(executor)
+
+
 def index(
     urls: Sequence[str],
     *,
@@ -161,18 +172,18 @@ def index(
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
-    table = index_shards(
-        storage,
-        shards,
-        index_url,
-        parallel=workers,
-        force=force,
-        processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
-        executor=executor,
-        duplicate_keys=duplicate_keys,
-        progress=told,
-        on_passed_over=told.add_passed_over,
-    )
+    with _where(executor, min(workers or num_cores(), len(shards)), total_bytes) as scanning:
+        table = index_shards(
+            storage,
+            shards,
+            index_url,
+            parallel=workers,
+            force=force,
+            executor=scanning,
+            duplicate_keys=duplicate_keys,
+            progress=told,
+            on_passed_over=told.add_passed_over,
+        )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
         {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
