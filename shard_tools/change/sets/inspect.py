@@ -22,10 +22,10 @@ from shard_tools.change.sets.open_set import (
     tables_of,
     unfinished,
 )
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from streaming.common.arguments import counted
+from streaming.common.threads import map_threads
 from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_spec
 from streaming.sets.filters.select import late_names
 from streaming.sets.filters.views import View, list_views
@@ -222,7 +222,7 @@ def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
             return Finding(kind="index", shard=home, what=str(error), cure="see the message")
         return None
 
-    return [one for one in map_ordered(found, homes, READ_THREADS) if one is not None]
+    return [one for one in map_threads(found, homes, READ_THREADS) if one is not None]
 
 
 def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[View], list[Finding]]:
@@ -234,7 +234,7 @@ def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[V
     def read_columns() -> None:
         for column in shards.late_columns(storage).values():
             info = ColumnInfo(name=column.name, type=column.type, version=column.version)
-            for values in map_ordered(
+            for values in map_threads(
                 lambda position: shards.late_values(storage, position, [column])[column.name],  # noqa: B023  read here
                 range(len(shards.urls)), READ_THREADS,
             ):  # fmt: skip
@@ -269,7 +269,7 @@ def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) 
                 for shard in read_chunks(storage, home).shards:
                     promised.setdefault(place_of(shard.name, folder, shards.index_url), shard.size_bytes)
     cure = "restore it, or run `shard_tools index --prune`, which takes it out of the index"
-    for (url, size_bytes), found in zip(promised.items(), map_ordered(size_of, promised, READ_THREADS), strict=True):
+    for (url, size_bytes), found in zip(promised.items(), map_threads(size_of, promised, READ_THREADS), strict=True):
         if found is None:
             yield Finding(kind="missing", shard=url, what="in the index, but not in the store", cure=cure)
         elif found != size_bytes:

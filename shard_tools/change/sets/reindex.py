@@ -16,11 +16,12 @@ import pyarrow as pa
 from shard_tools.change.sets.index_files import check_beside
 from shard_tools.change.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of, unlike_sets
 from shard_tools.make.write.mark import unmark
-from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from streaming.common.platforms import num_cores
+from streaming.common.threads import map_threads
 from streaming.errors import IndexFormatError
 from streaming.shards.catalog.build import (
     home_of,
@@ -257,7 +258,7 @@ def _compare_tables(
         hashes = stable_hash(keys).to_numpy(zero_copy_only=False) if with_keys and is_small else np.empty(0, np.int64)
         return hashes, columns
 
-    found = list(map_ordered(hashed, range(len(shards)), READ_THREADS))
+    found = list(map_threads(hashed, range(len(shards)), READ_THREADS))
 
     def keys_at(number: int, rows: Sequence[int]) -> list[str]:
         keys = keys_of(number)[0].take(pa.array(rows, pa.int64())).cast(pa.binary()).to_pylist()
@@ -288,7 +289,7 @@ def _other_columns(shards: Sequence[str], homes: Sequence[str], storage: Storage
             return read_footer_of(storage, url, columns_from_footer) or []
         return []
 
-    return {name for names in map_ordered(columns_at, urls, READ_THREADS) for name in names}
+    return {name for names in map_threads(columns_at, urls, READ_THREADS) for name in names}
 
 
 def _lacking(

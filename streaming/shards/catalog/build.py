@@ -14,6 +14,7 @@ from typing import TypeVar
 import crc32c
 
 from streaming.common.platforms import num_cores
+from streaming.common.threads import on_threads
 from streaming.errors import (
     AccessDeniedError,
     ConfigError,
@@ -437,8 +438,10 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
     first, *others = names
     found = [if_there(lambda: _read_footer(storage, join_url(home, samples_path(first))), storage, beside)]
     if found[0] is not None:
-        with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="footer") as pool:
-            found += pool.map(lambda name: _read_footer(storage, join_url(home, samples_path(name))), others)
+        found += on_threads(
+            lambda name: _read_footer(storage, join_url(home, samples_path(name))), others, _MAX_PARALLEL_REQUESTS,
+            name="shardstream-footers",
+        )  # fmt: skip
     for name, rows in zip(names, found, strict=False):
         if rows is None:
             target = shell_place(home)
