@@ -12,16 +12,25 @@ from typing import Any
 
 import click
 
-from shard_tools.change.check.recheck import RecheckReport, recheck
-from shard_tools.change.check.verify import VerifyReport, verify
+from shard_tools.change.check.recheck import RecheckReport, recheck, show_recheck
+from shard_tools.change.check.verify import VerifyReport, show_verify, verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.sets.bad_list import load_bad_list, records_of
-from shard_tools.change.sets.copy import copy
-from shard_tools.change.sets.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.change.sets.reindex import index
-from shard_tools.change.sets.repair import repair
+from shard_tools.change.sets.copy import copy, show_copy
+from shard_tools.change.sets.inspect import (
+    cat_field,
+    describe_sample,
+    info,
+    is_binary,
+    list_samples,
+    show_info,
+    show_sample,
+    show_sample_line,
+)
+from shard_tools.change.sets.reindex import index, show_index
+from shard_tools.change.sets.repair import repair, show_repair
 from shard_tools.change.sets.rewrite.field_changes import FieldChanges
-from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard, show_reshard
 from shard_tools.commands.bench import bench_command, trace_group
 from shard_tools.commands.clean import clean_command
 from shard_tools.commands.column import column_group, show_added, view_group
@@ -34,6 +43,7 @@ from shard_tools.commands.show import show_command
 from shard_tools.commands.stats import stats_command
 from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
+from shard_tools.make.convert.run import show_convert
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
@@ -202,7 +212,7 @@ def convert_command(
         report = convert(
             sources, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_convert)
+    emit(report, as_json=as_json, for_people=show_convert)
 
 
 @cli.command("index")
@@ -238,7 +248,7 @@ def index_command(
     place |= {"workers": workers}
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
         report = index(urls, executor=executor, progress=progress, **place, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_index)
+    emit(report, as_json=as_json, for_people=show_index)
     engine = engine if columns else "local"
     with open_engine(engine, workers) as executor, progress_bar("columns", "shards") as progress:
         added = lift_all(urls, columns, executor=executor, progress=progress, **place)
@@ -299,7 +309,7 @@ def verify_command(
             report = verify(urls, decode=decode, duplicate_keys=duplicate_keys, **arguments)
     if write_bad is not None:
         storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
-    show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
+    show = show_verify if isinstance(report, VerifyReport) else show_recheck
     emit(report, as_json=as_json, for_people=show)
     finish(failed=bool(report.findings))
 
@@ -396,7 +406,7 @@ def reshard_command(
             places, target, options=options, storage_options=as_storage_options(arguments), executor=executor,
             progress=progress,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_reshard)
+    emit(report, as_json=as_json, for_people=show_reshard)
 
 
 def _changes(arguments: dict[str, Any]) -> FieldChanges:
@@ -428,7 +438,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
     """
     with progress_bar("repair", "shards") as progress:
         report = repair(urls, target, progress=progress, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_repair)
+    emit(report, as_json=as_json, for_people=show_repair)
     finish(failed=not report.ok)
 
 
@@ -472,7 +482,7 @@ def copy_command(
             places, target, storage_options=storage_options, target_options=target_options, workers=workers,
             executor=executor, progress=progress, **arguments,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_copy)
+    emit(report, as_json=as_json, for_people=show_copy)
 
 
 @cli.command("info")
@@ -489,7 +499,7 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
     """
     with progress_bar("read", "shards") as progress:
         report = info(urls, progress=progress, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_info)
+    emit(report, as_json=as_json, for_people=show_info)
     finish(failed=bool(report.findings))
 
 
@@ -514,7 +524,7 @@ def ls_command(
         if as_json:
             click.echo(render.as_json(sample.as_dict()))
         else:
-            render.show_sample_line(sample, long=long, with_columns=columns is not None)
+            show_sample_line(sample, long=long, with_columns=columns is not None)
 
 
 @cli.command("cat")
@@ -543,12 +553,12 @@ def cat_command(
     opened["allow_unfinished"] = allow_unfinished
     if field is None:
         shown = describe_sample(url, sample, **opened)
-        emit(shown, as_json=as_json, for_people=render.show_sample)
+        emit(shown, as_json=as_json, for_people=show_sample)
         return
     if as_json:
         raise click.UsageError("--json and --field cannot be combined: --field writes raw bytes.")
     payload = cat_field(url, sample, field, **opened)
-    if sys.stdout.isatty() and render.is_binary(payload):
+    if sys.stdout.isatty() and is_binary(payload):
         raise click.UsageError(
             f"field {field!r} is binary; send it to a file: ... --field {shell_word(field)} > "
             f"{shell_word(f'file.{field}')}"

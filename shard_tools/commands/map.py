@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from shard_tools.change.functions.mapped import MapOptions, map_set
-from shard_tools.change.functions.run import Running
+from shard_tools.change.functions.run import FunctionReport, Running
 from shard_tools.change.functions.source import ON_ERROR
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
+from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import progress_bar
-from shard_tools.terminal import render
 from shard_tools.terminal.options import (
     COUNT,
     SIZE,
@@ -27,6 +27,7 @@ from shard_tools.terminal.options import (
     writing_options,
 )
 from shard_tools.terminal.verbs import emit
+from streaming.common.arguments import counted, format_bytes
 
 
 @click.command("map")
@@ -87,4 +88,15 @@ def map_command(
             places, target, function, options=options, running=running, storage_options=storage_options,
             progress=progress,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_made)
+    emit(report, as_json=as_json, for_people=show_made)
+
+
+def show_made(report: FunctionReport) -> None:
+    """Print what became of the inputs of a function."""
+    show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
+    click.echo(
+        f"{counted(report.num_inputs, 'sample')} taken, {report.num_empty:,} left out by the function, "
+        f"{report.num_failed:,} on which it failed\n"
+        f"{report.target}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
+        f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
+    )

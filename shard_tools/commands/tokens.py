@@ -9,13 +9,15 @@ from typing import Any
 import click
 
 from shard_tools.make.convert.base.records import TEXT_UNITS
-from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, tokenize
+from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, TokenizeReport, tokenize
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.printing import show_earlier
 from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.progress import progress_bar
-from shard_tools.terminal import render
+from shard_tools.running.report import plain, plain_place
 from shard_tools.terminal.options import Command, names
 from shard_tools.terminal.verbs import emit
+from streaming.common.arguments import counted, format_bytes
 from streaming.common.platforms import num_cores
 
 _NAMES: tuple[str, ...] = (
@@ -119,4 +121,32 @@ def convert_tokens(
         report = tokenize(
             sources, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_tokens)
+    emit(report, as_json=as_json, for_people=show_tokens)
+
+
+def show_tokens(report: TokenizeReport) -> None:
+    """Print the outcome of a tokenization."""
+    for one in report.sets:
+        show_earlier(one.num_resumed_documents, was_complete=one.was_complete, changed=one.changed, what="document")
+        click.echo(
+            f"{plain_place(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
+            f"longest {one.longest:,}; {counted(one.num_shards, 'shard')}, {format_bytes(one.num_bytes)}"
+        )
+        if one.num_differing:
+            click.echo(
+                f"not encoded as their whole text is: {counted(one.num_differing, 'document')}, since no "
+                "special token stands where an answer begins or ends (docs/text.md, Token boundaries)",
+                err=True,
+            )
+        for reason, count in one.rejected.items():
+            click.echo(f"left out {counted(count, 'document')}: {plain(reason)}", err=True)
+    click.echo(
+        f"field tok: {report.dtype}, {report.tokenizer} {'of' if report.sha256 else 'below'} {report.vocab_size:,}"
+        f"{' ids' if report.sha256 else ''}, "
+        f"bos {'none' if report.bos is None else report.bos}, eos {'none' if report.eos is None else report.eos}"
+        f"{'; field mask: uint8, 1 where a token carries loss' if report.masked else ''}"
+    )
+    click.echo(
+        f"{report.seconds:.1f} s, {report.documents_per_s:,.0f} documents/s, {report.tokens_per_s:,.0f} tokens/s; "
+        "StreamingDataset(url) gives tok as int64 arrays, Packed(StreamingDataset(url), length=…) packs them"
+    )
