@@ -44,7 +44,6 @@ from shard_tools.commands.stats import stats_command
 from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
 from shard_tools.make.convert.run import show_convert
-from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal import render
@@ -67,7 +66,10 @@ from shard_tools.terminal.options import (
     on_shards_in_parallel,
     places_and_target,
     quiet_option,
+    shard_size_options,
     source_options,
+    start_over_option,
+    taken,
     typed_option,
     unfinished_option,
     union_option,
@@ -80,9 +82,6 @@ from streaming.errors import shell_word
 from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 
-_RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
-_RESHARD_OPTIONS += ("allow_unfinished", "classes")
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
@@ -130,8 +129,7 @@ def cli() -> None:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@shard_size_options
 @click.option(
     "--shuffle",
     metavar="SEED|none",
@@ -173,7 +171,7 @@ def cli() -> None:
     type=COUNT,
     help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@start_over_option
 @unfinished_option
 @json_option
 @with_storage_options
@@ -317,8 +315,7 @@ def verify_command(
 @cli.command("reshard")
 @writing_options
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@shard_size_options
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
 @click.option("--sort", metavar="COLUMN", help="Sort by a column, or by __key__.")
@@ -358,7 +355,7 @@ def verify_command(
 )
 @engine_option
 @click.option("--workers", type=COUNT, help="Requests in parallel (default 8), or Ray tasks (default 64).")
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@start_over_option
 @index_option
 @unfinished_option
 @json_option
@@ -399,7 +396,7 @@ def reshard_command(
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         drop_missing=tuple(name.lstrip(".") for name in drop_missing),
         changes=_changes(arguments),
-        **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
+        **taken(ReshardOptions, arguments),
     )
     with open_engine(engine, workers) as executor, progress_bar("reshard", "samples") as progress:
         report = reshard(

@@ -9,18 +9,18 @@ import click
 from shard_tools.change.functions.mapped import MapOptions, map_set
 from shard_tools.change.functions.run import FunctionReport, Running
 from shard_tools.change.functions.source import ON_ERROR
-from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal.options import (
     COUNT,
-    SIZE,
     as_storage_options,
     engine_option,
     index_option,
     json_option,
     names,
     places_and_target,
+    shard_size_options,
+    start_over_option,
     unfinished_option,
     union_option,
     with_storage_options,
@@ -33,8 +33,7 @@ from streaming.common.arguments import counted, format_bytes
 @click.command("map")
 @writing_options
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET MODULE:FUNCTION")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@shard_size_options
 @click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay as is.")
 @click.option("--where", metavar="CONDITION", help='Take only samples that match, such as "tokens >= 512".')
 @click.option("--view", metavar="NAME", help="Take only the samples of a saved view.")
@@ -51,7 +50,7 @@ from streaming.common.arguments import counted, format_bytes
 @click.option("--write-bad", metavar="FILE", help="With --on-error drop: list them, for reshard --drop.")
 @engine_option
 @click.option("--workers", type=COUNT, help="Processes (default: one per core), or Ray tasks (default 64).")
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@start_over_option
 @index_option
 @unfinished_option
 @json_option

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shard_tools.change.sets.inspect import is_binary
 from shard_tools.change.sets.open_set import (
     READ_THREADS,
     OpenSet,
@@ -526,3 +525,12 @@ def show_sample(sample: SampleView) -> None:
             text = payload.decode()
             more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"
             click.echo(text[:_PREVIEW_CHARACTERS] + (more if len(text) > _PREVIEW_CHARACTERS else ""))
+
+
+def is_binary(payload: bytes) -> bool:
+    """Tell whether ``payload`` is not text that a terminal can show."""
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        return True
+    return _BINARY.search(text.replace("\r\n", "\n")) is not None
