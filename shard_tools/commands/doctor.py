@@ -1,4 +1,4 @@
-"""Parse the command ``doctor``: what is wrong here, and what will limit."""
+"""Parse the command ``doctor``: what is here, and what is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from streaming.storage import redact_text
 @json_option
 @with_storage_options
 def doctor_command(urls: tuple[str, ...], *, no_imports: bool, as_json: bool, **arguments: Any) -> None:
-    """Look at this machine, its packages and the store of URL; say what is wrong and what will limit.
+    """Look at this machine, its packages and the store of URL, and say what is wrong.
 
     Lists versions, extras, cores, memory, shared memory, descriptors, disk, the launcher, and of the store how it is
     reached, where the credentials come from, how long an answer takes and how far its clock is off. The text holds no
@@ -56,7 +56,6 @@ def _show(report: DoctorReport) -> None:
     rows += _machine_rows(report.machine)
     rows.append(("launcher", report.launcher))
     rows += _store_rows(report.store) if report.store is not None else []
-    rows += [("limit", one) for one in report.limits]
     for name, said in rows:
         _echo(f"{name:<14}{said}")
     _echo("")
@@ -72,11 +71,15 @@ def _package_rows(report: DoctorReport) -> Iterator[tuple[str, str]]:
         if one.says:
             cuda = f"CUDA {one.says['cuda']}, {counted(int(str(one.says['devices'])), 'device')}"
             yield one.name, cuda if one.says["cuda"] else "without CUDA"
-    for extra, told in report.extras.items():
-        missing = told["missing"]
+    absent = []
+    for extra, missing in report.extras.items():
         there = _named([one for one in report.packages if extra in one.extras and one.version])
-        said = f"not installed ({told['for']})" if missing else there
-        yield f"[{extra}]", f"{there}; without {', '.join(missing)}" if missing and there else said  # type: ignore[arg-type]
+        if there:
+            yield f"[{extra}]", f"{there}; without {', '.join(missing)}" if missing else there
+        else:
+            absent.append(extra)
+    if absent:
+        yield "without", f"the extras {', '.join(absent)}"
 
 
 def _named(packages: list[PackageState]) -> str:
@@ -97,7 +100,6 @@ def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "descriptors", f"{_limit(machine.descriptors)}, up to {_limit(machine.most_descriptors)}"
     free = "" if machine.cache_left_bytes is None else f", {format_bytes(machine.cache_left_bytes)} left"
     yield "cache", f"{machine.cache_dir}{free}{'' if machine.is_cache_writable else ', not writable'}"
-    yield "processes", f"{machine.start_method} by default; ours come from a fork server of their own"
 
 
 def _limit(number: int) -> str:

@@ -41,7 +41,7 @@ GOOD = Machine(
     system="Linux", python="3.13.1", cores=8, cores_there=8, quota_cores=None, memory_bytes=64 << 30,
     memory_left_bytes=60 << 30, is_memory_limited=False, shm_bytes=32 << 30, shm_left_bytes=32 << 30,
     descriptors=65_536, most_descriptors=1 << 20, cache_dir="/scratch", cache_left_bytes=1 << 40,
-    is_cache_writable=True, is_home_writable=True, start_method="fork",
+    is_cache_writable=True,
 )  # fmt: skip
 IMPATIENT = ("--storage-option", "unreachable_s=0.01", "--storage-option", "max_retries=0")
 
@@ -130,7 +130,7 @@ def test_this_machine_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.memory_bytes > 1 << 20
     assert (found.memory_left_bytes or 1) <= found.memory_bytes
     assert found.cache_left_bytes
-    assert (found.is_cache_writable, found.is_home_writable) == (True, True)
+    assert found.is_cache_writable
     assert 0 < found.descriptors <= found.most_descriptors
 
 
@@ -139,10 +139,9 @@ def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "access", lambda path, mode: real(path, mode) and mode != os.W_OK)
     monkeypatch.setenv("HOME", str(tmp_path))
     found = machine.look_at_machine(str(tmp_path))
-    assert (found.is_cache_writable, found.is_home_writable) == (False, False)
+    assert not found.is_cache_writable
     (one,) = judge.troubles((), replace(GOOD, is_cache_writable=False), None, launcher="", ranks_here=1)
     assert str(one) == "disk: /scratch cannot be written; give another folder as cache_dir="
-    assert any("--journal" in line for line in judge.limits(replace(GOOD, is_home_writable=False), None))
 
 
 @pytest.mark.parametrize(
@@ -176,10 +175,9 @@ def test_nothing_is_wrong_at_the_borders() -> None:
 # ------------------------------------------------------------------------------------------------ packages
 
 
-def test_each_extra_says_what_it_is_for_and_its_modules_are_known() -> None:
+def test_the_modules_of_each_extra_are_known() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert {*packages.GIVES} == {*extras} - {"all", "dev", "docs"}
     lines = list(project["dependencies"])
     lines += [f"{one}; extra == '{name}'" for name, some in extras.items() for one in some]
     wanted = packages.required(lines)
@@ -302,13 +300,13 @@ def test_packages_are_shown(healthy: None, monkeypatch: pytest.MonkeyPatch) -> N
         "torch         CUDA 13.0, 2 devices",
         "[images]      cv2 BROKEN",
         "[text]        tokenizers 2.0; without tiktoken",
-        "[ray]         not installed (readers on Ray, and --engine ray)",
+        "without       the extras ray",
         "- package: cv2 2.0 (extra images) cannot be imported: ImportError: libGL.so.1; `pip install",
     ):
         assert line in shown, shown
     report = told(code=1)
     assert report["ok"] is False
-    assert report["extras"]["text"] == {"for": "convert --tokenizer", "missing": ["tiktoken"]}
+    assert report["extras"] == {"images": [], "text": ["tiktoken"], "ray": ["ray"]}
     assert report["packages"][1]["says"] == {"cuda": "13.0", "devices": 2}
 
 
@@ -342,7 +340,6 @@ def test_a_set_in_a_store(healthy: None, s3: MiniS3Server) -> None:
     assert "the default" in seen["region"] or "storage option" in seen["region"]
     assert 0 <= seen["read_s"] < 10
     assert abs(seen["clock_s"] or 0) < 3
-    assert any(line.startswith("store: 64 requests at once for chunks of") for line in report["limits"])
     shown = doctor("s3://bucket/good/", *how(s3)).stdout
     assert "shards        2, found in " in shown
     assert shown.endswith("nothing wrong was found\n")
@@ -407,13 +404,6 @@ def test_an_option_that_there_is_not_is_wrong_usage(healthy: None) -> None:
     doctor("s3://bucket/x/", "--storage-option", "nonsense=1", code=2)
     with pytest.raises(ConfigError):
         run.doctor(["s3://bucket/x/"], storage_options={"nonsense": 1})
-
-
-def test_what_limits_name_is_done(tmp_path: Path) -> None:
-    url = write_set(tmp_path / "set", (8,)).url
-    for words in (["bench", url, "--seconds", "0.3"], ["stats", url, "--all", "--journal", str(tmp_path / "sums")]):
-        result = CliRunner().invoke(cli, words, prog_name="shard_tools")
-        assert result.exit_code == 0, result.output
 
 
 # ------------------------------------------------------------------------------------------------ its clock

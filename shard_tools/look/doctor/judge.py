@@ -1,11 +1,10 @@
-"""Tell from what was seen what is wrong, each with its cure, and what will limit. Pure."""
+"""Tell from what was seen what is wrong, each with its cure. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shard_tools.look.bench.requests import MOST_AT_ONCE
 from shard_tools.look.doctor.machine import SHM, Machine
 from shard_tools.look.doctor.packages import PackageState, troubles_of
 from shard_tools.look.doctor.store import StoreLook
@@ -144,26 +143,3 @@ def _of_store(store: StoreLook) -> list[Trouble]:
     if store.index_trouble:
         found.append(Trouble(kind="index", what=store.index_trouble))
     return found
-
-
-def limits(machine: Machine, store: StoreLook | None, *, ranks_here: int = 1) -> tuple[str, ...]:
-    """Return what will limit a job here, in words, with the figures."""
-    buffered = format_bytes(_default_limit(machine, ranks_here))
-    cores = machine.cores if machine.quota_cores is None else min(machine.cores, machine.quota_cores)
-    threads = min(machine.cores, _DEFAULT_THREADS)
-    found = [
-        f"cores: {cores:.3g} for decoding and transforms; {threads} threads by default, num_workers= for processes",
-        f"memory: a loader buffers up to {buffered} of {format_bytes(machine.memory_bytes)}; memory_limit= for others",
-    ]
-    if machine.cache_left_bytes is not None and machine.is_cache_writable:
-        room = format_bytes(machine.cache_left_bytes * 4 // 5)
-        found.append(f"disk: cache_dir={machine.cache_dir} may take {room}")
-    if not machine.is_home_writable:
-        found.append("home: ~/.cache cannot be written, so `shard_tools stats --all` needs --journal")
-    if store is not None and store.most_bytes_per_s is not None and store.client != "files":
-        found.append(
-            f"store: {MOST_AT_ONCE} requests at once for chunks of {format_bytes(store.chunk_bytes or 0)} that take "
-            f"{(store.chunk_read_s or 0) * 1000:,.0f} ms each bring {format_bytes(store.most_bytes_per_s)}/s at most; "
-            "`shard_tools bench` measures what is brought"
-        )
-    return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import resource
@@ -37,8 +36,6 @@ class Machine:
         cache_dir: Folder of a cache, with ~ for that of this user.
         cache_left_bytes: What is free there.
         is_cache_writable: Whether it can be written.
-        is_home_writable: Whether the cache folder of this user can be written.
-        start_method: How Python starts processes by default.
     """
 
     system: str
@@ -56,8 +53,6 @@ class Machine:
     cache_dir: str
     cache_left_bytes: int | None
     is_cache_writable: bool
-    is_home_writable: bool
-    start_method: str
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
@@ -92,8 +87,6 @@ def look_at_machine(cache_dir: str | None) -> Machine:
         cache_dir=without_home(folder),
         cache_left_bytes=shutil.disk_usage(there).free,
         is_cache_writable=os.access(there, os.W_OK),
-        is_home_writable=os.access(_nearest(os.path.expanduser("~/.cache/shardstream")), os.W_OK),
-        start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
     )
 
 

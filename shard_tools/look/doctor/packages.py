@@ -17,25 +17,6 @@ from streaming.common.platforms import how_it_ended
 NAME = "shardstream"
 RIVAL = "mosaicml-streaming"
 """Installs files of its own as the package ``streaming``."""
-GIVES: Mapping[str, str] = {
-    "images": "images are resized while they are decoded",
-    "msgpack": "fields of MessagePack",
-    "safetensors": "fields of safetensors",
-    "aws": "named profiles and SSO for s3://, and clean on S3",
-    "s3fs": "s3:// through fsspec",
-    "gcsfs": "gs:// through fsspec",
-    "azure": "az:// through fsspec",
-    "webdataset": "its handlers as decoders",
-    "ray": "readers on Ray, and --engine ray",
-    "audio": "sounds as samples, and convert --from audio",
-    "video": "videos as samples",
-    "hf": "convert --from hf",
-    "metrics": "Prometheus and OpenTelemetry",
-    "plot": "plan --plot",
-    "text": "convert --tokenizer",
-    "show": "show, and stats --html",
-}
-"""What each extra is for."""
 _FOR_DEVELOPERS = frozenset({"all", "dev", "docs"})
 _MODULES = {
     "opencv-python-headless": "cv2",

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infra import MeshError, discover
-from shard_tools.look.doctor.judge import Trouble, limits, troubles
+from shard_tools.look.doctor.judge import Trouble, troubles
 from shard_tools.look.doctor.machine import Machine, look_at_machine
-from shard_tools.look.doctor.packages import GIVES, PackageState, look_at_packages
+from shard_tools.look.doctor.packages import PackageState, look_at_packages
 from shard_tools.look.doctor.store import StoreLook, look_at_store
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -18,16 +18,15 @@ from streaming.types import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport(Report):
-    """What was seen, what will limit, and what is wrong.
+    """What was seen, and what is wrong.
 
     Attributes:
         version: Of shardstream.
         machine: This machine.
         launcher: What started this process, with its place among others.
         packages: Packages that are needed, and those of extras that are installed or broken.
-        extras: By name what an extra is for, and which of its packages are missing.
+        extras: By name which packages of an extra are missing.
         store: What was seen of the store; None: nobody asked.
-        limits: What will limit a job here.
         findings: What is wrong.
     """
 
@@ -35,9 +34,8 @@ class DoctorReport(Report):
     machine: Machine
     launcher: str
     packages: tuple[PackageState, ...]
-    extras: Mapping[str, Mapping[str, object]]
+    extras: Mapping[str, Sequence[str]]
     store: StoreLook | None
-    limits: tuple[str, ...]
     findings: tuple[Trouble, ...]
 
     @property
@@ -79,22 +77,16 @@ def doctor(
         packages=packages,
         extras=extras_of(packages),
         store=store,
-        limits=limits(machine, store, ranks_here=ranks_here),
         findings=troubles(packages, machine, store, launcher=trouble, ranks_here=ranks_here),
     )
 
 
-def extras_of(packages: Sequence[PackageState]) -> dict[str, dict[str, object]]:
-    """Return what each extra is for, and which of its packages are missing."""
-    names = dict.fromkeys([*GIVES, *(extra for one in packages for extra in one.extras)])
+def extras_of(packages: Sequence[PackageState]) -> dict[str, list[str]]:
+    """Return which packages of each extra are missing."""
+    names = dict.fromkeys(extra for one in packages for extra in one.extras)
     return {
-        extra: {
-            "for": GIVES.get(extra, ""),
-            "missing": [one.name for one in packages if extra in one.extras and not one.version],
-        }
-        for extra in names
-        if any(extra in one.extras for one in packages)
-    }
+        extra: [one.name for one in packages if extra in one.extras and not one.version] for extra in names
+    }  # fmt: skip
 
 
 def _launcher() -> tuple[str, str, int]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from shard_tools.change.sets.open_set import shards_beside, sizes_of
-from shard_tools.look.bench.requests import MOST_AT_ONCE, SMALL_BYTES, UnreadRanges, probe
+from shard_tools.look.bench.requests import SMALL_BYTES, UnreadRanges, probe
 from shard_tools.look.doctor.machine import without_home
 from shard_tools.running.report import Report
 from streaming.errors import DataError, IndexMissingError, ShardstreamError
@@ -68,13 +68,6 @@ class StoreLook(Report):
     num_bytes: int | None = None
     trouble: str = ""
     index_trouble: str = ""
-
-    @property
-    def most_bytes_per_s(self) -> float | None:
-        """The most that a loader reads if each of its requests takes as long as the one that was tried."""
-        if not self.chunk_bytes or not self.chunk_read_s:
-            return None
-        return MOST_AT_ONCE * self.chunk_bytes / self.chunk_read_s
 
 
 def look_at_store(
