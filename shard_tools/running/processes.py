@@ -109,11 +109,14 @@ class ProcessExecutor(ProcessPoolExecutor):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """End the processes.
+        """End the processes: when they have done their calls, or after an error or Ctrl-C at once.
 
         Raises:
             WorkerError: One of them had died.
         """
+        if error is not None:
+            for process in [*(self._processes or {}).values()]:
+                process.terminate()
         suppressed = super().__exit__(kind, error, trace)
         if isinstance(error, BrokenProcessPool):
             raise WorkerError(

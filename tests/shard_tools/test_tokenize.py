@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -507,6 +508,18 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
 def test_a_process_that_dies_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(WorkerError, match="repeat the command, with fewer --workers"), ProcessExecutor(1) as pool:
         pool.submit(os._exit, 9).result()
+    assert not multiprocessing.active_children()
+
+
+def test_after_an_interrupt_no_call_is_waited_for() -> None:
+    def interrupted() -> None:
+        with ProcessExecutor(1) as pool:
+            pool.submit(int).result()
+            pool.submit(time.sleep, 3600)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not multiprocessing.active_children()
 
 

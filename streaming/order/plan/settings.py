@@ -154,7 +154,7 @@ class Shape:
         return replace(self, sizes=Sizes.constant(self.sizes.at(row)))
 
     def steps(self, num_samples: int, epoch: int = 0, seen: int = 0) -> RunSteps:
-        """Return where the steps of a run stand whose epochs have so many samples, with a place in one of them."""
+        """Return the steps of a run with epochs of ``num_samples`` samples, and a place in one of them."""
         return RunSteps(
             sizes=self.sizes, epoch_size=num_samples, last_batch=self.last_batch, epoch=epoch, seen=seen
         )  # fmt: skip
