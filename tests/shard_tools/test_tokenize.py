@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -515,7 +514,7 @@ def test_after_an_interrupt_no_call_is_waited_for() -> None:
     def interrupted() -> None:
         with ProcessExecutor(1) as pool:
             pool.submit(int).result()
-            pool.submit(time.sleep, 3600)
+            pool.submit(signal.pause)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
