@@ -75,7 +75,6 @@ FOREIGN_VARIABLES = {
 
 # Commands that a message names and that no scenario below runs, each with the test that does.
 NOT_RUN = {
-    ("bench", ""): "test_doctor.py::test_what_limits_name_is_done",
     ("cat", ""): "test_cli.py::test_cat_verb",
     ("convert", ""): "test_cli.py::test_convert_reports",
     ("convert", "--from"): "test_class_folders.py::test_images_beside_folders_of_classes_are_told_of",
@@ -88,7 +87,6 @@ NOT_RUN = {
     ("reshard", "--sort"): "test_curriculum.py::test_what_it_reads_is_said_and_sorted_shards_cure_it",
     ("reshard", "--where"): "test_reshard.py::test_as_a_command",
     ("show", ""): "test_show.py::test_the_command_prints_one_line_serves_and_ends_with_0",
-    ("stats", "--all"): "test_doctor.py::test_what_limits_name_is_done",
     ("verify", "--decode"): "test_recheck.py::test_as_commands",
 }
 
