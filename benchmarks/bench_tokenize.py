@@ -32,7 +32,7 @@ import common
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shard_tools.make.tokens import TokenizeOptions, tokenize
-from shard_tools.make.tokens.encode import open_processes
+from shard_tools.running.processes import ProcessExecutor
 from streaming.common.platforms import num_cores
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "peers"))
@@ -96,7 +96,7 @@ def options_for(tokenizer: Path) -> TokenizeOptions:
 def ours(tokenizer: Path, source: Path, target: Path) -> tuple[int, Took, float]:
     """Tokens, what they took, and the part of that which this process did, in seconds of a processor."""
     options = options_for(tokenizer)
-    with open_processes(num_cores()) as pool:
+    with ProcessExecutor(num_cores()) as pool:
         warm = [pool.submit(time.sleep, 0.5) for _ in range(num_cores())]
         for one in warm:
             one.result()

@@ -12,16 +12,25 @@ from typing import Any
 
 import click
 
-from shard_tools.change.check.recheck import RecheckReport, recheck
-from shard_tools.change.check.verify import VerifyReport, verify
+from shard_tools.change.check.recheck import RecheckReport, recheck, show_recheck
+from shard_tools.change.check.verify import VerifyReport, show_verify, verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.sets.bad_list import load_bad_list, records_of
-from shard_tools.change.sets.copy import copy
-from shard_tools.change.sets.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.change.sets.reindex import index
-from shard_tools.change.sets.repair import repair
+from shard_tools.change.sets.copy import copy, show_copy
+from shard_tools.change.sets.inspect import (
+    cat_field,
+    describe_sample,
+    info,
+    is_binary,
+    list_samples,
+    show_info,
+    show_sample,
+    show_sample_line,
+)
+from shard_tools.change.sets.reindex import index, show_index
+from shard_tools.change.sets.repair import repair, show_repair
 from shard_tools.change.sets.rewrite.field_changes import FieldChanges
-from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard, show_reshard
 from shard_tools.commands.bench import bench_command, trace_group
 from shard_tools.commands.clean import clean_command
 from shard_tools.commands.column import column_group, show_added, view_group
@@ -34,7 +43,7 @@ from shard_tools.commands.show import show_command
 from shard_tools.commands.stats import stats_command
 from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
-from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
+from shard_tools.make.convert.run import show_convert
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal import render
@@ -57,7 +66,10 @@ from shard_tools.terminal.options import (
     on_shards_in_parallel,
     places_and_target,
     quiet_option,
+    shard_size_options,
     source_options,
+    start_over_option,
+    taken,
     typed_option,
     unfinished_option,
     union_option,
@@ -70,9 +82,6 @@ from streaming.errors import shell_word
 from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 
-_RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
-_RESHARD_OPTIONS += ("allow_unfinished", "classes")
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
@@ -120,8 +129,7 @@ def cli() -> None:
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@shard_size_options
 @click.option(
     "--shuffle",
     metavar="SEED|none",
@@ -163,7 +171,7 @@ def cli() -> None:
     type=COUNT,
     help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@start_over_option
 @unfinished_option
 @json_option
 @with_storage_options
@@ -202,7 +210,7 @@ def convert_command(
         report = convert(
             sources, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_convert)
+    emit(report, as_json=as_json, for_people=show_convert)
 
 
 @cli.command("index")
@@ -238,7 +246,7 @@ def index_command(
     place |= {"workers": workers}
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
         report = index(urls, executor=executor, progress=progress, **place, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_index)
+    emit(report, as_json=as_json, for_people=show_index)
     engine = engine if columns else "local"
     with open_engine(engine, workers) as executor, progress_bar("columns", "shards") as progress:
         added = lift_all(urls, columns, executor=executor, progress=progress, **place)
@@ -299,7 +307,7 @@ def verify_command(
             report = verify(urls, decode=decode, duplicate_keys=duplicate_keys, **arguments)
     if write_bad is not None:
         storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
-    show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
+    show = show_verify if isinstance(report, VerifyReport) else show_recheck
     emit(report, as_json=as_json, for_people=show)
     finish(failed=bool(report.findings))
 
@@ -307,8 +315,7 @@ def verify_command(
 @cli.command("reshard")
 @writing_options
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@shard_size_options
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
 @click.option("--sort", metavar="COLUMN", help="Sort by a column, or by __key__.")
@@ -348,7 +355,7 @@ def verify_command(
 )
 @engine_option
 @click.option("--workers", type=COUNT, help="Requests in parallel (default 8), or Ray tasks (default 64).")
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@start_over_option
 @index_option
 @unfinished_option
 @json_option
@@ -389,14 +396,14 @@ def reshard_command(
         fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         drop_missing=tuple(name.lstrip(".") for name in drop_missing),
         changes=_changes(arguments),
-        **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
+        **taken(ReshardOptions, arguments),
     )
     with open_engine(engine, workers) as executor, progress_bar("reshard", "samples") as progress:
         report = reshard(
             places, target, options=options, storage_options=as_storage_options(arguments), executor=executor,
             progress=progress,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_reshard)
+    emit(report, as_json=as_json, for_people=show_reshard)
 
 
 def _changes(arguments: dict[str, Any]) -> FieldChanges:
@@ -428,7 +435,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
     """
     with progress_bar("repair", "shards") as progress:
         report = repair(urls, target, progress=progress, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_repair)
+    emit(report, as_json=as_json, for_people=show_repair)
     finish(failed=not report.ok)
 
 
@@ -472,7 +479,7 @@ def copy_command(
             places, target, storage_options=storage_options, target_options=target_options, workers=workers,
             executor=executor, progress=progress, **arguments,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_copy)
+    emit(report, as_json=as_json, for_people=show_copy)
 
 
 @cli.command("info")
@@ -489,7 +496,7 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
     """
     with progress_bar("read", "shards") as progress:
         report = info(urls, progress=progress, **arguments)
-    emit(report, as_json=as_json, for_people=render.show_info)
+    emit(report, as_json=as_json, for_people=show_info)
     finish(failed=bool(report.findings))
 
 
@@ -514,7 +521,7 @@ def ls_command(
         if as_json:
             click.echo(render.as_json(sample.as_dict()))
         else:
-            render.show_sample_line(sample, long=long, with_columns=columns is not None)
+            show_sample_line(sample, long=long, with_columns=columns is not None)
 
 
 @cli.command("cat")
@@ -543,12 +550,12 @@ def cat_command(
     opened["allow_unfinished"] = allow_unfinished
     if field is None:
         shown = describe_sample(url, sample, **opened)
-        emit(shown, as_json=as_json, for_people=render.show_sample)
+        emit(shown, as_json=as_json, for_people=show_sample)
         return
     if as_json:
         raise click.UsageError("--json and --field cannot be combined: --field writes raw bytes.")
     payload = cat_field(url, sample, field, **opened)
-    if sys.stdout.isatty() and render.is_binary(payload):
+    if sys.stdout.isatty() and is_binary(payload):
         raise click.UsageError(
             f"field {field!r} is binary; send it to a file: ... --field {shell_word(field)} > "
             f"{shell_word(f'file.{field}')}"

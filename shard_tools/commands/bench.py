@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from shard_tools.look.bench.prices import load_prices
 from shard_tools.look.bench.run import BenchOptions, BenchReport, bench
 from shard_tools.look.bench.tune import TuneReport, check_out, plan_here, tune, write_tuned
 from shard_tools.look.trace.merge import MergeReport, RankReport, merge_traces
@@ -46,21 +45,18 @@ _OF_DATASET = ("cache_dir", "cache_limit")
     type=SIZE,
     help="The loader's memory limit, as in training. Default: the loader's own, 4 GiB or what a control group allows.",
 )
-@click.option("--prices", metavar="FILE", help="TOML or JSON with prices, in place of the built-in ones.")
 @click.option("--tune", "to_tune", is_flag=True, help="Try settings of DataLoader instead, and write the best ones.")
 @click.option("-o", "--out", metavar="FILE", help=f"With --tune: the file to write. Default: {DEFAULT_NAME}.")
 @index_option
 @unfinished_option
 @json_option
 @with_storage_options
-def bench_command(
-    urls: tuple[str, ...], *, prices: str | None, to_tune: bool, out: str | None, as_json: bool, **arguments: Any
-) -> None:
+def bench_command(urls: tuple[str, ...], *, to_tune: bool, out: str | None, as_json: bool, **arguments: Any) -> None:
     """Measure how fast this machine reads a set, and say what limits it.
 
     Measures the store (latency and bandwidth, by size and number of requests), decoding (on threads and in processes)
     and delivery (a DataLoader loop with nothing that uses its batches). Says which of them limits and why, suggests
-    settings for DataLoader and StreamingDataset, and what an epoch costs. Nothing is written.
+    settings for DataLoader and StreamingDataset, and how many requests and bytes an epoch takes. Nothing is written.
 
     With --tune it measures delivery only, with one and more threads and processes, then with more batches ahead, each
     twice. It writes the least of them that is as fast as the fastest into a file, for DataLoader(tuned="tuned.json").
@@ -69,24 +65,20 @@ def bench_command(
     Example:
       shard_tools bench s3://bucket/train/
       shard_tools bench s3://bucket/train/ --seconds 60 --bytes 10GB --batch-size 256 --json
-      shard_tools bench gs://bucket/train/ --prices prices.toml
       shard_tools bench s3://bucket/train/ --tune --batch-size 256 --out tuned.json
     """
     storage_options = as_storage_options(arguments)
     index_url = arguments.pop("index_url")
     if out is not None and not to_tune:
         raise click.UsageError("--out: only --tune writes a file; add --tune, or leave --out out")
-    if prices is not None and to_tune:
-        raise click.UsageError("--prices: --tune says nothing of costs; leave one of them out")
+    options = BenchOptions(**arguments)
     if to_tune:
-        options, target = BenchOptions(**arguments), out or DEFAULT_NAME
+        target = out or DEFAULT_NAME
         _tune(urls, storage_options, index_url=index_url, options=options, out=target, as_json=as_json)
         return
-    table = None if prices is None else load_prices(Storage(storage_options).read(prices), prices)
     with progress_bar("bench", "measurements") as progress:
         report = bench(
-            urls, storage_options=storage_options, index_url=index_url, progress=progress,
-            options=BenchOptions(prices=table, **arguments),
+            urls, storage_options=storage_options, index_url=index_url, progress=progress, options=options
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show)
 
@@ -166,19 +158,7 @@ def _show(report: BenchReport) -> None:
     for name, value in report.convert.items():
         click.echo(f"       shard_tools reshard … --{name.replace('_', '-')} {value}: larger shards have larger chunks")
     click.echo(f"       {report.expect}")
-    _show_cost(report)
-
-
-def _show_cost(report: BenchReport) -> None:
-    cost = report.cost
-    said = f"epoch  {counted(cost.requests, 'request')}, {format_bytes(cost.num_bytes)}"
-    if cost.for_requests is None:
-        click.echo(f"{said}; no prices are known for this store, give --prices")
-        return
-    click.echo(
-        f"{said}: {cost.for_requests:,.2f} {cost.currency} for requests, and for bytes {cost.same_region:,.2f} in the "
-        f"store's region, {cost.internet:,.2f} out to the internet ({cost.prices})"
-    )
+    click.echo(f"epoch  {counted(report.num_chunks, 'request')}, {format_bytes(report.num_bytes)}")
 
 
 @click.group("trace")

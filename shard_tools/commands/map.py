@@ -7,33 +7,33 @@ from typing import Any
 import click
 
 from shard_tools.change.functions.mapped import MapOptions, map_set
-from shard_tools.change.functions.run import Running
+from shard_tools.change.functions.run import FunctionReport, Running
 from shard_tools.change.functions.source import ON_ERROR
-from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
+from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import progress_bar
-from shard_tools.terminal import render
 from shard_tools.terminal.options import (
     COUNT,
-    SIZE,
     as_storage_options,
     engine_option,
     index_option,
     json_option,
     names,
     places_and_target,
+    shard_size_options,
+    start_over_option,
     unfinished_option,
     union_option,
     with_storage_options,
     writing_options,
 )
 from shard_tools.terminal.verbs import emit
+from streaming.common.arguments import counted, format_bytes
 
 
 @click.command("map")
 @writing_options
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET MODULE:FUNCTION")
-@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
-@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@shard_size_options
 @click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay as is.")
 @click.option("--where", metavar="CONDITION", help='Take only samples that match, such as "tokens >= 512".')
 @click.option("--view", metavar="NAME", help="Take only the samples of a saved view.")
@@ -50,7 +50,7 @@ from shard_tools.terminal.verbs import emit
 @click.option("--write-bad", metavar="FILE", help="With --on-error drop: list them, for reshard --drop.")
 @engine_option
 @click.option("--workers", type=COUNT, help="Processes (default: one per core), or Ray tasks (default 64).")
-@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@start_over_option
 @index_option
 @unfinished_option
 @json_option
@@ -87,4 +87,15 @@ def map_command(
             places, target, function, options=options, running=running, storage_options=storage_options,
             progress=progress,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=render.show_made)
+    emit(report, as_json=as_json, for_people=show_made)
+
+
+def show_made(report: FunctionReport) -> None:
+    """Print what became of the inputs of a function."""
+    show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
+    click.echo(
+        f"{counted(report.num_inputs, 'sample')} taken, {report.num_empty:,} left out by the function, "
+        f"{report.num_failed:,} on which it failed\n"
+        f"{report.target}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
+        f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
+    )

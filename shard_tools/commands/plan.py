@@ -17,10 +17,10 @@ from shard_tools.look.plan.view import save_plot, show_plan
 from shard_tools.terminal.options import (
     COUNT,
     SIZE,
-    Command,
     as_storage_options,
     index_option,
     json_option,
+    together,
     unfinished_option,
     with_storage_options,
 )
@@ -78,47 +78,43 @@ class ObjectType(click.ParamType):  # type: ignore[type-arg]
 RAMP, OBJECT = RampType(), ObjectType()
 
 
-def described_options(command: Command) -> Command:
-    """Add the options that choose samples and shape rows; see :func:`take_description`."""
-    decorators = (
-        click.option(
-            "--length",
-            type=RAMP,
-            metavar="T|0:T,ROW:T…",
-            help="Packs of T tokens, Packed(…, length=T); of several, from which row of the run on.",
-        ),
-        click.option("--padded", is_flag=True, help="With --length: padded packs, batches by size."),
-        click.option(
-            "--packed",
-            type=OBJECT,
-            help='Further options of Packed, such as \'{"column": "frames", "field": null}\'.',
-        ),
-        click.option(
-            "--balanced",
-            type=OBJECT,
-            metavar="COLUMN|JSON",
-            help="As Balanced(…, by=COLUMN) has it, or with the options of a JSON object.",
-        ),
-        click.option("--curriculum", type=OBJECT, help="A Curriculum with these options, as in a mixture's file."),
-        click.option("--where", metavar="CONDITION", help="Only the samples that match; see docs/filters.md."),
-        click.option("--view", metavar="NAME", help="Only the samples of a saved view."),
-        click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line."),
-        click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000."),
-        click.option(
-            "--classes",
-            type=click.Choice(CLASSES),
-            help="Sets that number classes in different ways: as classes= of StreamingDataset.",
-        ),
-        click.option(
-            "--trust",
-            multiple=True,
-            metavar="OPTION|all",
-            help="Let the file of a mixture set this option, such as endpoint_url, which does not describe data.",
-        ),
-    )
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
+described_options = together(
+    click.option(
+        "--length",
+        type=RAMP,
+        metavar="T|0:T,ROW:T…",
+        help="Packs of T tokens, Packed(…, length=T); of several, from which row of the run on.",
+    ),
+    click.option("--padded", is_flag=True, help="With --length: padded packs, batches by size."),
+    click.option(
+        "--packed",
+        type=OBJECT,
+        help='Further options of Packed, such as \'{"column": "frames", "field": null}\'.',
+    ),
+    click.option(
+        "--balanced",
+        type=OBJECT,
+        metavar="COLUMN|JSON",
+        help="As Balanced(…, by=COLUMN) has it, or with the options of a JSON object.",
+    ),
+    click.option("--curriculum", type=OBJECT, help="A Curriculum with these options, as in a mixture's file."),
+    click.option("--where", metavar="CONDITION", help="Only the samples that match; see docs/filters.md."),
+    click.option("--view", metavar="NAME", help="Only the samples of a saved view."),
+    click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line."),
+    click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000."),
+    click.option(
+        "--classes",
+        type=click.Choice(CLASSES),
+        help="Sets that number classes in different ways: as classes= of StreamingDataset.",
+    ),
+    click.option(
+        "--trust",
+        multiple=True,
+        metavar="OPTION|all",
+        help="Let the file of a mixture set this option, such as endpoint_url, which does not describe data.",
+    ),
+)
+"""What chooses samples and shapes rows; see :func:`take_description`."""
 
 
 @click.command("plan")

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -18,6 +18,7 @@ from shard_tools.look.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, st
 from shard_tools.look.stats.sketches import WORDS, Distribution, Top
 from shard_tools.look.stats.totals import FieldTotals
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.printing import show_table
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.running.templates import jinja
@@ -142,7 +143,7 @@ def show_stats(report: StatsReport) -> None:
     click.echo(f"chunks     {report.num_chunks:,}")
     click.echo(f"read       {report.read_words}")
     totals = report.totals
-    _table(
+    show_table(
         ("field", "kind", "samples", "bytes min", "p50", "mean", "max"),
         [
             (name, report.kinds[name], f"{one.num:,}", *_sizes(one.sizes))
@@ -156,7 +157,7 @@ def show_stats(report: StatsReport) -> None:
         many = f"{len(top.counts):,}" if top.is_exact else f"more than {WORDS:,}"
         click.echo(f"classes of {plain(name)}: {many}: {_most(top)}")
     columns = sorted(totals.columns.items())
-    _table(
+    show_table(
         ("column", "type", "missing", "min", "max", "most frequent"),
         [
             (
@@ -218,13 +219,3 @@ def _frequent(top: Top) -> str:
     if most * _RARE >= top.num:
         return _most(top)
     return f"{len(top.counts):,} different" if top.is_exact else f"more than {WORDS:,} different"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows below their heads, in columns as wide as they need."""
-    if not rows:
-        return
-    shown = [heads, *([plain(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(heads))]
-    for row in shown:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -4,76 +4,61 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from shard_tools.make.convert.base.records import TEXT_UNITS
-from shard_tools.make.tokens.encode import open_processes
-from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, tokenize
+from shard_tools.make.convert.run import RecordOptions
+from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, TokenizeReport, tokenize
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.printing import show_earlier
+from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.progress import progress_bar
-from shard_tools.terminal import render
-from shard_tools.terminal.options import Command, names
+from shard_tools.running.report import plain, plain_place
+from shard_tools.terminal.options import names, together
 from shard_tools.terminal.verbs import emit
+from streaming.common.arguments import counted, format_bytes
 from streaming.common.platforms import num_cores
 
-_NAMES: tuple[str, ...] = (
-    "text_field",
-    "messages_field",
-    "tokens_field",
-    "mask_field",
-    "chat_template",
-    "bos",
-    "eos",
-    "keep",
-    "split",
+tokenizer_options = together(
+    click.option(
+        "--tokenizer",
+        metavar="FILE",
+        help="Write token ids, using a tokenizer.json, sentencepiece or tiktoken file, or 'bytes'.",
+    ),
+    click.option("--text-field", metavar="FIELD", help="Field that holds the text.  [default: text; txt in tars]"),
+    click.option("--messages-field", metavar="FIELD", help="Field that holds the messages of instruction data."),
+    click.option(
+        "--tokens-field",
+        metavar="FIELD",
+        help="Field that holds token ids already, such as input_ids: a list of whole numbers.",
+    ),
+    click.option("--mask-field", metavar="FIELD", help="Loss mask of --tokens-field: 0 and 1, or labels with -100."),
+    click.option("--chat-template", metavar="FILE", help="Turns messages into text. Default: the tokenizer's."),
+    click.option(
+        "--bos", metavar="TOKEN", help="Put before each document: name, id or 'none'. Default: the tokenizer's."
+    ),
+    click.option("--eos", metavar="TOKEN", help="Put after each document, likewise."),
+    click.option("--keep", type=names, metavar="FIELD,...", help="Keep these columns, in the field json."),
+    click.option(
+        "--split", multiple=True, metavar="NAME=SHARE", help="Split by hash, such as val=0.5%; the rest is train."
+    ),
+    click.option("--group-field", metavar="FIELD", help="Split by this column instead of by document."),
+    click.option(
+        "--documents",
+        type=click.Choice(TEXT_UNITS),
+        help="What counts as a document in a text file.  [default: line]",
+    ),
+    click.option(
+        "--on-error", type=click.Choice(ON_ERROR), help="What to do with records without text.  [default: raise]"
+    ),
+    click.option(
+        "--pattern", metavar="NAME|REGEX", help="Split pattern for tiktoken, if the file name does not imply it."
+    ),
 )
-_NAMES += ("group_field", "documents", "on_error", "pattern")
-
-
-def tokenizer_options(command: Command) -> Command:
-    """Add the options that turn text into tokens; see :func:`convert_tokens`."""
-    option = click.option
-    decorators = (
-        option(
-            "--tokenizer",
-            metavar="FILE",
-            help="Write token ids, using a tokenizer.json, sentencepiece or tiktoken file, or 'bytes'.",
-        ),
-        option("--text-field", metavar="FIELD", help="Field that holds the text.  [default: text; txt in tars]"),
-        option("--messages-field", metavar="FIELD", help="Field that holds the messages of instruction data."),
-        option(
-            "--tokens-field",
-            metavar="FIELD",
-            help="Field that holds token ids already, such as input_ids: a list of whole numbers.",
-        ),
-        option("--mask-field", metavar="FIELD", help="Loss mask of --tokens-field: 0 and 1, or labels with -100."),
-        option("--chat-template", metavar="FILE", help="Turns messages into text. Default: the tokenizer's."),
-        option(
-            "--bos", metavar="TOKEN", help="Put before each document: name, id or 'none'. Default: the tokenizer's."
-        ),
-        option("--eos", metavar="TOKEN", help="Put after each document, likewise."),
-        option("--keep", type=names, metavar="FIELD,...", help="Keep these columns, in the field json."),
-        option(
-            "--split", multiple=True, metavar="NAME=SHARE", help="Split by hash, such as val=0.5%; the rest is train."
-        ),
-        option("--group-field", metavar="FIELD", help="Split by this column instead of by document."),
-        option(
-            "--documents",
-            type=click.Choice(TEXT_UNITS),
-            help="What counts as a document in a text file.  [default: line]",
-        ),
-        option(
-            "--on-error", type=click.Choice(ON_ERROR), help="What to do with records without text.  [default: raise]"
-        ),
-        option(
-            "--pattern", metavar="NAME|REGEX", help="Split pattern for tiktoken, if the file name does not imply it."
-        ),
-    )
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
+"""What turns text into tokens; see :func:`convert_tokens`."""
 
 
 def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -82,8 +67,10 @@ def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         click.UsageError: Some were given, but neither ``--tokenizer`` nor ``--tokens-field``.
     """
-    tokenizer = arguments.pop("tokenizer")
-    given = {name: value for name in _NAMES if (value := arguments.pop(name)) not in (None, ())}
+    shared = {one.name for one in fields(RecordOptions)}
+    asked = {one.name: arguments.pop(one.name) for one in fields(TokenizeOptions) if one.name not in shared}
+    tokenizer = asked.pop("tokenizer")
+    given = {name: value for name, value in asked.items() if value not in (None, ())}
     if tokenizer is None and "tokens_field" not in given:
         if given:
             name = next(iter(given)).replace("_", "-")
@@ -114,9 +101,37 @@ def convert_tokens(
     # A single one is this process, which also takes ids as they are.
     processes = engine == "local" and workers > 1 and chosen.tokens_field is None
     opened: AbstractContextManager[Executor | None]
-    opened = open_processes(workers) if processes else open_engine(engine, workers)
+    opened = ProcessExecutor(workers) if processes else open_engine(engine, workers)
     with opened as executor, progress_bar("convert", "documents") as progress:
         report = tokenize(
             sources, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress
         )
-    emit(report, as_json=as_json, for_people=render.show_tokens)
+    emit(report, as_json=as_json, for_people=show_tokens)
+
+
+def show_tokens(report: TokenizeReport) -> None:
+    """Print the outcome of a tokenization."""
+    for one in report.sets:
+        show_earlier(one.num_resumed_documents, was_complete=one.was_complete, changed=one.changed, what="document")
+        click.echo(
+            f"{plain_place(one.target)}: {counted(one.num_documents, 'document')}, {counted(one.num_tokens, 'token')}, "
+            f"longest {one.longest:,}; {counted(one.num_shards, 'shard')}, {format_bytes(one.num_bytes)}"
+        )
+        if one.num_differing:
+            click.echo(
+                f"not encoded as their whole text is: {counted(one.num_differing, 'document')}, since no "
+                "special token stands where an answer begins or ends (docs/text.md, Token boundaries)",
+                err=True,
+            )
+        for reason, count in one.rejected.items():
+            click.echo(f"left out {counted(count, 'document')}: {plain(reason)}", err=True)
+    click.echo(
+        f"field tok: {report.dtype}, {report.tokenizer} {'of' if report.sha256 else 'below'} {report.vocab_size:,}"
+        f"{' ids' if report.sha256 else ''}, "
+        f"bos {'none' if report.bos is None else report.bos}, eos {'none' if report.eos is None else report.eos}"
+        f"{'; field mask: uint8, 1 where a token carries loss' if report.masked else ''}"
+    )
+    click.echo(
+        f"{report.seconds:.1f} s, {report.documents_per_s:,.0f} documents/s, {report.tokens_per_s:,.0f} tokens/s; "
+        "StreamingDataset(url) gives tok as int64 arrays, Packed(StreamingDataset(url), length=…) packs them"
+    )

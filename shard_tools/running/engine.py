@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.ray_engine import RayExecutor
+from streaming.common.threads import in_order, map_threads, name_item
 from streaming.errors import ConfigError
 from streaming.storage import Storage, redact, scheme_of
 
@@ -68,33 +70,13 @@ def ordered(
         ConfigError: A call does not see one of them.
     """
     there = tuple((storage, url) for storage, url in shared if scheme_of(url) == "file" and storage.exists(url))
-    function = _Seeing(function, there) if there else function
-    pending: deque[Future[_R]] = deque()
-    try:
-        for item in items:
-            pending.append(executor.submit(function, item))
-            if len(pending) >= ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        for future in pending:
-            future.cancel()
-
-
-def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Generator[_R, None, None]:
-    """Map ``items`` on threads, in order, at most ``2 * num_threads`` ahead of the consumer."""
-    if num_threads <= 1:
-        yield from map(function, items)
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools") as pool:
-        yield from ordered(pool, function, items, 2 * num_threads)
+    yield from in_order(executor, _Seeing(function, there) if there else function, items, ahead)
 
 
 def map_sized(
     function: Callable[[_T], _R], items: Sequence[_T], size_of: Callable[[_T], int], num_threads: int
 ) -> Generator[_R, None, None]:
-    """Map ``items`` like :func:`map_ordered`; small ones are handed to threads in runs, which saves time.
+    """Map ``items`` like ``map_threads``; small ones are handed to threads in runs, which saves time.
 
     Memory: results of up to ``_AHEAD_BYTES`` wait for the consumer, or one if it is larger.
 
@@ -105,24 +87,21 @@ def map_sized(
         num_threads: Number of threads; with 1, the consumer's own.
     """
     if num_threads <= 1:
-        yield from map(function, items)
+        yield from map_threads(function, items, num_threads)
         return
+    num_done = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools") as pool:
-        pending: deque[tuple[int, Future[tuple[list[_R], Exception | None]]]] = deque()
-        waiting_bytes = 0
-        try:
-            for run, num_bytes in _runs(items, size_of):
-                while pending and (len(pending) >= 2 * num_threads or waiting_bytes + num_bytes > _AHEAD_BYTES):
-                    done_bytes, future = pending.popleft()
-                    waiting_bytes -= done_bytes
-                    yield from _results(future)
-                pending.append((num_bytes, pool.submit(_each, function, run)))
-                waiting_bytes += num_bytes
-            while pending:
-                yield from _results(pending.popleft()[1])
-        finally:
-            for _, future in pending:
-                future.cancel()
+        runs = in_order(
+            pool, partial(_each, function), _runs(items, size_of), 2 * num_threads,
+            size_of=itemgetter(1), most_bytes=_AHEAD_BYTES,
+        )  # fmt: skip
+        with closing(runs):
+            for done, error in runs:
+                yield from done
+                num_done += len(done)
+                if error is not None:
+                    name_item(error, num_done)
+                    raise error
 
 
 def _runs(items: Sequence[_T], size_of: Callable[[_T], int]) -> Generator[tuple[list[_T], int], None, None]:
@@ -140,22 +119,15 @@ def _runs(items: Sequence[_T], size_of: Callable[[_T], int]) -> Generator[tuple[
         yield run, num_bytes
 
 
-def _each(function: Callable[[_T], _R], run: list[_T]) -> tuple[list[_R], Exception | None]:
+def _each(function: Callable[[_T], _R], run: tuple[list[_T], int]) -> tuple[list[_R], Exception | None]:
     """Return the results of a run up to the first error, and the error."""
     done: list[_R] = []
     try:
-        for item in run:
+        for item in run[0]:
             done.append(function(item))  # noqa: PERF401  what is done is kept when a later one fails
     except Exception as error:  # noqa: BLE001  the consumer gets it, after the results
         return done, error
     return done, None
-
-
-def _results(future: Future[tuple[list[_R], Exception | None]]) -> Generator[_R, None, None]:
-    done, error = future.result()
-    yield from done
-    if error is not None:
-        raise error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +162,7 @@ class Calls:
             ConfigError: A call does not see one of them.
         """
         if self.executor is None:
-            yield from map_ordered(lambda item: call(item, self.progress), items, self.workers)
+            yield from map_threads(lambda item: call(item, self.progress), items, self.workers)
             return
         calls = ordered(self.executor, _Elsewhere(call), items, 2 * self.workers, shared=shared)
         with closing(calls) as results:

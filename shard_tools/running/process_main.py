@@ -1,4 +1,7 @@
-"""Be a worker process of ``ProcessRunner``: call the work for one part after another until the parent is gone."""
+"""Be a worker process: call the work for one part after another until the parent is gone.
+
+``main`` is the whole program of a process of ``ProcessRunner``; one of ``ProcessExecutor`` begins with ``serve_calls``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from mmap import PAGESIZE, mmap
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shard_tools.running.functions import traceback_of
@@ -62,6 +66,21 @@ def main(numbers: tuple[int, int, int, int]) -> None:
             parent.send((ERROR, number, dump_error(error)))
         else:
             parent.send((END, number, time.perf_counter() - begun_s))
+
+
+def serve_calls() -> None:
+    """Prepare a process for the calls of others: it leaves Ctrl-C to its parent, and ends when that has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per processor, one thread per process
+    threading.Thread(target=_end_with_parent, daemon=True, name="shard_tools-parent").start()
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent process: its queue would stay open, with nobody to fill it."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 class Ring:

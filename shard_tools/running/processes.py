@@ -1,8 +1,9 @@
-"""Run the parts of a long work in processes of this machine, and hand out what they make in the order of its inputs.
+"""Run a long work in processes of this machine: single calls of our own functions, or the parts of a user's work.
 
-The caller's function runs in interpreters of their own that never import the main script: what is defined there is sent
-by value. Contents come through shared memory, everything else through a socket. A process that dies is replaced, and
-goes on where it stood; what kills two processes is told.
+``ProcessExecutor`` makes calls. ``ProcessRunner`` hands out what the parts make in the order of their inputs: the
+caller's function runs in interpreters of their own that never import the main script; what is defined there is sent by
+value. Contents come through shared memory, everything else through a socket. A process that dies is replaced, and goes
+on where it stood; what kills two processes is told.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, get_context
+from types import TracebackType
 from typing import Any
 
 from shard_tools.running import process_main
 from shard_tools.running.functions import dumps
 from shard_tools.running.parts import Item, Pace, Work
-from streaming.common.platforms import how_it_ended, unnamed_file
+from streaming.common.platforms import how_it_ended, unnamed_file, working_folder
 from streaming.errors import ConfigError, WorkerError
 
 DEFAULT_MEMORY_BYTES = 512 << 20
@@ -86,6 +90,40 @@ class _Process:
     def at(self) -> int:
         """Return the input that it works on, or worked on when it died; -1: none yet."""
         return int(struct.unpack_from("q", self.place)[0])
+
+
+class ProcessExecutor(ProcessPoolExecutor):
+    """Run calls in processes of this machine, each started when it is first needed.
+
+    They are spawned rather than forked, since this process has threads. They leave Ctrl-C to this process, and end when
+    it ends, however it does.
+
+    Args:
+        num_processes: Number of processes.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        working_folder()  # multiprocessing asks for it
+        super().__init__(num_processes, mp_context=get_context("spawn"), initializer=process_main.serve_calls)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """End the processes: when they have done their calls, or after an error or Ctrl-C at once.
+
+        Raises:
+            WorkerError: One of them had died.
+        """
+        if error is not None:
+            for process in [*(self._processes or {}).values()]:
+                process.terminate()
+        suppressed = super().__exit__(kind, error, trace)
+        if isinstance(error, BrokenProcessPool):
+            raise WorkerError(
+                "a worker process died; perhaps the system killed it for its memory. What is written stays: repeat "
+                "the command, with fewer --workers if memory is short"
+            ) from error
+        return suppressed
 
 
 class ProcessRunner:

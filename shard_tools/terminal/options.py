@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
 from streaming.common.arguments import parse_bytes
@@ -74,6 +75,25 @@ SIZE = SizeType()
 PAIR, SECRET_PAIR = PairType(), PairType(is_secret=True)
 SEED = SeedType()
 COUNT = click.IntRange(min=1)
+
+
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options, in their order."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def taken(kind: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options that are fields of a dataclass from ``arguments``, and return them."""
+    return {one.name: arguments.pop(one.name) for one in fields(kind) if one.name in arguments}
+
+
+shard_size_options = together(
+    click.option(
+        "--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard."
+    ),
+    click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard."),
+)
+start_over_option = click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 engine_option = click.option(
     "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."
 )
@@ -107,46 +127,40 @@ def writing_options(command: Command) -> Command:
     )(quiet_option(command))  # fmt: skip
 
 
-def with_storage_options(command: Command) -> Command:
-    """Add the options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
-    decorators = (
-        click.option(
-            "--endpoint-url",
-            metavar="URL",
-            envvar="SHARD_TOOLS_ENDPOINT_URL",
-            help="Address of an S3-compatible server.",
-        ),
-        click.option("--region", envvar="SHARD_TOOLS_REGION", help="Region of the bucket."),
-        click.option("--profile", envvar="SHARD_TOOLS_PROFILE", help="Named profile of the AWS configuration files."),
-        click.option(
-            "--ca-file",
-            metavar="FILE",
-            envvar="SHARD_TOOLS_CA_FILE",
-            help="Certificate authorities to trust besides the system's, as PEM.  [default: AWS_CA_BUNDLE]",
-        ),
-        click.option(
-            "--anon", is_flag=True, envvar="SHARD_TOOLS_ANON", help="Send unsigned requests, for public buckets."
-        ),
-        click.option(
-            "--storage-option",
-            type=SECRET_PAIR,
-            multiple=True,
-            metavar="K=V",
-            help="Any other option of the store. Command lines are visible to other users of this machine: "
-            "give secrets by environment variable or profile.",
-        ),
-        click.option(
-            "--debug",
-            is_flag=True,
-            expose_value=False,
-            is_eager=True,
-            callback=remember,
-            help="On failure, show the traceback.",
-        ),
-    )
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
+with_storage_options = together(
+    click.option(
+        "--endpoint-url",
+        metavar="URL",
+        envvar="SHARD_TOOLS_ENDPOINT_URL",
+        help="Address of an S3-compatible server.",
+    ),
+    click.option("--region", envvar="SHARD_TOOLS_REGION", help="Region of the bucket."),
+    click.option("--profile", envvar="SHARD_TOOLS_PROFILE", help="Named profile of the AWS configuration files."),
+    click.option(
+        "--ca-file",
+        metavar="FILE",
+        envvar="SHARD_TOOLS_CA_FILE",
+        help="Certificate authorities to trust besides the system's, as PEM.  [default: AWS_CA_BUNDLE]",
+    ),
+    click.option("--anon", is_flag=True, envvar="SHARD_TOOLS_ANON", help="Send unsigned requests, for public buckets."),
+    click.option(
+        "--storage-option",
+        type=SECRET_PAIR,
+        multiple=True,
+        metavar="K=V",
+        help="Any other option of the store. Command lines are visible to other users of this machine: "
+        "give secrets by environment variable or profile.",
+    ),
+    click.option(
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=remember,
+        help="On failure, show the traceback.",
+    ),
+)
+"""The options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
 
 
 def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
@@ -177,58 +191,50 @@ def typed_option(key: str, text: str) -> object:
         raise click.UsageError(f"--storage-option {key}: expected a number, got {text!r}") from error
 
 
-def json_option(command: Command) -> Command:
-    """Add ``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
-def source_options(command: Command) -> Command:
-    """Add the options that say which part of a source is taken, and how its images are re-encoded."""
-    option = click.option
-    decorators = (
-        option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
-        option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
-        option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
-        option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
-        option("--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."),
-        option("--quality", type=click.IntRange(1, 100), help="Quality of re-encoded jpg and webp.  [default: 90]"),
-        option("--format", "image_format", type=click.Choice(("jpg", "webp", "png")), help="Re-encode all images so."),
-        option(
-            "--image-fields",
-            type=names,
-            default=(),
-            metavar="EXT,...",
-            help="The fields to re-encode, of several.",
-        ),
-    )
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
+source_options = together(
+    click.option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
+    click.option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
+    click.option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
+    click.option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
+    click.option(
+        "--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."
+    ),
+    click.option("--quality", type=click.IntRange(1, 100), help="Quality of re-encoded jpg and webp.  [default: 90]"),
+    click.option(
+        "--format", "image_format", type=click.Choice(("jpg", "webp", "png")), help="Re-encode all images so."
+    ),
+    click.option(
+        "--image-fields",
+        type=names,
+        default=(),
+        metavar="EXT,...",
+        help="The fields to re-encode, of several.",
+    ),
+)
+"""Which part of a source is taken, and how its images are re-encoded."""
 
 
-def index_option(command: Command) -> Command:
-    """Add ``--index``."""
-    return click.option(
-        "--index", "index_url", metavar="URL", help="Location of the index. Default: beside the shards."
-    )(command)
+index_option = click.option(
+    "--index", "index_url", metavar="URL", help="Location of the index. Default: beside the shards."
+)
 
 
-def unfinished_option(command: Command) -> Command:
-    """Add ``--allow-unfinished``."""
-    return click.option(
-        "--allow-unfinished",
-        is_flag=True,
-        help="Take what is there of a set that is still being written, or whose writing was interrupted.",
-    )(command)
+unfinished_option = click.option(
+    "--allow-unfinished",
+    is_flag=True,
+    help="Take what is there of a set that is still being written, or whose writing was interrupted.",
+)
 
 
-def union_option(command: Command) -> Command:
-    """Add ``--classes``, for commands that write several sets as one."""
-    return click.option(
-        "--classes",
-        type=click.Choice(["union"]),
-        help="Sets that number classes in different ways: write the numbers by name, as those of one set.",
-    )(command)
+union_option = click.option(
+    "--classes",
+    type=click.Choice(["union"]),
+    help="Sets that number classes in different ways: write the numbers by name, as those of one set.",
+)
+"""For commands that write several sets as one."""
 
 
 def on_shards(command: Command) -> Command:
@@ -275,12 +281,10 @@ def on_named(what: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def duplicates_option(command: Command) -> Command:
-    """Add ``--duplicate-keys``."""
-    return click.option(
-        "--duplicate-keys",
-        type=click.Choice(get_args(DuplicateKeys)),
-        default="error",
-        show_default=True,
-        help="Treat a key that occurs twice as an error, or keep it as another sample.",
-    )(command)
+duplicates_option = click.option(
+    "--duplicate-keys",
+    type=click.Choice(get_args(DuplicateKeys)),
+    default="error",
+    show_default=True,
+    help="Treat a key that occurs twice as an error, or keep it as another sample.",
+)

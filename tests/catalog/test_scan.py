@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import tarfile
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_tools.running.processes import ProcessExecutor
 from streaming.errors import (
     ConfigError,
     DuplicateKeyError,
@@ -116,10 +118,11 @@ def test_trailing_folders_are_inside_the_last_chunk(tmp_path) -> None:
 def test_index_then_load(tmp_path, shards: list[str], processes: bool) -> None:
     storage = Storage()
     told: dict[str, int] = {}
-    table = index_shards(
-        storage, shards, parallel=2, processes=processes, rule=SMALL,
-        progress=lambda url, num_bytes: told.update({url: told.get(url, 0) + num_bytes}),
-    )  # fmt: skip
+    with ProcessExecutor(2) if processes else nullcontext() as executor:
+        table = index_shards(
+            storage, shards, parallel=2, executor=executor, rule=SMALL,
+            progress=lambda url, num_bytes: told.update({url: told.get(url, 0) + num_bytes}),
+        )  # fmt: skip
     table.validate()
     assert table.total_samples == 33
     assert told == {url: os.path.getsize(url) for url in shards}

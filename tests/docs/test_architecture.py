@@ -69,7 +69,7 @@ FORBIDDEN = (
 )
 # infra asks where the program runs; credentials come the way people have them; workers get the environment whole.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
-ENVIRONMENT_MAY += ("streaming.run.engine.workers.surroundings", "shard_tools.make.tokens.encode")
+ENVIRONMENT_MAY += ("streaming.run.engine.workers.surroundings", "shard_tools.running.process_main")
 ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
 ENVIRONMENT_MAY += ("shard_tools.look.show.data.workers",)  # what little of it a process gets
 ENVIRONMENT_MAY += ("streaming.build.decode.images",)  # puts back what the import of cv2 writes there

@@ -250,10 +250,10 @@ TOKENIZER = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from shard_tools.make.tokens import TokenizeOptions, tokenize
-from shard_tools.make.tokens.encode import _begin_worker
+from shard_tools.running.process_main import serve_calls
 options = TokenizeOptions(tokenizer="bytes", max_samples=5, split=("val=30%",), workers=1)
-# As open_processes, but forked: that a true one ends with this process is shown in test_tokenize.py.
-with ProcessPoolExecutor(1, get_context("fork"), _begin_worker) as pool:
+# As ProcessExecutor, but forked: that a true one ends with this process is shown in test_tokenize.py.
+with ProcessPoolExecutor(1, get_context("fork"), serve_calls) as pool:
     pool.submit(int).result()
     for name in ("open", "write", "replace", "fsync", "unlink"):
         setattr(os, name, stepping(getattr(os, name)))

@@ -23,11 +23,10 @@ from shard_tools.look.bench import judge as judging
 from shard_tools.look.bench.decoding import Decoding
 from shard_tools.look.bench.delivery import LoopRun
 from shard_tools.look.bench.judge import Measured, candidates, convert_advice, judge
-from shard_tools.look.bench.prices import BUILT_IN, cost_of, load_prices
 from shard_tools.look.bench.requests import Probe, UnreadRanges, probe
 from shard_tools.look.bench.run import BenchOptions, BenchReport, bench
 from streaming import DataLoader, StreamingDataset
-from streaming.errors import ConfigError, IndexMissingError
+from streaming.errors import IndexMissingError
 from streaming.shards.catalog.build import index_shards
 from streaming.shards.index.cutter import ChunkRule
 from streaming.storage import Storage
@@ -212,25 +211,17 @@ def test_pictures_are_limited_by_decoding(pictures: Path) -> None:
     assert sorted(pictures.rglob("*")) == before
 
 
-def test_json_has_what_programs_rely_on_and_text_says_it(pictures: Path, tmp_path: Path) -> None:
-    """Also what an epoch costs, by a table of prices."""
-    prices = tmp_path / "prices.toml"
-    prices.write_text(
-        'date = "2026-11-01"\ncurrency = "EUR"\n[file]\nper_1000_requests = 2.0\nper_gb_internet = 1000\n'
-    )
-    result = run(f"{pictures}/", "--seconds", 1, "--json", "--prices", prices)
+def test_json_has_what_programs_rely_on_and_text_says_it(pictures: Path) -> None:
+    result = run(f"{pictures}/", "--seconds", 1, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["limit"] in {"latency", "bandwidth", "errors", "decode", "delivery", "memory"}
     assert found["why"]
     assert {"num_workers", "prefetch_factor", "memory_limit"} <= found["suggest"].keys()
-    cost = found["cost"]
-    assert (cost["currency"], cost["for_requests"]) == ("EUR", cost["requests"] * 0.002)
-    assert cost["internet"] == pytest.approx(found["num_bytes"] / 1e6)
     text = run(f"{pictures}/", "--seconds", 1).stdout
     assert text.startswith("limit: ")
     assert "use    DataLoader(…, num_workers=" in text
-    assert "no prices are known for this store" in text
+    assert f"epoch  {found['num_chunks']:,} request" in text
 
 
 def test_a_store_is_only_read_within_the_budget(mini_s3: MiniS3Server) -> None:
@@ -334,26 +325,6 @@ def test_a_probe_reads_at_least_once_a_round(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(1000))
     found = probe(Storage(), UnreadRanges([str(tmp_path / "a")], [1000]), 1000, 4, 0.0, 0)
     assert (found.num_reads, found.size_bytes, found.retries) == (3, 1000, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("p.toml", "[s3"), ("p.json", "[1]"), ("p.toml", "[s3]\nper_gb = 1"), ("p.toml", "[s3]\nper_gb_internet = -1"),
-     ("p.toml", "s3 = 1"), ("p.json", '{"s3": {"per_gb_internet": true}}')],
-)  # fmt: skip
-def test_prices_that_are_none_are_refused(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"--prices {name}: "):
-        load_prices(text.encode(), name)
-
-
-def test_built_in_prices_say_their_date_and_that_others_differ() -> None:
-    cost = cost_of("s3", 1_000_000, 10**12, None)
-    assert (cost.for_requests, cost.same_region, cost.internet) == (pytest.approx(0.4), 0.0, pytest.approx(90.0))
-    assert BUILT_IN["date"] in cost.prices
-    assert "regions" in cost.prices
-    assert cost_of("https", 1, 1, None).for_requests is None
-    table = load_prices(b'{"date": "today", "s3": {"per_1000_requests": 1}}', "p.json")
-    assert (cost_of("s3", 2000, 10**9, table).for_requests, cost_of("s3", 2000, 10**9, table).internet) == (2.0, 0.0)
 
 
 def test_a_giant_among_the_few_that_are_decoded_does_not_stand_for_the_set(tmp_path: Path) -> None:

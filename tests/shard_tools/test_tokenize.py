@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -38,11 +39,11 @@ from shard_tools.make.tokens import source as read_in_batches
 from shard_tools.make.tokens.adapters import ENCODINGS, RanksTokenizer
 from shard_tools.make.tokens.chat import ChatTemplate
 from shard_tools.make.tokens.documents import parse_shares
-from shard_tools.make.tokens.encode import open_processes
 from shard_tools.make.tokens.messages import Conversation
 from shard_tools.make.tokens.tokenizer import TokenizerFile, open_tokenizer
+from shard_tools.running.processes import ProcessExecutor
 from streaming import StreamingDataset
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, WorkerError
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
@@ -475,7 +476,7 @@ def test_all_that_changes_the_bytes_is_part_of_the_work(tmp_path: Path) -> None:
 def test_processes_and_threads_give_the_same_bytes(tmp_path: Path, bpe: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", [{"text": text * 3} for text in TEXTS * 5])
     run(source, tmp_path / "here", bpe)
-    with open_processes(1) as pool:
+    with ProcessExecutor(1) as pool:
         run(source, tmp_path / "processes", bpe, executor=pool)
     with ThreadPoolExecutor(1) as threads:
         run(source, tmp_path / "threads", bpe, executor=threads)
@@ -485,9 +486,9 @@ def test_processes_and_threads_give_the_same_bytes(tmp_path: Path, bpe: Path) ->
 
 ORPHANS = """
 import os, signal
-from shard_tools.make.tokens.encode import open_processes
+from shard_tools.running.processes import ProcessExecutor
 if __name__ == "__main__":
-    print(open_processes(1).submit(os.getpid).result(), flush=True)
+    print(ProcessExecutor(1).submit(os.getpid).result(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -501,6 +502,24 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     assert said.returncode == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(said.stdout)).wait(timeout=60)
+
+
+def test_a_process_that_dies_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(WorkerError, match="repeat the command, with fewer --workers"), ProcessExecutor(1) as pool:
+        pool.submit(os._exit, 9).result()
+    assert not multiprocessing.active_children()
+
+
+def test_after_an_interrupt_no_call_is_waited_for() -> None:
+    def interrupted() -> None:
+        with ProcessExecutor(1) as pool:
+            pool.submit(int).result()
+            pool.submit(signal.pause)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not multiprocessing.active_children()
 
 
 def test_a_tokenizer_that_changes_meanwhile_is_noticed(tmp_path: Path, bpe: Path) -> None:

@@ -270,7 +270,6 @@ def test_its_name_is_tuned_json_unless_another_is_given(
     ("arguments", "said"),
     [
         (("--out", "x.json"), "only --tune writes a file"),
-        (("--tune", "--prices", "prices.toml"), "--tune says nothing of costs"),
         (("--tune", "--seconds", "0"), "--seconds"),
         (("--tune", "--bytes", "0"), "--bytes"),
         (("--tune", "--batch-size", "0"), "--batch-size"),

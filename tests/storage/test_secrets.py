@@ -208,7 +208,7 @@ MORE = [
     ("plan", ["{rows}", "--batch-size", "2"]),
     ("info", ["{good}", "--index", "{rows}"]),
     ("ls", ["{good}", "--limit", "{good}"]),
-    ("bench", ["{good}", "--seconds", "0.5", "--prices", "{rows}"]),
+    ("bench", ["{good}", "--seconds", "0.5"]),
     ("bench", ["{good}", "--index", "{rows}"]),
     ("bench", ["{good}", "--tune", "--seconds", "0.2", "--out", "{local}/tuned.json"]),
     ("bench", ["{good}", "--tune", "--seconds", "0.2", "--out", "{rows}"]),

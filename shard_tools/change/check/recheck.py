@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
+import click
 import numpy as np
 
 from shard_tools.change.check.shard_check import undecodable
@@ -20,6 +21,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
 from streaming.build.batches.bad_file import BadRecord
 from streaming.build.decode import FieldDecoder, resolve_decoders
+from streaming.common.arguments import counted, format_bytes
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, StorageError
 from streaming.shards.catalog.build import no_samples, samples_url
 from streaming.shards.catalog.listing import StorageAhead
@@ -178,3 +180,18 @@ class _Shard:
         for _, _, what in wrong:
             self._find("decode", what, key=key, byte_start=begin, byte_end=end)
         return not wrong
+
+
+def show_recheck(report: RecheckReport) -> None:
+    """Print every sample that is still bad, and the total."""
+    for finding in report.findings:
+        click.echo(str(finding))
+    if report.num_unreadable:
+        click.echo(f"cut off or no record: {counted(report.num_unreadable, 'line')} of the list", err=True)
+    if report.num_elsewhere:
+        click.echo(f"of other shards than those named: {counted(report.num_elsewhere, 'record')}", err=True)
+    click.echo(
+        f"{counted(report.num_listed, 'record')}, {counted(report.num_samples, 'sample')} read "
+        f"({format_bytes(report.num_bytes)}) in {report.seconds:.1f} s: {report.num_good:,} good now, "
+        f"{counted(len(report.findings), 'finding')}"
+    )

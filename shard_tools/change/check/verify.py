@@ -9,14 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+import click
+
 from shard_tools.change.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.change.sets.index_files import check_beside
 from shard_tools.change.sets.open_set import keys_again, load_samples, names_shards, place_of, unfinished, unlike_sets
 from shard_tools.make.convert.journal import whole_journal
 from shard_tools.running.engine import DEFAULT_WORKERS, Calls
+from shard_tools.running.printing import rate, show_findings, show_passed_over
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Finding, Report
+from shard_tools.running.report import Finding, Report, plain
 from streaming.build.decode import FieldDecoder, resolve_decoders
+from streaming.common.arguments import counted, format_bytes
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.shards.catalog.build import home_of, read_chunks, shard_name
 from streaming.shards.catalog.unfinished import expand_whole
@@ -232,4 +236,21 @@ def _duplicate(key: str, url: str, before: str) -> Finding:
         what="the key occurs twice in this shard" if url == before else f"the key occurs in {before} too",
         cure="rewrite the shards: `shard_tools reshard SOURCE TARGET --dedupe`, or `--key-prefix {number}-`; or, if it "
         "is intended, `shard_tools verify --duplicate-keys keep`",
+    )
+
+
+def show_verify(report: VerifyReport) -> None:
+    """Print every finding, and the total."""
+    show_findings(report.findings)
+    if report.not_decoded:
+        click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
+    show_passed_over(report.num_passed_over, report.first_passed_over)
+    found = counted(len(report.findings), "finding") if report.findings else "all as the index says"
+    num_unindexed = sum(finding.kind == "unindexed" for finding in report.findings)
+    if num_unindexed:
+        found += f", {counted(num_unindexed, 'shard')} not in the index and not read"
+    click.echo(
+        f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
+        f"{format_bytes(report.num_bytes)} in {report.seconds:.1f} s ({rate(report.num_bytes, report.seconds)}): "
+        f"{found}"
     )

@@ -22,10 +22,11 @@ import pyarrow.compute as pc
 from shard_tools.change.columns.table import TableRows, open_rows
 from shard_tools.change.columns.target import THREADS, AddReport, ColumnTarget, Filled
 from shard_tools.make.write.columns import stored_array
-from shard_tools.running.engine import DEFAULT_MEMORY, map_ordered
+from shard_tools.running.engine import DEFAULT_MEMORY
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.common.arguments import counted, parse_bytes
 from streaming.common.arrays import sums
+from streaming.common.threads import map_threads
 from streaming.errors import DataError
 from streaming.shards.index.columns import KEY, stable_hash
 from streaming.storage import Storage, redact
@@ -83,7 +84,7 @@ def join_column(
         starts = sums([target.sizes[shard] for shard in group])
         parts = [(shard, stored_array(values.slice(starts[at], target.sizes[shard]))) for at, shard in enumerate(group)]
         types |= {shard: str(part.type) for shard, part in parts}
-        for _ in map_ordered(lambda part: target.shard(part[0]).write(part[1], version), parts, THREADS):
+        for _ in map_threads(lambda part: target.shard(part[0]).write(part[1], version), parts, THREADS):
             progress.advance(num=1)
     filled = [Filled(types[shard], found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
     return target.finish(
@@ -158,7 +159,7 @@ def _keys_of(target: ColumnTarget, group: Sequence[int]) -> pa.Array:
     def read(shard: int) -> pa.Array:
         return target.columns_of(shard, [KEY])[KEY].cast(pa.large_binary())
 
-    return pa.concat_arrays([*map_ordered(read, group, THREADS)] or [pa.array([], pa.large_binary())])
+    return pa.concat_arrays([*map_threads(read, group, THREADS)] or [pa.array([], pa.large_binary())])
 
 
 def _matches(

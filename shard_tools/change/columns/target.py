@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from shard_tools.change.sets.open_set import needed_samples, open_set
-from shard_tools.running.engine import Calls, map_ordered
+from shard_tools.running.engine import Calls
 from shard_tools.running.progress import Progress
 from shard_tools.running.report import Report
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.sets.filters.late_columns import ColumnDocument, homes_of, list_columns
 from streaming.shards.catalog.build import home_of, no_samples, read_schema, samples_url, shard_name
@@ -241,7 +242,7 @@ class ColumnTarget:
             gone = _files_of(self.storage, self._taken, self.name)
             documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
             # Before the documents: without these, files count as written by an interrupted run of the same work.
-            list(map_ordered(self.storage.delete, [url for url in gone if url not in documents], THREADS))
+            list(map_threads(self.storage.delete, [url for url in gone if url not in documents], THREADS))
         self.begin()
         calls.progress.start(total_bytes=None, total=len(self.urls))
         shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
@@ -279,7 +280,7 @@ class ColumnTarget:
             _joined_kind(self.name, filled)
             self.begin()
             places = [(shard.path, file) for shard, file in zip(shards, files, strict=True)]
-            list(map_ordered(lambda place: self.storage.put(place[0], place[1].read_bytes()), places, THREADS))
+            list(map_threads(lambda place: self.storage.put(place[0], place[1].read_bytes()), places, THREADS))
         return filled
 
     def finish(
@@ -398,7 +399,7 @@ def drop_column(
         raise ConfigError(f"column {name!r}: there is no such late column; there are: {', '.join(there) or 'none'}")
     for url in document:  # first: a column without its document does not exist
         storage.delete(url)
-    list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
+    list(map_threads(storage.delete, [url for url in files if url not in document], THREADS))
     for home in homes:
         _note_column(storage, home, name, None)
     return DropReport(name=name, num_files=len(files))

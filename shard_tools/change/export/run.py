@@ -12,9 +12,9 @@ from shard_tools.change.export.job import ExportJob, ExportOptions
 from shard_tools.change.export.parquet import ParquetExport, part_namer
 from shard_tools.change.sets.open_set import open_set
 from shard_tools.make.convert.journal import TargetNotEmptyError
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, NotFoundError
 from streaming.shards.schema.meeting import RESHARD, met
 from streaming.storage import Storage, join_url, redact
@@ -160,7 +160,7 @@ def _write_samples(job: ExportJob, progress: Progress, *, hub: bool) -> tuple[li
         progress.advance(num_bytes=num_bytes, num=1)
         return num_bytes
 
-    sizes = list(map_ordered(write, zip(positions, targets, strict=True), job.options.workers))
+    sizes = list(map_threads(write, zip(positions, targets, strict=True), job.options.workers))
     written = [(name, size > 0) for name, size in zip(targets, sizes, strict=True)]
     if renamed is not None:
         content = card.card(job, {split: [renamed[name] for name in some] for split, some in splits.items()}, ())

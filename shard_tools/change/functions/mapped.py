@@ -22,13 +22,14 @@ from shard_tools.change.sets.rewrite.shard_source import ShardSource
 from shard_tools.make.convert.base.identity import Origins, SourceIdentity, SourceStorage
 from shard_tools.make.convert.base.records import Record, ShardOptions
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
-from shard_tools.running.engine import Shared, map_ordered
+from shard_tools.running.engine import Shared
 from shard_tools.running.functions import identity_of, imported
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.build.batches.bad_file import shown_url
 from streaming.build.decode import decode_field, resolve_decoders
 from streaming.build.decode.values import packed
 from streaming.common.arguments import unpacked_name
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, DecodeError
 from streaming.sets.filters.select import late_names
 from streaming.shards.index.columns import KEY
@@ -186,7 +187,7 @@ class SampleInputs:
         }  # fmt: skip
         self._firsts = np.cumsum([0] + [part.rows.size for part in taken.parts])
         store = SourceStorage.of(storage)
-        infos = zip(urls, self._firsts.tolist(), map_ordered(store.info, urls, READ_THREADS), strict=False)
+        infos = zip(urls, self._firsts.tolist(), map_threads(store.info, urls, READ_THREADS), strict=False)
         inputs = [
             SourceIdentity(
                 name=split_url(url)[1], url=url, number=first, size_bytes=info.size_bytes, version=info.version

@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+import click
 import crc32c
 import numpy as np
 
@@ -24,8 +25,10 @@ from shard_tools.make.convert.pack import Destination, refuse_overlap, warn_of_n
 from shard_tools.make.write.above import meet_above
 from shard_tools.make.write.mark import TargetMark, digest_of_work
 from shard_tools.running.engine import Calls
+from shard_tools.running.printing import rate
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
+from streaming.common.arguments import counted, format_bytes
 from streaming.errors import (
     ChecksumError,
     ConfigError,
@@ -403,3 +406,13 @@ def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
         with suppress(NotFoundError):
             known = read_chunks(here, home).by_shard()
         here.put(join_url(home, chunks_path()), ChunkTable.merged(known, tables).to_parquet())
+
+
+def show_copy(report: CopyReport) -> None:
+    """Print the outcome of copying."""
+    click.echo(
+        f"{report.target}: {counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
+        f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
+        f"{report.num_shards - report.num_copied:,} were there already, in {report.seconds:.1f} s "
+        f"({rate(report.num_bytes, report.seconds)})"
+    )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from shard_tools.make.convert.journal import NAME, SOURCES, load_journal, load_sources
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
+from streaming.common.threads import map_threads
 from streaming.errors import AccessDeniedError, DataError, IndexFormatError, NotFoundError, StorageError
 from streaming.sets.filters.late_columns import ColumnDocument, LateColumn, read_values
 from streaming.sets.filters.views import View
@@ -60,7 +60,7 @@ def check_beside(
             return _finding("read", url, error)
         return None
 
-    return [one for one in map_ordered(found, checks, _FILES) if one is not None]
+    return [one for one in map_threads(found, checks, _FILES) if one is not None]
 
 
 def _finding(kind: str, url: str, error: Exception) -> Finding:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 
+import click
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,11 +24,20 @@ from shard_tools.change.sets.open_set import (
     tables_of,
     unfinished,
 )
-from shard_tools.running.engine import map_ordered
+from shard_tools.running.printing import show_findings, show_table
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Finding, Report
-from streaming.common.arguments import counted
-from streaming.errors import DataError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_spec
+from shard_tools.running.report import Finding, Report, plain, plain_place
+from streaming.common.arguments import counted, format_bytes
+from streaming.common.threads import map_threads
+from streaming.errors import (
+    DataError,
+    IndexFormatError,
+    NotFoundError,
+    StorageError,
+    shell_place,
+    shell_spec,
+    shell_word,
+)
 from streaming.sets.filters.select import late_names
 from streaming.sets.filters.views import View, list_views
 from streaming.shards.catalog.build import home_of, read_chunks, read_schema
@@ -35,6 +46,9 @@ from streaming.shards.index.sample_table import SampleLocation, SampleTable
 from streaming.shards.index.where import unknown_column
 from streaming.storage import Storage, redact, split_url
 from streaming.types import Int64Array
+
+_PREVIEW_CHARACTERS = 2000
+_BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +236,7 @@ def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
             return Finding(kind="index", shard=home, what=str(error), cure="see the message")
         return None
 
-    return [one for one in map_ordered(found, homes, READ_THREADS) if one is not None]
+    return [one for one in map_threads(found, homes, READ_THREADS) if one is not None]
 
 
 def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[View], list[Finding]]:
@@ -234,7 +248,7 @@ def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[V
     def read_columns() -> None:
         for column in shards.late_columns(storage).values():
             info = ColumnInfo(name=column.name, type=column.type, version=column.version)
-            for values in map_ordered(
+            for values in map_threads(
                 lambda position: shards.late_values(storage, position, [column])[column.name],  # noqa: B023  read here
                 range(len(shards.urls)), READ_THREADS,
             ):  # fmt: skip
@@ -269,7 +283,7 @@ def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) 
                 for shard in read_chunks(storage, home).shards:
                     promised.setdefault(place_of(shard.name, folder, shards.index_url), shard.size_bytes)
     cure = "restore it, or run `shard_tools index --prune`, which takes it out of the index"
-    for (url, size_bytes), found in zip(promised.items(), map_ordered(size_of, promised, READ_THREADS), strict=True):
+    for (url, size_bytes), found in zip(promised.items(), map_threads(size_of, promised, READ_THREADS), strict=True):
         if found is None:
             yield Finding(kind="missing", shard=url, what="in the index, but not in the store", cure=cure)
         elif found != size_bytes:
@@ -436,3 +450,87 @@ def _find(url: str, sample: str, storage: Storage, index_url: str | None, *, all
         f"{redact(url)}: no sample has the key {sample!r}; there are {counted(total, 'sample')}, see "
         f"`shard_tools ls {shell_place(url)}`"
     )
+
+
+def show_info(report: DataSetInfo) -> None:
+    """Print totals, and a table of fields."""
+    mean = report.num_bytes / report.num_samples if report.num_samples else 0
+    click.echo(f"shards    {report.num_shards:,}")
+    click.echo(f"samples   {report.num_samples:,}")
+    click.echo(f"bytes     {report.num_bytes:,} ({format_bytes(report.num_bytes)}, {format_bytes(mean)} a sample)")
+    click.echo(f"chunks    {report.num_chunks:,}")
+    click.echo(f"index     {report.index}")
+    if report.fingerprint:
+        click.echo(f"print     {report.fingerprint}")
+    for view in report.views:
+        click.echo(f"view      {plain(view.name)}: {view.num_kept:,} of {counted(view.num_samples, 'sample')}")
+    if report.columns:
+        show_table(
+            ("column", "samples", "type", "least", "most"),
+            [
+                (
+                    f"{column.name}{' (late)' if column.version else ''}", f"{column.num_values:,}", column.type,
+                    *("" if one is None else f"{one:,}" for one in (column.least, column.most)),
+                )
+                for column in report.columns
+            ],
+        )  # fmt: skip
+    if report.fields:
+        sizes = (
+            (one.num_bytes, one.num_bytes / one.num_samples, one.min_bytes, one.max_bytes) for one in report.fields
+        )
+        show_table(
+            ("field", "samples", "bytes", "mean", "least", "most"),
+            [
+                (one.name, f"{one.num_samples:,}", *map(format_bytes, size))
+                for one, size in zip(report.fields, sizes, strict=True)
+            ],
+        )  # fmt: skip
+    show_findings(report.findings)
+
+
+def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> None:
+    """Print one line of ``ls``."""
+    fields = " ".join(sample.fields)
+    parts = [sample.key, fields]
+    if long:
+        fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
+        parts = [str(sample.number), plain_place(sample.shard), sample.key, fields]
+    if with_columns:
+        parts.append("  ".join(f"{name}={_value(value)}" for name, value in sample.columns.items()))
+    click.echo("\t".join(map(plain, parts)))
+
+
+def _value(value: object) -> str:
+    """Return a column's value as a condition of ``--where`` writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "NULL", True: "TRUE", False: "FALSE"}[value]
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
+
+
+def show_sample(sample: SampleView) -> None:
+    """Print one sample: text as text, everything else by its size."""
+    shard = plain_place(sample.entry.shard)
+    click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
+    if sample.entry.columns:
+        click.echo(
+            "".join(f"column {plain(name)} = {plain(_value(value))}\n" for name, value in sample.entry.columns.items()),
+            nl=False,
+        )
+    for field, payload in sample.payloads.items():
+        click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
+        if is_binary(payload):
+            click.echo(f"(binary; write it out with --field {shell_word(field)})")
+        else:
+            text = payload.decode()
+            more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"
+            click.echo(text[:_PREVIEW_CHARACTERS] + (more if len(text) > _PREVIEW_CHARACTERS else ""))
+
+
+def is_binary(payload: bytes) -> bool:
+    """Tell whether ``payload`` is not text that a terminal can show."""
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        return True
+    return _BINARY.search(text.replace("\r\n", "\n")) is not None

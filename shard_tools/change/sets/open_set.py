@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Finding
 from streaming.build.batches.bad_file import shown_url
 from streaming.common.arguments import format_bytes
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, IndexMissingError, NotFoundError
 from streaming.sets.filters.late_columns import LateColumn, homes_of, read_values
 from streaming.sets.filters.select import Subset, late_columns_of, late_names, narrowed
@@ -148,7 +148,7 @@ def unlike_sets(homes: Sequence[str], storage: Storage) -> list[Finding]:
     """
     if len(homes) < 2:
         return []
-    found = map_ordered(lambda home: read_schema(storage, home), homes, READ_THREADS)
+    found = map_threads(lambda home: read_schema(storage, home), homes, READ_THREADS)
     conflict = contradiction({redact(home): schema for home, schema in zip(homes, found, strict=True)})
     if conflict is None:
         return []
@@ -192,7 +192,7 @@ def _read_all(
     def scan(url: str) -> SampleTable:
         return scan_shard(storage, url, split_url(url)[1], duplicate_keys=duplicate_keys)
 
-    return tuple(map_ordered(scan, shards, READ_THREADS))
+    return tuple(map_threads(scan, shards, READ_THREADS))
 
 
 def tables_of(
@@ -204,7 +204,7 @@ def tables_of(
         return table_of(shards, position, storage)
 
     first = 0
-    for url, table in zip(shards.urls, map_ordered(load, range(len(shards.urls)), num_threads), strict=True):
+    for url, table in zip(shards.urls, map_threads(load, range(len(shards.urls)), num_threads), strict=True):
         yield first, url, table
         first += table.num_samples
 
@@ -268,7 +268,7 @@ def sizes_of(storage: Storage, urls: Sequence[str]) -> list[int]:
     Raises:
         NotFoundError: A shard is missing.
     """
-    return list(map_ordered(lambda url: storage.info(url).size_bytes, urls, min(_REQUESTS, len(urls))))
+    return list(map_threads(lambda url: storage.info(url).size_bytes, urls, min(_REQUESTS, len(urls))))
 
 
 def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from threading import Lock
 
+import click
 import numpy as np
 import pyarrow as pa
 
 from shard_tools.change.sets.index_files import check_beside
 from shard_tools.change.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of, unlike_sets
 from shard_tools.make.write.mark import unmark
-from shard_tools.running.engine import DEFAULT_WORKERS, map_ordered
+from shard_tools.running.engine import DEFAULT_WORKERS
+from shard_tools.running.printing import rate, show_findings, show_passed_over
+from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Finding, Report
+from shard_tools.running.report import Finding, Report, plain, plain_place
+from streaming.common.arguments import counted, format_bytes
+from streaming.common.platforms import num_cores
+from streaming.common.threads import map_threads
 from streaming.errors import IndexFormatError
 from streaming.shards.catalog.build import (
     home_of,
@@ -117,6 +123,15 @@ class _Told:
             self.passed_over += found  # of each scanned shard once, whichever thread tells of it
 
 
+def _where(
+    executor: Executor | None, workers: int, total_bytes: int
+) -> contextlib.AbstractContextManager[Executor | None]:
+    """Return where to scan, for ``with``: None is for threads."""
+    if executor is None and workers > 1 and total_bytes >= _PROCESSES_FROM_BYTES:
+        return ProcessExecutor(workers)
+    return contextlib.nullcontext(executor)
+
+
 def index(
     urls: Sequence[str],
     *,
@@ -161,18 +176,18 @@ def index(
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
-    table = index_shards(
-        storage,
-        shards,
-        index_url,
-        parallel=workers,
-        force=force,
-        processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
-        executor=executor,
-        duplicate_keys=duplicate_keys,
-        progress=told,
-        on_passed_over=told.add_passed_over,
-    )
+    with _where(executor, min(workers or num_cores(), len(shards)), total_bytes) as scanning:
+        table = index_shards(
+            storage,
+            shards,
+            index_url,
+            parallel=workers,
+            force=force,
+            executor=scanning,
+            duplicate_keys=duplicate_keys,
+            progress=told,
+            on_passed_over=told.add_passed_over,
+        )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
         {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
@@ -246,7 +261,7 @@ def _compare_tables(
         hashes = stable_hash(keys).to_numpy(zero_copy_only=False) if with_keys and is_small else np.empty(0, np.int64)
         return hashes, columns
 
-    found = list(map_ordered(hashed, range(len(shards)), READ_THREADS))
+    found = list(map_threads(hashed, range(len(shards)), READ_THREADS))
 
     def keys_at(number: int, rows: Sequence[int]) -> list[str]:
         keys = keys_of(number)[0].take(pa.array(rows, pa.int64())).cast(pa.binary()).to_pylist()
@@ -277,7 +292,7 @@ def _other_columns(shards: Sequence[str], homes: Sequence[str], storage: Storage
             return read_footer_of(storage, url, columns_from_footer) or []
         return []
 
-    return {name for names in map_ordered(columns_at, urls, READ_THREADS) for name in names}
+    return {name for names in map_threads(columns_at, urls, READ_THREADS) for name in names}
 
 
 def _lacking(
@@ -302,3 +317,42 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
             storage.delete(join_url(home, samples_path(name)))
         storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
     return len(gone)
+
+
+def show_index(report: IndexReport) -> None:
+    """Print the outcome of indexing, and damaged files that it could not rebuild."""
+    show_findings(report.findings)
+    click.echo(
+        f"{counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
+        f"{counted(report.num_chunks, 'chunk')}, {format_bytes(report.num_bytes)}; read "
+        f"{format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "
+        f"({rate(report.num_scanned_bytes, report.seconds)})"
+    )
+    for line in _oddities(report):
+        click.echo(line, err=True)
+    show_passed_over(report.num_passed_over, report.first_passed_over)
+    if report.num_pruned:
+        click.echo(f"removed from the index: {counted(report.num_pruned, 'shard')} no longer there")
+    click.echo(f"index: {', '.join(map(plain_place, report.index_urls))}")
+    for directory in report.declared_whole:
+        click.echo(f"{plain_place(directory)} counts as a whole set from now on")
+
+
+def _oddities(report: IndexReport) -> Iterator[str]:
+    """Yield what is not wrong, but may not be meant."""
+    if report.num_keys_again is None:
+        yield "keys of different shards are not compared in a set of this size; `shard_tools verify` compares them"
+    elif report.num_keys_again:
+        yield (
+            f"in two shards: {counted(report.num_keys_again, 'key')}, first "
+            f"{plain(', '.join(report.first_keys_again))}. Training reads each of these samples, but exclude=, late "
+            "columns joined by key, `cat` and --when take them for one another. `shard_tools reshard SOURCE TARGET "
+            "--key-prefix '{shard}/'` tells them apart; if it is intended, give --duplicate-keys keep"
+        )
+    if report.lacking:
+        url, names = next(iter(report.lacking.items()))
+        yield (
+            f"without columns that other shards have, and so NULL there: {counted(len(report.lacking), 'shard')}, "
+            f"first {url}: {plain(', '.join(names))}. `index` cannot know their values: repeat the command that wrote "
+            "the set, with --overwrite; or add them under other names with `shard_tools column add`, --lift or --from"
+        )

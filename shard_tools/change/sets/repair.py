@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import click
 import numpy as np
 from crc32c import crc32c
 
@@ -14,7 +15,9 @@ from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.convert.pack import Destination, refuse_overlap
 from shard_tools.make.write.mark import TargetMark, digest_of_work
+from shard_tools.running.printing import SHOWN_FINDINGS
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import plain, plain_place
 from streaming.common.arguments import counted
 from streaming.errors import ConfigError, DataError, IndexFormatError, TarError
 from streaming.shards.catalog.build import home_of, index_shards, read_schema, write_schema
@@ -521,3 +524,26 @@ def _text(name: bytes, url: str) -> str:
     except UnicodeDecodeError:
         what = f"the name {name!r} is not UTF-8; rename the file with `tar --transform`"
         raise ConfigError(f"{redact(url)}: {what}") from None
+
+
+def show_repair(report: RepairReport) -> None:
+    """Print what became of every damaged shard, and the total."""
+    for shard in report.shards:
+        links = [f"{counted(shard.num_links, 'hard link')} written out"] if shard.num_links else []
+        for text in (*shard.mended, *links):
+            click.echo(f"{plain_place(shard.url)}: mended: {plain(text)}")
+        for text in shard.lost[:SHOWN_FINDINGS]:
+            click.echo(f"{plain_place(shard.url)}: lost: {plain(text)}")
+        if shard.lost:
+            more = f"… and {len(shard.lost) - SHOWN_FINDINGS:,} more; " if len(shard.lost) > SHOWN_FINDINGS else ""
+            known = "by its index" if shard.exact else "by name, and perhaps more: there is no index to tell"
+            click.echo(
+                f"{plain_place(shard.url)}: {more}{counted(len(shard.lost_keys), 'sample')} lost or incomplete {known}"
+            )
+        if shard.target is None:
+            click.echo(f"{plain_place(shard.url)}: not written; --drop-damaged writes the {shard.num_samples:,} others")
+    written = [shard for shard in report.shards if shard.target is not None]
+    click.echo(
+        f"{plain_place(report.target)}: {len(written):,} of {counted(len(report.shards), 'shard')}, "
+        f"{counted(sum(shard.num_samples for shard in written), 'sample')}, indexed"
+    )

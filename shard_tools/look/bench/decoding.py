@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +12,9 @@ from statistics import median
 
 from shard_tools.change.sets.open_set import OpenSet, table_of
 from shard_tools.change.sets.pieces import ShardPieces, read_pieces
+from shard_tools.running.processes import ProcessExecutor
 from shard_tools.running.report import Report
 from streaming.build.decode import resolve_decoders
-from streaming.common.platforms import working_folder
 from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import Storage
 from streaming.types import Decoder
@@ -78,9 +77,7 @@ def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: fl
         threads = [_together(pool, samples, share_s, cores) for _ in range(_ROUNDS)]
     processes: list[float] = []
     if cores > 1:
-        working_folder()  # multiprocessing asks for it
-        context = multiprocessing.get_context("forkserver")
-        with ProcessPoolExecutor(cores, mp_context=context) as workers:
+        with ProcessExecutor(cores) as workers:
             _together(workers, samples, 0.0, cores)  # they start
             processes = [_together(workers, samples, share_s, cores) for _ in range(_ROUNDS)]
     return Decoding(

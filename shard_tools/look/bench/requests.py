@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
 
 from shard_tools.running.report import Report
+from streaming.common.threads import on_threads
 from streaming.storage import Storage
 
 SMALL_BYTES = 16 << 10
@@ -133,12 +134,8 @@ def probe(
         budget = ByteBudget(max_bytes // _ROUNDS, threading.Lock())
         began_s = time.perf_counter()
         until_s = began_s + seconds / _ROUNDS
-        with ThreadPoolExecutor(at_once, thread_name_prefix="bench") as pool:
-            done = [
-                pool.submit(_reads, storage, ranges, size_bytes, until_s, budget, is_first=number == 0)
-                for number in range(at_once)
-            ]
-            found = [entry for one in done for entry in one.result()]
+        reads = partial(_reads, storage, ranges, size_bytes, until_s, budget)
+        found = [entry for one in on_threads(reads, range(at_once), at_once, name="bench") for entry in one]
         seconds_taken = time.perf_counter() - began_s
         times += [taken_s for taken_s, _ in found]
         sizes += [num_bytes for _, num_bytes in found]
@@ -155,12 +152,12 @@ def probe(
 
 
 def _reads(
-    storage: Storage, ranges: UnreadRanges, size_bytes: int, until_s: float, budget: ByteBudget, *, is_first: bool
+    storage: Storage, ranges: UnreadRanges, size_bytes: int, until_s: float, budget: ByteBudget, number: int
 ) -> list[tuple[float, int]]:
     """Read one range after the other; return seconds and bytes of each. The first thread reads one in any case."""
     found: list[tuple[float, int]] = []
     buffer = memoryview(bytearray(size_bytes))
-    while (is_first and not found) or (time.perf_counter() < until_s and budget.take(size_bytes)):
+    while (not number and not found) or (time.perf_counter() < until_s and budget.take(size_bytes)):
         url, start, stop = ranges.take(size_bytes)
         began_s = time.perf_counter()
         storage.read_into(url, start, buffer[: stop - start])

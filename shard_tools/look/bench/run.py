@@ -1,4 +1,4 @@
-"""Measure a set on this machine, judge, try what may be faster, and say what it costs."""
+"""Measure a set on this machine, judge, and try what may be faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from shard_tools.look.bench import decoding, requests
 from shard_tools.look.bench.decoding import Decoding
 from shard_tools.look.bench.delivery import LoopRun, Loops
 from shard_tools.look.bench.judge import Limit, Measured, candidates, convert_advice, judge
-from shard_tools.look.bench.prices import Cost, cost_of
 from shard_tools.look.bench.requests import Probe, UnreadRanges
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -45,7 +44,6 @@ class BenchOptions:
         max_bytes: Bytes to read from the store, about.
         batch_size: As in training.
         memory_limit: Bytes, as in training; None: what a loader takes by default in this process.
-        prices: Table of prices; None: the built-in one.
         allow_unfinished: Measure what is there of a set that is not whole.
     """
 
@@ -53,7 +51,6 @@ class BenchOptions:
     max_bytes: int = 10**9
     batch_size: int = 64
     memory_limit: int | None = None
-    prices: Mapping[str, Any] | None = None
     allow_unfinished: bool = False
 
     def __post_init__(self) -> None:
@@ -83,8 +80,8 @@ class BenchReport(Report):
         not_decoded: Fields of which most samples cannot be decoded by default; they were taken as bytes.
         deliveries: Loops over batches: with the settings given, then others that were tried.
         error_share: Part of the requests that failed and were repeated.
-        cost: Of an epoch.
-        num_samples: Samples of the set.
+        num_chunks: Chunks of the set, which are the requests of an epoch.
+        num_samples: Its samples.
         num_bytes: Bytes of its chunks.
         chunk_bytes: Median bytes of a chunk.
         cores: Cores that this process may use.
@@ -103,7 +100,7 @@ class BenchReport(Report):
     not_decoded: tuple[str, ...]
     deliveries: tuple[LoopRun, ...]
     error_share: float
-    cost: Cost
+    num_chunks: int
     num_samples: int
     num_bytes: int
     chunk_bytes: int
@@ -172,9 +169,7 @@ def bench(
         not_decoded=failing,
         deliveries=tried,
         error_share=found.error_share,
-        cost=cost_of(
-            _priced_as(shards[0], storage_options, options), chunks.num_chunks, chunks.total_bytes, options.prices
-        ),
+        num_chunks=chunks.num_chunks,
         num_samples=chunks.total_samples,
         num_bytes=chunks.total_bytes,
         chunk_bytes=chunk_bytes,
@@ -244,12 +239,6 @@ def _cache(set_bytes: int) -> dict[str, Any]:
         return {}
     limit_bytes = min(room, set_bytes + set_bytes // 10 + (64 << 20))
     return {"cache_dir": os.path.join(folder, "shardstream-cache"), "cache_limit": f"{-(-limit_bytes >> 20)}MiB"}
-
-
-def _priced_as(url: str, storage_options: Mapping[str, object] | None, options: BenchOptions) -> str:
-    """Return the scheme whose prices apply; "": a server of one's own, whose prices nobody knows."""
-    is_own = options.prices is None and (storage_options or {}).get("endpoint_url") is not None
-    return "" if is_own else scheme_of(url)
 
 
 def _stages(found: Measured) -> dict[str, float | None]:

@@ -151,7 +151,7 @@ def tune(
         urls: Shards, as for ``StreamingDataset``, with an index.
         storage_options: As for ``StreamingDataset``.
         index_url: Location of the index, if not beside the shards.
-        options: What to measure; prices are not looked at.
+        options: What to measure.
         progress: Receives each pass.
 
     Raises:

@@ -10,7 +10,7 @@ from crc32c import crc32c
 
 from shard_tools.look.diff.rows import AT, KEY, SIZE, SUM, Mask, is_exact, rows_of_table
 from shard_tools.look.diff.sides import IndexedSide
-from shard_tools.running.engine import map_ordered
+from streaming.common.threads import map_threads
 from streaming.errors import ChecksumError
 from streaming.shards.fetch.checksums import sums_of
 from streaming.shards.fetch.pieces import RangePieces, pieces_of
@@ -44,7 +44,7 @@ def exact_rows(side: IndexedSide, wanted: Mask) -> Iterator[tuple[pa.Table, int]
         first, stop = side.firsts[position : position + 2].tolist()
         return _rows(side, position, wanted[first:stop])
 
-    yield from map_ordered(read, shards, _THREADS)
+    yield from map_threads(read, shards, _THREADS)
 
 
 def _rows(side: IndexedSide, position: int, wanted: Mask) -> tuple[pa.Table, int]:

@@ -19,8 +19,8 @@ import numpy as np
 from shard_tools.change.sets.open_set import READ_THREADS
 from shard_tools.look.diff.rows import Mask
 from shard_tools.look.diff.sides import IndexedSide
-from shard_tools.running.engine import map_ordered
 from streaming.common.arrays import sums
+from streaming.common.threads import map_threads
 from streaming.shards.index.spans import joined_crc32c
 from streaming.types import Int64Array
 
@@ -142,7 +142,7 @@ def _spans(side: IndexedSide, samples: Int64Array) -> _Spans:
             side.firsts[shard + 1],
             found.chunks.byte_end,
         )
-        for shard, found in zip(shards, map_ordered(side.spans, shards, READ_THREADS), strict=True)
+        for shard, found in zip(shards, map_threads(side.spans, shards, READ_THREADS), strict=True)
         if found.firsts.size
     ]
     return _Spans(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from shard_tools.change.sets.open_set import READ_THREADS
 from shard_tools.look.diff.match import differing
 from shard_tools.look.diff.sides import IndexedSide, Side
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Report
+from streaming.common.threads import map_threads
 from streaming.shards.index.sample_table import columns_from_footer
 
 
@@ -135,7 +135,7 @@ def tally_columns(
         counts = {name: int(differing(values[0][name], values[1][name]).sum()) for name in values[0].keys() & values[1]}
         return [{*values[0]}, {*values[1]}], Counter(counts)
 
-    for names, counts in map_ordered(compare, pairs, READ_THREADS):
+    for names, counts in map_threads(compare, pairs, READ_THREADS):
         for known, found in zip(tally.names, names, strict=True):
             known.update(found)
         tally.differing.update(counts)

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from shard_tools.change.sets.open_set import READ_THREADS, OpenSet, relative_names, shards_beside, sizes_of, table_of
 from shard_tools.look.diff.rows import AT, rows_of_samples, rows_of_table
-from shard_tools.running.engine import map_ordered
 from streaming.common.arrays import sums
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, IndexMissingError, NotFoundError, StorageError
 from streaming.sets.filters.late_columns import LateColumn
 from streaming.shards.catalog.build import load_index, samples_url
@@ -78,7 +78,7 @@ class Side:
     def rows(self, positions: Sequence[int], late: Sequence[str]) -> Iterator[ShardRows]:  # noqa: ARG002  there are none
         """Yield the rows of some shards, in this order, with the values of columns, also of these late ones."""
         first = 0
-        for position, rows in zip(positions, map_ordered(self._read, positions, _SCANS), strict=True):
+        for position, rows in zip(positions, map_threads(self._read, positions, _SCANS), strict=True):
             numbered = rows.set_column(1, AT, pa.array(np.arange(first, first + rows.num_rows)))
             yield ShardRows(rows=numbered, num_bytes=self.sizes[position])
             first += rows.num_rows
@@ -152,7 +152,7 @@ class IndexedSide(Side):
             rows = rows_of_table(table, int(self.firsts[position]), values)
             return ShardRows(rows=rows, columns=tuple(values))
 
-        yield from map_ordered(load, positions, READ_THREADS)
+        yield from map_threads(load, positions, READ_THREADS)
 
 
 def _digest(shard: ChunkTable) -> str:

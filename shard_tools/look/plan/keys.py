@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shard_tools.running.engine import map_ordered
 from streaming.common.lru_cache import LruCache
 from streaming.common.platforms import num_cores
+from streaming.common.threads import map_threads
 from streaming.errors import IndexMissingError
 from streaming.types import Int64Array
 
@@ -192,7 +192,7 @@ def _mapped(
 ) -> Iterator[list[_T]]:
     """Call a function with each value and the semaphore held while keys are unpacked; yield results in order."""
     turns = threading.Semaphore(num_cores())
-    return map_ordered(lambda one: function(one, turns), given, num_threads)
+    return map_threads(lambda one: function(one, turns), given, num_threads)
 
 
 def _by_order(known: KeysOfShards, wanted: bytes) -> int | None:

@@ -12,25 +12,22 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import click
 import numpy as np
 
-from shard_tools.look.plan.keys import Places, all_places, keys_of_all, places_by_order
 from shard_tools.look.plan.report import PlanOptions
-from shard_tools.look.plan.sources import sets_of
+from shard_tools.look.plan.sets import Described, PlannedSets, StepRows
 from shard_tools.running.report import Report, plain_place
 from streaming.common.arguments import some_names
-from streaming.common.arrays import sums
 from streaming.errors import ConfigError, NotFoundError, StateError
 from streaming.order.mixing.forecast import drawn_before
 from streaming.order.plan.ledger import Ledger
 from streaming.order.plan.order import ENDLESS, Orders
 from streaming.order.plan.plan import Plan, dealt
 from streaming.order.plan.settings import Shape
-from streaming.order.plan.sizes import Sizes, Steps
+from streaming.order.plan.sizes import RunSteps, Sizes, Steps
 from streaming.order.plan.state import LoaderState
 from streaming.storage import Storage, redact
-from streaming.types import Int64Array, LastBatch
+from streaming.types import LastBatch
 
 if TYPE_CHECKING:
-    from streaming.order.packing.rules import PackRules
     from streaming.sets.sources.keys import KeysOfShards
     from streaming.sets.sources.mixed import AnySource, MixedSource
 
@@ -94,75 +91,6 @@ class StepReport(Report):
     by_order: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRows:
-    """Rows of steps, as the plan has them; int64 [n] each.
-
-    Attributes:
-        steps: Step of each row.
-        ranks: Data rank that gets it.
-        chunk_ids: Chunk in the dataset.
-        offsets: Its number in the chunk.
-        passes: Pass of the stream.
-        seeds: Seed of the order.
-        positions: Position in the stream.
-        lanes: Lane that it comes from.
-        places: Its place in the lane, in that pass.
-    """
-
-    steps: Int64Array
-    ranks: Int64Array
-    chunk_ids: Int64Array
-    offsets: Int64Array
-    passes: Int64Array
-    seeds: Int64Array
-    positions: Int64Array
-    lanes: Int64Array
-    places: Int64Array
-
-    def where(self, rows: Any) -> StepRows:
-        """Return some of the rows."""
-        return StepRows(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
-
-    @classmethod
-    def joined(cls, parts: Sequence[StepRows]) -> StepRows:
-        """Return the rows of several parts, one after the other."""
-        empty = np.zeros(0, np.int64)
-        return cls(
-            **{
-                name: np.concatenate([empty, *(getattr(one, name) for one in parts)])
-                for name in cls.__dataclass_fields__
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """What stands in a row: where it is stored, and the keys of the samples that it is made of.
-
-    Attributes:
-        leaf: Name of its set among those of the mixture; "": there is one set.
-        source: Its ``__source__`` in batches; None: they have none.
-        number: Its number in the dataset, or in the source.
-        shard: URL of its shard.
-        shard_number: Number of the shard in the set.
-        chunk: Number of its chunk in the set.
-        keys: The key of each of its samples; None: the index has no sample table.
-        samples: The number in the shard of each.
-        pieces: Of documents in packs the first token, one past the last, and all of the document; else zeros.
-    """
-
-    leaf: str
-    source: str | None
-    number: int
-    shard: str
-    shard_number: int
-    chunk: int
-    keys: tuple[str | None, ...]
-    samples: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int], ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """The steps of a run over a dataset, of a mixture with the state's ledger. Reads sample tables for keys.
@@ -198,7 +126,7 @@ class PlannedRun:
             _check_mixture(self.planned, self.state.ledger)
             object.__setattr__(self, "planned", self.mixture.cut_as(self.state.ledger))
             self.mixture.deal.check_shape(self.shape)
-        if not self.batches_of(self.state.epoch):
+        if not self.steps.count(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
     @classmethod
@@ -250,64 +178,20 @@ class PlannedRun:
             return self.state.epoch_size
         return self.orders.samples_per_pass
 
+    @cached_property
+    def steps(self) -> RunSteps:
+        """Where its steps stand."""
+        return self.shape.steps(self.num_samples, self.state.epoch, self.state.samples_seen)
+
+    @cached_property
+    def sets(self) -> PlannedSets:
+        """What stands in its rows."""
+        return PlannedSets(planned=self.planned, keys=self.keys)
+
     @property
     def is_endless(self) -> bool:
         """Whether the one epoch has no end."""
         return self.num_samples >= ENDLESS
-
-    # --- steps ---
-
-    @cached_property
-    def _before(self) -> tuple[int, bool]:
-        """Batches of the state's epoch before its place, and whether they end there."""
-        row, seen = self.state.epoch * self.num_samples, min(self.state.samples_seen, self.num_samples)
-        whole, begun = (self.shape.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
-        return begun, whole == begun or seen == self.num_samples
-
-    def batches_of(self, epoch: int) -> int:
-        """Return the number of steps of an epoch."""
-        row, size = epoch * self.num_samples, self.num_samples
-        before, fits = self._before
-        if fits or epoch != self.state.epoch:
-            return self.shape.sizes.batches(row, size, self.last_batch)
-        seen = self.state.samples_seen
-        return before + self.shape.sizes.batches(row + seen, size - seen, self.last_batch)
-
-    def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
-        first = epoch = 0
-        while True:
-            count = self.batches_of(epoch)
-            settled = self.shape.sizes.next_change(epoch * self.num_samples) is None
-            yield epoch, first, count, settled and (self._before[1] or epoch > self.state.epoch)
-            first, epoch = first + count, epoch + 1
-
-    def first_step(self, epoch: int) -> int:
-        """Return the first step of an epoch."""
-        for number, first, count, are_alike in self._epochs():
-            if number == epoch or are_alike:
-                return first + (epoch - number) * count
-        raise AssertionError("epochs go on")
-
-    def epoch_at(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and its first step.
-
-        Raises:
-            ConfigError: There is no such step.
-        """
-        for epoch, first, count, are_alike in self._epochs():
-            if step < first + count:
-                return epoch, first
-            if are_alike and not count:
-                raise ConfigError(f"--step: the run ends at step {first:,}: no later epoch fills one batch")
-            if are_alike:
-                return epoch + (step - first) // count, step - (step - first) % count
-        raise AssertionError("epochs go on")
-
-    @property
-    def at_step(self) -> int:
-        """The step that the state would perform next."""
-        return self.first_step(self.state.epoch) + self._before[0]
 
     def plans_of(self, epoch: int) -> list[tuple[int, Plan]]:
         """Return the plans of one epoch with the number of their first batch, made once.
@@ -315,8 +199,8 @@ class PlannedRun:
         Of the state's epoch, if batches before its place had other sizes, only those behind it.
         """
         if epoch not in self._plans:
-            before, fits = self._before
-            number, start = (0, 0) if fits or epoch != self.state.epoch else (before, self.state.samples_seen)
+            is_whole = self.steps.fits or epoch != self.state.epoch
+            number, start = (0, 0) if is_whole else (self.steps.begun, self.state.samples_seen)
             order, seed, orders = self.state.order, self.state.next_seed, self.orders
             if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
@@ -336,53 +220,10 @@ class PlannedRun:
         order, ledger = self.state.order, self.state.ledger
         return self.planned.orders(order) if ledger is None else self.mixture.orders(order, ledger)
 
-    @cached_property
-    def _sets(self) -> list[tuple[str, Any]]:
-        return list(sets_of(self.planned))
-
-    @cached_property
-    def _shown_names(self) -> dict[str, str]:
-        """The ``__source__`` of each set in batches."""
-        found: dict[str, str] = getattr(self.planned, "shown_names", {"": ""})
-        return found
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the sets, in the order of their numbers; that of a single one is ""."""
-        return [name for name, _ in self._sets]
-
-    @cached_property
-    def _first_chunks(self) -> Int64Array:
-        return sums([len(one.chunk_samples) for _, one in self._sets])
-
-    @cached_property
-    def has_samples(self) -> bool:
-        """Whether rows are samples, and not made of several."""
-        return self.planned.items.first_numbers(self.planned.chunk_samples) is not None
-
-    @property
-    def pack_rules(self) -> PackRules | None:
-        """The rules of packs; None: rows are samples."""
-        found: PackRules | None = getattr(self._sets[0][1], "rules", None)
-        return found
-
     def drawn_before(self, row: int) -> dict[str, int]:
         """Count the samples of each source of a mixture before a row of the run."""
         orders: Any = self.orders
         return drawn_before(orders, row)
-
-    @cached_property
-    def _shard_numbers(self) -> list[dict[str, int]]:
-        """The number of each shard of each set, by its URL."""
-        return [{url: number for number, url in enumerate(one.urls)} for _, one in self._sets]
-
-    def _places_of(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
-        """Return where the samples of rows are stored; see ``Places.of``."""
-
-        def number_of(chunk: int, url: str) -> int:
-            return self._shard_numbers[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1][url]
-
-        return Places.of(self.planned, number_of, chunk_ids, offsets, passes, seed)
 
     def who(self, steps: range) -> StepReport:
         """List the samples of these steps.
@@ -410,16 +251,15 @@ class PlannedRun:
             NotFoundError: No sample has this key, or those that have it are left out.
             IndexMissingError: A shard that could hold it has no sample table.
         """
-        places, by_order = self._places(key, thorough=thorough)
+        places, by_order = self.sets.with_key(key, thorough=thorough)
         looked_at = self.searched([number for number, *_ in places]) if steps is None else steps
         rows = self.rows_at(places, looked_at)
         if rows is None:
-            raise NotFoundError(self._why_left_out(key, places))
+            raise NotFoundError(self.sets.why_key_left_out(key, places))
         report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
         left_out: tuple[int, ...] = ()
         if steps is None and not (self.state.epoch_size or self.is_endless):
-            begun, fits = self._before
-            epochs = range(self.state.epoch + (begun > 0 and not fits), self.state.epoch + 2)
+            epochs = range(self.state.epoch + bool(self.steps.unknown), self.state.epoch + 2)
             left_out = tuple(epoch for epoch in epochs if epoch not in {row.epoch for row in report.rows})
         return replace(report, left_out=left_out, looked_at=(looked_at.start, looked_at.stop), by_order=by_order)
 
@@ -439,37 +279,6 @@ class PlannedRun:
             return None
         return StepRows.joined([row for rows, _ in found for row in rows])
 
-    def _places(self, key: str, *, thorough: bool) -> tuple[list[tuple[int, int, int]], bool]:
-        """Find samples with a key: number of the set, shard, number in it; and whether only their order was used.
-
-        Raises:
-            NotFoundError: There is none.
-        """
-        once: dict[int, tuple[KeysOfShards, list[int]]] = {}
-        for number, (_, one) in enumerate(self._sets):
-            known = one.shard_keys
-            once.setdefault(id(known.home), (known, []))[1].append(number)
-        for search in (all_places,) if thorough else (places_by_order, all_places):
-            found = [(number, *at) for known, among in once.values() for at in search(known, key) for number in among]
-            if found:
-                return found, search is places_by_order and len(self.planned.urls) > 1
-        what = redact(self.planned.urls[0])
-        raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
-
-    def why_left_out(self, number: int, shard: int, row: int) -> str:
-        """Return why a sample of a set is never delivered, where the set knows; else ""."""
-        return self._sets[number][1].why_left_out(shard, row) or ""
-
-    def _why_left_out(self, key: str, places: Sequence[tuple[int, int, int]]) -> str:
-        """Return why samples that are there are not delivered."""
-        for number, shard, row in places:
-            if why := self.why_left_out(number, shard, row):
-                return f"--key: {key!r} {why}"
-        return (
-            f"--key: {key!r} is in the shards, but the set leaves it out: by where=, view=, subset= or exclude=, or "
-            "because it has no value of the column that groups are made by"
-        )
-
     def searched(self, numbers: Sequence[int], *, is_whole: bool = True) -> range:
         """Return the default range of steps to search.
 
@@ -477,23 +286,23 @@ class PlannedRun:
             numbers: Numbers of the sets in which samples are looked for.
             is_whole: Of a run without end, from its first step on; else from about a pass of the sets before the state.
         """
-        begun, fits = self._before
         if not self.is_endless:
-            first = self.first_step(self.state.epoch)
-            return range(first if fits else first + begun, self.first_step(self.state.epoch + 2))
+            first = self.steps.first(self.state.epoch) + len(self.steps.unknown)
+            return range(first, self.steps.first(self.state.epoch + 2))
         ledger, row = self.state.ledger, self.state.samples_seen
         if ledger is None:
             raise AssertionError("a run without end is of a mixture")
         size = self.shape.at(row).global_batch_size
-        names = {self._sets[number][0] for number in numbers}
+        names = {self.sets.each[number][0] for number in numbers}
         shares = self.mixture.drawing.forecast(ledger).drawn(row, size)
         ahead = [self.mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self.orders
         known = orders.known_from * self.state.order.lanes
-        first, passed = self.shape.sizes.batches(0, known, "partial") if fits else begun, round(max(ahead, default=0))
+        passed = round(max(ahead, default=0))
+        first = self.shape.sizes.batches(0, known, "partial") if self.steps.fits else self.steps.begun
         if not is_whole:
-            first = max(first, self.at_step - passed)
-        return range(first, max(first, self.at_step + 2 * passed + 1))
+            first = max(first, self.steps.at - passed)
+        return range(first, max(first, self.steps.at + 2 * passed + 1))
 
     def _check_known(self, step: int) -> None:
         """Refuse steps of the state's epoch before its place if batches there had other sizes.
@@ -501,22 +310,21 @@ class PlannedRun:
         Raises:
             ConfigError: It is such a step.
         """
-        begun, fits = self._before
-        first = self.first_step(self.state.epoch)
-        if not fits and first <= step < first + begun:
+        unknown = self.steps.unknown
+        if step in unknown:
             raise ConfigError(
                 f"--step {step}: the state stands at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
-                f"where no batch of {self.shape.at(self.state.epoch * self.num_samples).global_batch_size:,} ends: "
-                f"batches before it had another size. Give the size that they had, or steps from {first + begun:,} on"
+                f"where no batch of {self.shape.at(self.steps.row_of(self.state.epoch)).global_batch_size:,} ends: "
+                f"batches before it had another size. Give the size that they had, or steps from {unknown.stop:,} on"
             )
 
     def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[StepRows], bool]:
         """Find the rows of steps that hold a sample of a set, and whether the set delivers it at all."""
-        one = self._sets[number][1]
+        one = self.sets.each[number][1]
         within = one.chunk_with(shard, row)
         if within is None:
             return [], False
-        chunk = within + int(self._first_chunks[number])
+        chunk = within + int(self.sets.first_chunks[number])
         delivered, rows = False, []
         for first, plan in self._stretches(steps):
             low, high = max(steps.start - first, 0), min(steps.stop - first, plan.num_batches)
@@ -531,13 +339,13 @@ class PlannedRun:
 
     def _stretches(self, steps: range) -> Iterator[tuple[int, Plan]]:
         """Yield the plans that some steps are of, with the first step of each."""
-        epoch, first = self.epoch_at(steps.start)
+        epoch, first = self.steps.epoch_at(steps.start)
         while first < steps.stop:
             for number, plan in self.plans_of(epoch):
                 if first + number < steps.stop and first + number + plan.num_batches > steps.start:
                     yield first + number, plan
-            first, epoch = first + self.batches_of(epoch), epoch + 1
-            if not self.batches_of(epoch):
+            first, epoch = first + self.steps.count(epoch), epoch + 1
+            if not self.steps.count(epoch):
                 return
 
     def _offsets(self, chunk: int, shard: int, row: int, plan: Plan, low: int, high: int) -> list[int]:
@@ -547,12 +355,12 @@ class PlannedRun:
         passes = range(
             (begin + low * size) // plan.samples_per_pass, (begin + high * size) // plan.samples_per_pass + 1
         )
-        if self.has_samples:
+        if self.sets.has_samples:
             passes = passes[:1]  # samples stand where they are
         chunks, offsets = np.full(count, chunk), np.arange(count)
         found: set[int] = set()
         for number in passes:
-            places = self._places_of(chunks, offsets, np.full(count, number), plan.settings.seed)
+            places = self.sets.places_of(chunks, offsets, np.full(count, number), plan.settings.seed)
             rows = np.repeat(offsets, np.diff(places.splits))
             found.update(rows[(places.shards == shard) & (places.numbers == row)].tolist())
         return sorted(found)
@@ -560,7 +368,7 @@ class PlannedRun:
     def _holds(self, rows: StepRows, shard: int, row: int) -> Any:
         """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
         seed = int(rows.seeds[0]) if len(rows.seeds) else 0
-        places = self._places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
+        places = self.sets.places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
@@ -588,14 +396,14 @@ class PlannedRun:
 
     def plan_of(self, step: int) -> tuple[Plan, int]:
         """Return the plan of a step, and its number there."""
-        epoch, first = self.epoch_at(step)
+        epoch, first = self.steps.epoch_at(step)
         number, plan = next(one for one in reversed(self.plans_of(epoch)) if first + one[0] <= step)
         return plan, step - first - number
 
     @cached_property
     def _lengths(self) -> Steps | None:
         """Tokens of a row by row of the run, before the state as that records them; None: rows are no packs."""
-        row = self.state.epoch * self.num_samples + self.state.samples_seen
+        row = self.steps.row_of(self.state.epoch, self.state.samples_seen)
         return self.planned.items.facts(self.state, row).get("lengths")
 
     def rows_each(self, step: int) -> int:
@@ -603,58 +411,20 @@ class PlannedRun:
         if self._lengths is None:
             return 1
         plan, number = self.plan_of(step)
-        return int(self._sets[0][1].rules.length // self._lengths.at(plan.row_of(number)))
+        return int(self.sets.each[0][1].rules.length // self._lengths.at(plan.row_of(number)))
 
     def _report(self, rows: Sequence[StepRow]) -> StepReport:
-        per_epoch = None if self.is_endless else self.batches_of(self.state.epoch)
-        return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
-
-    def described(self, rows: StepRows) -> list[Described]:
-        """Return what stands in rows; reads the keys of their samples, those of all sets side by side."""
-        told: list[Described | None] = [None] * len(rows.steps)
-        sources = np.searchsorted(self._first_chunks, rows.chunk_ids, side="right") - 1
-        groups: list[tuple[int, Int64Array, Places]] = []  # number of the set, places among the rows, samples
-        for seed in np.unique(rows.seeds).tolist():
-            for source in np.unique(sources).tolist():
-                at = np.flatnonzero((sources == source) & (rows.seeds == seed))
-                some = rows.where(at)
-                if len(at):
-                    groups.append((source, at, self._places_of(some.chunk_ids, some.offsets, some.passes, seed)))
-        wanted = [(self.keys(self._sets[source][1]), one.shards, one.numbers) for source, _, one in groups]
-        for (source, at, places), keys in zip(groups, keys_of_all(wanted), strict=True):
-            for row, found in zip(at.tolist(), self._described(source, rows.where(at), places, keys), strict=True):
-                told[row] = found
-        return [one for one in told if one is not None]
-
-    def _described(
-        self, source: int, rows: StepRows, places: Places, keys: Sequence[str | None]
-    ) -> Iterator[Described]:  # fmt: skip
-        """Yield what stands in rows of one set, by the places and keys of their samples."""
-        name, one = self._sets[source]
-        shown = self._shown_names[name] or None
-        owner = getattr(self.planned, "numbered", {}).get(name)
-        within, splits = rows.chunk_ids - self._first_chunks[source], places.splits.tolist()
-        numbers = (np.cumsum(one.chunk_samples) - one.chunk_samples)[within] + rows.offsets
-        if owner is not None:
-            numbers = owner.numbers_of(places.shards, places.numbers)
-        samples, shards = places.numbers.tolist(), places.shards.tolist()
-        pieces = list(map(tuple, places.pieces.tolist()))
-        for number, url, chunk, low, high in zip(
-            numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:], strict=True
-        ):  # fmt: skip
-            yield Described(
-                leaf=name, source=shown, number=number, shard=url, shard_number=shards[low], chunk=chunk,
-                keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
-            )  # fmt: skip
+        per_epoch = None if self.is_endless else self.steps.count(self.state.epoch)
+        return StepReport(at_step=self.steps.at, batches_per_epoch=per_epoch, rows=tuple(rows))
 
     def _told(self, rows: StepRows) -> list[StepRow]:
         """Describe rows for reports."""
-        return [self._row(rows, at, one) for at, one in enumerate(self.described(rows))]
+        return [self._row(rows, at, one) for at, one in enumerate(self.sets.described(rows))]
 
     def _row(self, rows: StepRows, at: int, one: Described) -> StepRow:
         step = int(rows.steps[at])
-        epoch, first = self.epoch_at(step)
-        is_sample = self.has_samples
+        epoch, first = self.steps.epoch_at(step)
+        is_sample = self.sets.has_samples
         return StepRow(
             step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=one.source,
             number=one.number, shard=one.shard, key=one.keys[0] if is_sample else None,

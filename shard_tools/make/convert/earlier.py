@@ -15,7 +15,7 @@ from shard_tools.make.convert.base.identity import (
     compared,
 )
 from shard_tools.make.convert.journal import Journal, Waypoint
-from shard_tools.running.engine import map_ordered
+from streaming.common.threads import map_threads
 from streaming.errors import IndexFormatError
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import samples_path
@@ -64,7 +64,7 @@ def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Or
     last = max((one.through for one in journal.positions.values()), default=EVERYWHERE)
     asked: list[SourceIdentity] = []
     compared(noted, origins.inputs, asked.append, last=last)
-    sums = dict(zip((one.place for one in asked), map_ordered(store.checksum, asked, _THREADS), strict=True))
+    sums = dict(zip((one.place for one in asked), map_threads(store.checksum, asked, _THREADS), strict=True))
     return compared(noted, origins.inputs, lambda one: sums[one.place], last=last)
 
 

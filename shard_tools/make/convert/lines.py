@@ -19,8 +19,8 @@ from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker
 from shard_tools.make.convert.base.files import SourceFile, find_files, open_each, open_stored
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.make.convert.base.rows import RowMapper, unreadable
-from shard_tools.running.engine import map_ordered
 from streaming.common.arrays import sums
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.shards.catalog.lines import MAX_LINE_BYTES, json_line, scan_lines
 from streaming.storage import Storage, split_url
@@ -119,7 +119,7 @@ class LineFiles(CountedFiles):
             return self._record(line, number, f"{url}:{line_number}", self.files[which].name, which)
 
         order = permutation(int(first[-1]), seed)[start:]
-        return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
+        return map_threads(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
 
     def _record(self, line: bytes, number: int, where: str, name: str, which: int) -> Record:
         try:

@@ -17,9 +17,9 @@ from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS, TURNED
 from shard_tools.make.convert.base.identity import Origins
 from shard_tools.make.convert.base.records import Countable, Record, Skipped, Source
 from shard_tools.make.write.filetypes import plain_extension
-from shard_tools.running.engine import map_ordered
 from streaming.build.decode.images import MAX_PIXELS, check_webp, open_image, stored_size
 from streaming.build.decode.upright import orientation_of, turned
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError
 
 FORMATS = {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}
@@ -191,7 +191,7 @@ class Reencoded:
         """Yield the records from number ``start`` on, re-encoded by several threads, in order."""
         with (
             contextlib.closing(self.below.records(start)) as records,
-            contextlib.closing(map_ordered(self._recode, records, self.num_threads)) as recoded,
+            contextlib.closing(map_threads(self._recode, records, self.num_threads)) as recoded,
         ):
             yield from recoded
 

@@ -11,18 +11,22 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
+
 from shard_tools.make.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.make.convert.pack import Destination, pack, refuse_overlap
 from shard_tools.make.convert.recode import ImageOptions, Reencoded
 from shard_tools.make.convert.sources import LAYOUTS, open_source
+from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Report
-from streaming.common.arguments import did_you_mean
+from shard_tools.running.report import Report, plain, plain_place
+from streaming.common.arguments import counted, did_you_mean, format_bytes
 from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError
 from streaming.shards.schema.value import Schema
 from streaming.storage import Storage
 
+_SHOWN_SKIPPED = 10
 _LOOKED_AT = 1000  # records, where each may have columns of its own
 _log = logging.getLogger(__name__)
 
@@ -270,3 +274,29 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
         if not free:
             raise ConfigError(what)
         _log.warning("%s", what)
+
+
+def show_convert(report: ConvertReport) -> None:
+    """Print the outcome of a conversion."""
+    show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
+    click.echo(
+        f"{plain_place(report.target)}: {counted(report.num_samples, 'sample')} in "
+        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, from {report.kind} in "
+        f"{report.seconds:.1f} s"
+    )
+    if report.classes:
+        field = "field cls: " if report.kind in {"images", "audio"} else ""
+        by = (
+            f"numbers of {plain_place(report.classes_from)}"
+            if report.classes_from
+            else "number by sorted name in this source"
+        )
+        click.echo(f"classes: {len(report.classes):,} ({field}{by})")
+    if report.shuffle_seed is not None:
+        click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
+    if report.skipped:
+        click.echo(f"left out {counted(len(report.skipped), 'file')} of the source:", err=True)
+        for entry in report.skipped[:_SHOWN_SKIPPED]:
+            click.echo(f"  {plain(entry.path)}: {entry.reason}", err=True)
+        if len(report.skipped) > _SHOWN_SKIPPED:
+            click.echo(f"  … {len(report.skipped) - _SHOWN_SKIPPED:,} more; --json lists all", err=True)

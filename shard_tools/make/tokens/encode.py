@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import connection
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +13,6 @@ from shard_tools.make.tokens.adapters import Ids
 from shard_tools.make.tokens.chat import ChatTemplate, Pieces
 from shard_tools.make.tokens.messages import Conversation, RejectedError
 from shard_tools.make.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
-from streaming.common.platforms import working_folder
 
 
 class Encoded(NamedTuple):
@@ -128,28 +121,3 @@ def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Enco
         return template.pieces(conversation)
     except RejectedError as error:
         return Encoded(reason=error.reason, what=str(error))
-
-
-def open_processes(num_processes: int) -> ProcessPoolExecutor:
-    """Start encoding processes on this machine, each when it is first needed.
-
-    They are spawned rather than forked, since this process has threads. They leave Ctrl-C to this process, and end when
-    it ends, however it does.
-    """
-    working_folder()  # multiprocessing asks for it
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin_worker)
-
-
-def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per processor, one thread per process
-    threading.Thread(target=_end_with_parent, daemon=True, name="shard_tools-parent").start()
-
-
-def _end_with_parent() -> None:
-    """Wait for the end of the parent process: its queue would stay open, with nobody to fill it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)

@@ -213,8 +213,8 @@ def tokenize(
         target: Directory or prefix for the shards; with ``split``, for a directory per set.
         options: What to do.
         storage_options: How to reach the stores of source, target and tokenizer.
-        executor: Where to encode: processes of this machine (:func:`shard_tools.make.tokens.encode.open_processes`), or
-            a cluster. None: in a thread of this process. Reading and writing stay here.
+        executor: Where to encode: processes of this machine (:class:`shard_tools.running.processes.ProcessExecutor`),
+            or a cluster. None: in a thread of this process. Reading and writing stay here.
         progress: Called with documents and bytes of text.
 
     Raises:

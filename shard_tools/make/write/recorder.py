@@ -6,7 +6,6 @@ import logging
 import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Self, cast
 
@@ -19,6 +18,7 @@ from shard_tools.make.write.array_types import array_types, is_npy, without_arra
 from shard_tools.make.write.columns import ColumnSpec, ColumnValue, column_array, column_value, follow, parse_columns
 from shard_tools.make.write.encode import Buffers
 from shard_tools.make.write.sample_runs import SampleRun
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.shards.catalog.build import read_chunks, read_footer_of, read_schema, shard_name, write_schema
 from streaming.shards.index.chunk_table import ChunkTable
@@ -409,8 +409,9 @@ class IndexRecorder:
         names = sorted(sizes.keys() & wanted.keys() - set(known))
         if not names:
             return {}
-        with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
-            footers = dict(zip(names, pool.map(lambda name: self._footer(name, wanted[name]), names), strict=True))
+        footers = dict(
+            zip(names, on_threads(lambda name: self._footer(name, wanted[name]), names, _NUM_THREADS), strict=True)
+        )
         tables: dict[str, ChunkTable] = {}
         for name, footer in footers.items():
             if footer is not None and footer[0].shards[0].size_bytes == sizes[name]:

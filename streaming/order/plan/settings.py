@@ -25,7 +25,7 @@ from streaming.order.plan.order import (
     default_lanes,
     default_window,
 )  # fmt: skip
-from streaming.order.plan.sizes import Sizes
+from streaming.order.plan.sizes import RunSteps, Sizes
 from streaming.types import Int64Array, LastBatch
 
 _Count = TypeVar("_Count", int, Int64Array)
@@ -152,6 +152,12 @@ class Shape:
     def at(self, row: int) -> Self:
         """Return the shape of the batch that begins at a row of the run, as if all had its size."""
         return replace(self, sizes=Sizes.constant(self.sizes.at(row)))
+
+    def steps(self, num_samples: int, epoch: int = 0, seen: int = 0) -> RunSteps:
+        """Return the steps of a run with epochs of ``num_samples`` samples, and a place in one of them."""
+        return RunSteps(
+            sizes=self.sizes, epoch_size=num_samples, last_batch=self.last_batch, epoch=epoch, seen=seen
+        )  # fmt: skip
 
     def check_one_size(self) -> None:
         """Refuse a schedule of batch sizes, for loops that do not support one.

@@ -1,11 +1,15 @@
-"""Change numbers with the rows of a run: ``Steps``; and ``Sizes``, those of batches, and how many there are."""
+"""Change numbers with the rows of a run: ``Steps``; and ``Sizes``, those of batches, and how many there are.
+
+``RunSteps`` says where each batch of a run stands.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from streaming.common.arguments import checked_count, checked_int, is_list, is_whole, resolve_batch_size
@@ -183,3 +187,94 @@ class Sizes(Steps):
         sizes = [size for _, size in self.steps]
         common, least = math.gcd(*sizes), min(sizes)
         return common if 2 * default_lanes(common) >= default_lanes(least) else least
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSteps:
+    """Say where the steps of a run stand: its global batches, counted from its beginning over epochs of one size.
+
+    From a place in an epoch on the sizes hold for sure. The batches of that epoch before it may have had others, which
+    nobody recorded; then none of the given sizes ends at the place, and a batch begins there all the same.
+
+    Attributes:
+        sizes: Sizes of batches by row of the run.
+        epoch_size: Samples of an epoch.
+        last_batch: What becomes of the samples of an epoch that do not fill a batch.
+        epoch: Epoch of the place.
+        seen: Samples of that epoch before the place.
+    """
+
+    sizes: Sizes
+    epoch_size: int
+    last_batch: LastBatch
+    epoch: int = 0
+    seen: int = 0
+
+    def row_of(self, epoch: int, seen: int = 0) -> int:
+        """Return the row of the run at a place."""
+        return epoch * self.epoch_size + seen
+
+    @cached_property
+    def _before(self) -> tuple[int, bool]:
+        row, seen = self.row_of(self.epoch), min(self.seen, self.epoch_size)
+        whole, begun = (self.sizes.batches(row, seen, tail) for tail in ("drop", "partial"))
+        return begun, whole == begun or seen == self.epoch_size
+
+    @property
+    def begun(self) -> int:
+        """Batches of the place's epoch before the place."""
+        return self._before[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a batch ends at the place."""
+        return self._before[1]
+
+    def count(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        row = self.row_of(epoch)
+        if self.fits or epoch != self.epoch:
+            return self.sizes.batches(row, self.epoch_size, self.last_batch)
+        return self.begun + self.sizes.batches(row + self.seen, self.epoch_size - self.seen, self.last_batch)
+
+    def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
+        first = epoch = 0
+        while True:
+            count = self.count(epoch)
+            settled = self.sizes.next_change(self.row_of(epoch)) is None
+            yield epoch, first, count, settled and (self.fits or epoch > self.epoch)
+            first, epoch = first + count, epoch + 1
+
+    def first(self, epoch: int) -> int:
+        """Return the first step of an epoch."""
+        for number, first, count, are_alike in self._epochs():
+            if number == epoch or are_alike:
+                return first + (epoch - number) * count
+        raise AssertionError("epochs go on")
+
+    def epoch_at(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and its first step.
+
+        Raises:
+            ConfigError: There is no such step.
+        """
+        for epoch, first, count, are_alike in self._epochs():
+            if step < first + count:
+                return epoch, first
+            if are_alike and not count:
+                raise ConfigError(f"step {step:,}: the run ends at step {first:,}: no later epoch fills one batch")
+            if are_alike:
+                return epoch + (step - first) // count, step - (step - first) % count
+        raise AssertionError("epochs go on")
+
+    @property
+    def at(self) -> int:
+        """The step at the place: the one that comes next."""
+        return self.first(self.epoch) + self.begun
+
+    @property
+    def unknown(self) -> range:
+        """The steps before the place whose batches had other sizes."""
+        first = self.first(self.epoch)
+        return range(first, first if self.fits else first + self.begun)

@@ -302,8 +302,9 @@ class EpochLoop(BaseLoop[ChunkStore]):
         Raises:
             ConfigError: The number alone does not determine the state.
         """
-        size = self.shape.global_batch_size
-        epoch, number = divmod(num_batches, self.num_batches)
+        size, steps = self.shape.global_batch_size, self.shape.steps(self.samples_per_epoch)
+        epoch, first = steps.epoch_at(num_batches)
+        number = num_batches - first
         seeded, loaded, now = self._seeded_at, self._loaded_at, self.state_at(self.position.place)
         waits, why = now.next_seed is not None, ""
         if not self.shape.sizes.is_constant:

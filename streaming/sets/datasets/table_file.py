@@ -6,7 +6,6 @@ import csv
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -17,6 +16,7 @@ from streaming.common.arguments import check_choice, checked_number, checks_name
 from streaming.common.arrays import sums
 from streaming.common.job.shared_results import shared
 from streaming.common.job.store import job_peers
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, DataError, shell_spec
 from streaming.shards.catalog.lines import RecordStarts, json_line, scan_lines
 from streaming.shards.catalog.open import digest_of
@@ -117,12 +117,8 @@ class TableDataset:
                 _, first, stop, index = places[number]
                 rows[number] = self._row(file, bytes(data[first - begin : stop - begin]), first, index)
 
-        if len(runs) > 1 and any(scheme_of(url) != "file" for url in self.urls):
-            with ThreadPoolExecutor(min(_REQUESTS, len(runs)), "shardstream-rows") as threads:
-                list(threads.map(read, runs))
-        else:
-            for run in runs:
-                read(run)
+        is_remote = any(scheme_of(url) != "file" for url in self.urls)
+        on_threads(read, runs, _REQUESTS if is_remote else 1, name="shardstream-rows")
         return [rows[number] for number in range(len(places))]
 
     @shows

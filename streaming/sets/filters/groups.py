@@ -8,7 +8,6 @@ samples: a byte or two per sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.common.job.shared_results import Peers, framed, part_of, shared_parts, unframed
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.order.plan.ledger import filter_fingerprint
 from streaming.sets.filters.late_columns import LateColumn
@@ -163,8 +163,7 @@ class _OnePass:
     def values(self, rank: int, world_size: int) -> bytes:
         """Return the distinct values and counts of each column in one rank's shards, for :meth:`joined`."""
         mine = part_of(len(self.table.shards), rank, world_size)
-        with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-groups") as threads:
-            found = list(threads.map(self._shard, mine))
+        found = on_threads(self._shard, mine, reading_threads(self.shards), name="shardstream-groups")
         head: dict[str, object] = {"there": sorted({name for _, there in found for name in there})}
         body = []
         for name in self.names:

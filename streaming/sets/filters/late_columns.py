@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from streaming.common.threads import on_threads
 from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError, shell_place, shell_word
 from streaming.shards.catalog.build import home_of, shard_name
 from streaming.shards.index.chunk_table import ChunkTable
@@ -128,8 +128,7 @@ def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -
         IndexMismatchError: A column exists for only some of the shards' directories.
     """
     wanted = [(name, home) for name in sorted(set(names)) if _is_name(name) for home in homes]
-    with ThreadPoolExecutor(_REQUESTS, "shardstream-columns") as threads:
-        documents = list(threads.map(lambda one: _document(storage, *one), wanted))
+    documents = on_threads(lambda one: _document(storage, *one), wanted, _REQUESTS, name="shardstream-columns")
     found: dict[str, dict[str, ColumnDocument]] = {}
     for (name, home), document in zip(wanted, documents, strict=True):
         if document is not None:

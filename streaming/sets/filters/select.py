@@ -13,7 +13,6 @@ import math
 import threading
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +25,7 @@ from streaming.common.arguments import is_list
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.common.lru_cache import LruCache
 from streaming.common.platforms import num_cores
+from streaming.common.threads import on_threads
 from streaming.errors import (
     ConfigError,
     DataError,
@@ -332,8 +332,7 @@ def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
     try:
         if len(shards.urls) <= _FEW_SHARDS:
             urls = [samples_url(url, shards.index) for url in shards.urls]
-            with ThreadPoolExecutor(_REQUESTS, "shardstream-filter") as threads:
-                found = list(threads.map(storage.info, urls))
+            found = on_threads(storage.info, urls, _REQUESTS, name="shardstream-filter")
         else:
             found = [info for home in homes for info in storage.list(join_url(home, samples_directory()))]
     except StorageError:
@@ -506,8 +505,7 @@ class _Work:
     def part(self, rank: int, world_size: int) -> bytes:
         """Return the bits of the ``rank``-th range of shards, and the columns found in them."""
         mine = part_of(len(self._sizes), rank, world_size)
-        with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-filter") as threads:
-            found = list(threads.map(self._shard, mine))
+        found = on_threads(self._shard, mine, reading_threads(self.shards), name="shardstream-filter")
         head = {
             "found": sorted({name for _, names, _, _ in found for name in names}),
             "there": sorted({name for _, _, there, _ in found for name in there}),

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -22,6 +21,7 @@ from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields
 from streaming.common.arrays import sums
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.common.job.store import job_peers
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.order.packing.fit import Fit, fit, pack
 from streaming.order.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
@@ -377,8 +377,8 @@ class _Work:
         return PackGroups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest()), counts
 
     def _part(self, rank: int, world_size: int) -> bytes:
-        with ThreadPoolExecutor(_REQUESTS, "shardstream-packs") as threads:
-            found = list(threads.map(self._shard, part_of(len(self._documents.urls), rank, world_size)))
+        mine = part_of(len(self._documents.urls), rank, world_size)
+        found = on_threads(self._shard, mine, _REQUESTS, name="shardstream-packs")
         counts = (
             np.sum([one[1] for one in found], axis=0, dtype=np.int64) if found else np.zeros(len(_COUNTS), np.int64)
         )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
 from typing import TypeVar
 
 import crc32c
 
-from streaming.common.platforms import num_cores, working_folder
+from streaming.common.platforms import num_cores
+from streaming.common.threads import on_threads
 from streaming.errors import (
     AccessDeniedError,
     ConfigError,
@@ -119,7 +119,6 @@ def index_shards(
     *,
     parallel: int | None = None,
     force: bool = False,
-    processes: bool = False,
     executor: Executor | None = None,
     rule: ChunkRule = DEFAULT_RULE,
     duplicate_keys: DuplicateKeys = "error",
@@ -141,12 +140,11 @@ def index_shards(
         parallel: Shards scanned in parallel; default: the number of CPUs that this process may use.
         force: Scan every shard again. The lifted columns of its old sample table stay, if that is readable and has
             the same keys.
-        processes: Scan in processes instead of threads: faster for small records, but a script needs its ``if __name__
-            == "__main__":`` guard.
-        executor: Executor on which to scan, such as a cluster. The caller shuts it down.
+        executor: Executor on which to scan instead of threads, such as a cluster, or processes: faster for small
+            records. The caller shuts it down.
         rule: Rule for cutting chunks.
         duplicate_keys: As for :func:`streaming.shards.catalog.scan.scan_shard`.
-        progress: Called with scanned bytes, from any thread; with ``processes`` or ``executor`` once per shard.
+        progress: Called with scanned bytes, from any thread; with ``executor`` once per shard.
         on_passed_over: Called once if scanned shards hold files that belong to no sample; default: a warning is logged.
 
     Raises:
@@ -171,10 +169,7 @@ def index_shards(
     workers = min(parallel or num_cores(), max(1, len(todo)))
     with ExitStack() as closing:
         told = None
-        if executor is None and processes and workers > 1:
-            working_folder()  # multiprocessing asks for it
-            executor = closing.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("forkserver")))
-        elif executor is None:
+        if executor is None:
             executor = closing.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="index"))
             told = progress
         index = partial(_index_shard, storage, force=force, rule=rule, duplicate_keys=duplicate_keys, progress=told)
@@ -443,8 +438,10 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
     first, *others = names
     found = [if_there(lambda: _read_footer(storage, join_url(home, samples_path(first))), storage, beside)]
     if found[0] is not None:
-        with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="footer") as pool:
-            found += pool.map(lambda name: _read_footer(storage, join_url(home, samples_path(name))), others)
+        found += on_threads(
+            lambda name: _read_footer(storage, join_url(home, samples_path(name))), others, _MAX_PARALLEL_REQUESTS,
+            name="shardstream-footers",
+        )  # fmt: skip
     for name, rows in zip(names, found, strict=False):
         if rows is None:
             target = shell_place(home)

@@ -7,12 +7,12 @@ Each byte is in one unit, and each unit has a CRC32C, which follows from those o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from streaming.common.job.shared_results import Peers, framed, part_of, shared_parts, unframed
+from streaming.common.threads import on_threads
 from streaming.errors import IndexMissingError, shell_place
 from streaming.shards.catalog.open import OpenShards, digest_of, spans_of_shard
 from streaming.shards.catalog.random_access import TABLE_REQUESTS
@@ -57,8 +57,9 @@ def cut_tables(cuts: Sequence[Cut], peers: Peers | None = None) -> list[ChunkTab
 
         def part(rank: int, world_size: int) -> bytes:
             mine = [jobs[number] for number in part_of(len(jobs), rank, world_size)]
-            with ThreadPoolExecutor(min(TABLE_REQUESTS, max(len(mine), 1)), "shardstream-units") as threads:
-                units = list(threads.map(lambda job: _units_of(cuts[job[0]], job[1]), mine))
+            units = on_threads(
+                lambda job: _units_of(cuts[job[0]], job[1]), mine, TABLE_REQUESTS, name="shardstream-units"
+            )
             return framed({"counts": [one.shape[1] for one in units]}, *(one.tobytes() for one in units))
 
         parts = shared_parts(peers, f"units/{name}", part)

@@ -6,10 +6,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from streaming.common.arguments import did_you_mean, format_bytes
 from streaming.common.job.shared_results import PEER_WAIT_S, Peers, shared
+from streaming.common.threads import on_threads
 from streaming.errors import (
     ConfigError,
     IndexFormatError,
@@ -52,6 +52,7 @@ from streaming.types import DuplicateKeys
 
 _log = logging.getLogger(__name__)
 _Samples = TypeVar("_Samples", SampleTable, Records, Spans)
+_REQUESTS = 16
 SCAN_LIMIT_BYTES = 1 << 30
 """Sets up to this size are indexed at every start: a second of reading from disk, several from a bucket."""
 
@@ -134,8 +135,7 @@ def open_shards(
             urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None,
             schemas=found.schemas,
         )  # fmt: skip
-    with ThreadPoolExecutor(min(16, len(found.urls)), "shardstream-open") as threads:
-        scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, threads, duplicate_keys))
+    scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, duplicate_keys))
     table = ChunkTable.concat([samples.chunks for samples in scanned])
     return OpenShards(
         urls=found.urls, table=table, missing_index="", index=index, scanned=scanned, schemas=found.schemas
@@ -328,14 +328,13 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
     step = max(1, count // _MOST_FOOTERS)
     places = range(0, count, step)
     known: dict[str, None] = {}
-    with ThreadPoolExecutor(16, "shardstream-fields") as threads:
-        for some in (places[:1], places[1:]):
-            for names in threads.map(lambda place: _fields_of(storage, shards, place), some):
-                if names is None:
-                    return
-                known.update(dict.fromkeys(names))
-            if known.keys() >= set(fields):
+    for some in (places[:1], places[1:]):
+        for names in on_threads(partial(_fields_of, storage, shards), some, _REQUESTS, name="shardstream-fields"):
+            if names is None:
                 return
+            known.update(dict.fromkeys(names))
+        if known.keys() >= set(fields):
+            return
     if not count:
         return
     missing = next(name for name in fields if name not in known)
@@ -421,8 +420,7 @@ def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], 
 
 
 def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissingError) -> FoundShards:
-    with ThreadPoolExecutor(min(16, len(urls)), "shardstream-open") as threads:
-        sizes = tuple(threads.map(lambda url: storage.info(url).size_bytes, urls))
+    sizes = tuple(on_threads(lambda url: storage.info(url).size_bytes, urls, _REQUESTS, name="shardstream-open"))
     compressed = [url for url in urls if url.partition("?")[0].endswith((".gz", ".tgz"))]
     total_bytes = sum(sizes)
     if total_bytes <= SCAN_LIMIT_BYTES and not compressed:
@@ -440,7 +438,6 @@ def _scan(
     urls: tuple[str, ...],
     sizes: list[int],
     peers: Peers | None,
-    threads: Executor,
     duplicate_keys: DuplicateKeys,
 ) -> list[SampleTable]:
     """Return the sample tables of all shards; with peers, scan every R-th here and wait for the others."""
@@ -448,11 +445,14 @@ def _scan(
     def scan(place: int) -> SampleTable:
         return scan_shard(storage, urls[place], split_url(urls[place])[1], duplicate_keys=duplicate_keys)
 
+    def scan_all(places: Sequence[int]) -> list[SampleTable]:
+        return on_threads(scan, places, _REQUESTS, name="shardstream-open")
+
     if peers is None:
-        return list(threads.map(scan, range(len(urls))))
+        return scan_all(range(len(urls)))
     digest = digest_of([urls, sizes, duplicate_keys])
     mine = range(peers.rank, len(urls), peers.world_size)
-    found = dict(zip(mine, threads.map(scan, mine), strict=True))
+    found = dict(zip(mine, scan_all(mine), strict=True))
     for place, table in found.items():
         peers.leave(f"{digest}/{place}", table.to_parquet())
     missing: list[int] = []
@@ -463,5 +463,5 @@ def _scan(
                 missing.append(place)
             else:
                 found[place] = SampleTable.from_parquet(data, f"{redact(urls[place])} (by a peer)")
-    found.update(zip(missing, threads.map(scan, missing), strict=True))
+    found.update(zip(missing, scan_all(missing), strict=True))
     return [found[place] for place in range(len(urls))]

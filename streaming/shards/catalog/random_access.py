@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -19,6 +19,7 @@ from streaming.build.decode import DistantMember, decode_field, decode_member, o
 from streaming.common.arrays import sums
 from streaming.common.forks import in_children
 from streaming.common.lru_cache import LruCache
+from streaming.common.threads import map_threads, on_threads
 from streaming.errors import shell_place
 from streaming.shards.catalog.open import OpenShards, sample_table
 from streaming.shards.fetch.layout import Fetched, UnitLayout
@@ -176,11 +177,10 @@ class RandomAccess:
         def read(run: list[int]) -> _Piece:
             return self._piece(dataset, int(chunks[run[0]]), int(inside[run[0]]), int(inside[run[-1]]))
 
-        if len(runs) < 2:
-            yield from zip(runs, map(read, runs), strict=True)
-            return
-        with ThreadPoolExecutor(min(TABLE_REQUESTS, len(runs)), "shardstream-samples") as threads:
-            yield from zip(runs, threads.map(read, runs), strict=True)
+        num_threads = min(TABLE_REQUESTS, len(runs))
+        pieces = map_threads(read, runs, num_threads, name="shardstream-samples", ahead=len(runs))
+        with closing(pieces):
+            yield from zip(runs, pieces, strict=True)
 
     def _range(self, dataset: Readable, chunk: int, first: int, last: int) -> FetchRange:
         """Return what is read for samples ``first`` to ``last`` inside a chunk: all of it, without a sample table."""
@@ -294,8 +294,9 @@ def span_borders(
         inside[np.searchsorted(cuts, firsts)] = 0
         return sample_base[low + chunks] + cuts - firsts[chunks], byte_base[low + chunks] + inside
 
-    with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
-        found = [(sample_base[:0], byte_base[:0]), *threads.map(of_shard, np.unique(table.shard).tolist())]
+    shards: list[int] = np.unique(table.shard).tolist()
+    found = on_threads(of_shard, shards, TABLE_REQUESTS, name="shardstream-tables")
+    found.insert(0, (sample_base[:0], byte_base[:0]))
     return np.concatenate([firsts for firsts, _ in found]), np.concatenate([begins for _, begins in found])
 
 

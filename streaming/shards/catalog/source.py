@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -15,6 +14,7 @@ import numpy as np
 from streaming.build.decode.registry import FieldDecoder, ranged_fields
 from streaming.common.arguments import checked_seed
 from streaming.common.arrays import sums
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
 from streaming.order.packing.layout import PackRows
 from streaming.order.plan.order import EpochOrders, Orders, OrderSettings
@@ -434,8 +434,7 @@ class ChunkSource(OfTable):
         def size(wanted: FetchRange) -> int:
             return size_of_unit(wanted, self._facts_of(wanted.url))
 
-        with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
-            return np.fromiter(threads.map(size, ranges), np.int64, len(ranges))
+        return np.array(on_threads(size, ranges, TABLE_REQUESTS, name="shardstream-tables"), np.int64)
 
     @property
     def _is_read_whole(self) -> bool:

@@ -9,6 +9,8 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import click
+
 from shard_tools.change.sets.bad_list import BadList, load_bad_list
 from shard_tools.change.sets.open_set import OpenSet, open_set
 from shard_tools.change.sets.rewrite.field_changes import ChangedSource, FieldChanges
@@ -19,9 +21,10 @@ from shard_tools.make.convert.base.records import ShardOptions, permutation
 from shard_tools.make.convert.journal import whole_journal
 from shard_tools.make.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
 from shard_tools.running.engine import DEFAULT_MEMORY
+from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from streaming.common.arguments import counted, parse_bytes
+from streaming.common.arguments import counted, format_bytes, parse_bytes
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, IndexFormatError
 from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.select import late_names
@@ -352,3 +355,27 @@ def _order(selection: Taken, options: ReshardOptions) -> Int64Array | None:
     if options.sort is not None:
         return sorted_order(selection, options.sort, descending=options.descending)
     return None
+
+
+def show_reshard(report: ReshardReport) -> None:
+    """Print the outcome of resharding."""
+    show_earlier(report.num_resumed_samples, was_complete=report.was_complete)
+    if report.num_not_found or report.num_unreadable:
+        click.echo(
+            f"list of --drop: without a sample in the source: {counted(report.num_not_found, 'record')}, cut off or "
+            f"no record: {counted(report.num_unreadable, 'line')}",
+            err=True,
+        )
+    lacking = f", {report.num_lacking:,} without a field of --drop-missing" if report.num_lacking else ""
+    joined = ""
+    if report.num_joined or report.num_duplicates:
+        joined = (
+            f", {report.num_joined:,} joined to another of their key, "
+            f"{report.num_duplicates:,} left out: all their fields came before (contents were not compared)"
+        )
+    click.echo(
+        f"{counted(report.num_source, 'sample')} in the source, {report.num_dropped:,} dropped, "
+        f"{report.num_filtered:,} filtered out{lacking}{joined}\n"
+        f"{report.target}: {counted(report.num_samples, 'sample')} in {counted(report.num_shards, 'shard')}, "
+        f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
+    )

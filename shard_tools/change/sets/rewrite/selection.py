@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 from shard_tools.change.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.change.sets.open_set import READ_THREADS, OpenSet, table_of_shard, tables_of
 from shard_tools.change.sets.pieces import ShardPieces
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import Progress
 from streaming.build.batches.bad_file import BadRecord, shown_url
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError
 from streaming.sets.filters.late_columns import LateColumn
 from streaming.shards.index.columns import KEY
@@ -166,7 +166,7 @@ def select(
     num_bare, first_bare = 0, ""
     not_found = [record for url, records in drop.by_shard.items() for record in records if url not in _shown(shards)]
     num_source = num_dropped = num_filtered = num_lacking = 0
-    values_of = map_ordered(partial(_late_values, shards, storage, late), range(len(shards.urls)), READ_THREADS)
+    values_of = map_threads(partial(_late_values, shards, storage, late), range(len(shards.urls)), READ_THREADS)
     tables = zip(tables_of(shards, storage, READ_THREADS), values_of, strict=True)
     for position, ((first, url, table), values) in enumerate(tables):
         dropped, missing = _dropped(table, drop.by_shard.get(shown_url(url), ()))

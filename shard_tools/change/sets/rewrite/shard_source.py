@@ -17,7 +17,7 @@ from shard_tools.change.sets.pieces import read_pieces
 from shard_tools.change.sets.rewrite.selection import ShardPart, Taken, keys_of
 from shard_tools.make.convert.base.identity import Origins
 from shard_tools.make.convert.base.records import Record, Skipped, number_key
-from shard_tools.running.engine import map_ordered
+from streaming.common.threads import map_threads
 from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
@@ -255,7 +255,7 @@ class ShardSource:
             window = ahead[first : first + _WINDOW_SAMPLES]
             groups = [*self._by_part(window)]
             new = [which for which, _, _ in groups if which not in known]
-            loaded = map_ordered(lambda which: _Outline.of(self._parts[which], self._fields), new, READ_THREADS)
+            loaded = map_threads(lambda which: _Outline.of(self._parts[which], self._fields), new, READ_THREADS)
             known |= dict(zip(new, loaded, strict=True))
             found = (self._blank(self._parts[which], known[which], *numbers) for which, *numbers in groups)
             yield from _placed(window.size, found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import numpy as np
 
 from shard_tools.look.plan.keys import places_by_order
 from streaming.common.arrays import sums
+from streaming.common.threads import on_threads
 from streaming.errors import DataError, IndexMissingError, NotFoundError, StorageError, shell_place
 from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.select import column_reader, late_columns_of, late_names, reading_threads
@@ -243,12 +243,12 @@ class Search:
         wants_all = self.within.total <= FEW_SAMPLES
         until = time.monotonic() + SEARCH_SECONDS * (4 if wants_all else 1)
         num_threads = reading_threads(self.within.source.shards)
-        with ThreadPoolExecutor(num_threads, "shardstream-search") as threads:
-            while len(self._bits) < len(shards) and (wants_all or self._ends[-1] < stop) and time.monotonic() < until:
-                done = len(self._bits)
-                for bits, count in threads.map(self._fitting, shards[done : done + 2 * num_threads]):
-                    self._bits.append(bits)
-                    self._ends.append(self._ends[-1] + count)
+        while len(self._bits) < len(shards) and (wants_all or self._ends[-1] < stop) and time.monotonic() < until:
+            done = len(self._bits)
+            some = shards[done : done + 2 * num_threads]
+            for bits, count in on_threads(self._fitting, some, num_threads, name="shardstream-search"):
+                self._bits.append(bits)
+                self._ends.append(self._ends[-1] + count)
 
     def _fitting(self, shard: int) -> tuple[Bits, int]:
         """Return which samples of a shard match, and how many."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from shard_tools.look.stats.sketches import WORD_CHARACTERS, Word
 from shard_tools.look.stats.totals import ColumnTotals
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError
 from streaming.sets.filters.select import reading_threads
 from streaming.shards.index.columns import Values, fitting, kept_rows
@@ -228,8 +228,7 @@ def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken
     def read(shard: int) -> dict[str, Values]:
         return _of_shard(within, shard, names, condition)
 
-    with ThreadPoolExecutor(reading_threads(within.source.shards), "shardstream-columns") as threads:
-        parts = list(threads.map(read, shards))
+    parts = on_threads(read, shards, reading_threads(within.source.shards), name="shardstream-columns")
     values = {name: [part[name] for part in parts] for name in names}
     num = sum(within.rows_of(shard).size for shard in shards) if len(shards) < len(within.filled) else within.total
     words = f"all {counted(within.total, 'sample')}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shard_tools.look.show.base.samples import SampleSet
 from streaming.common.arguments import counted
+from streaming.common.threads import on_threads
 from streaming.errors import TransferError
 
 _SPARE = 0.25
@@ -51,11 +51,7 @@ def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> li
             raise TransferError(f"{url}: {counted(len(found), 'byte')} in place of {run.stop - run.start}")
         return found
 
-    if len(runs) == 1:
-        pieces = [read(runs[0])]
-    else:
-        with ThreadPoolExecutor(min(_REQUESTS, len(runs)), "shardstream-show") as threads:
-            pieces = list(threads.map(read, runs))
+    pieces = on_threads(read, runs, _REQUESTS, name="shardstream-show")
     found: dict[Wanted, bytes] = {}
     places = iter(zip(runs, pieces, strict=True))
     run, piece = next(places)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shard_tools.look.plan.steps import Described, PlannedRun
+from shard_tools.look.plan.sets import Described
+from shard_tools.look.plan.steps import PlannedRun
 from streaming.order.plan.plan import Plan
 
 
@@ -94,13 +95,14 @@ def _source(run: PlannedRun, one: Described, drawn: DrawnBefore) -> str:
 def _pass(run: PlannedRun, plan: Plan, place: RowPlace, one: Described, drawn: DrawnBefore | None) -> str:
     order = f"seed {plan.settings.seed}" if plan.settings.shuffle else "the order in which they are stored"
     if drawn is None:
-        rows = "packs" if run.pack_rules is not None else "samples"
+        rows = "packs" if run.sets.pack_rules is not None else "samples"
         said = f"Pass {place.pass_number}: each pass holds every one of the {plan.samples_per_pass:,} {rows} once"
         return f"{said}, in {'an order of its own, by ' if plan.settings.shuffle else ''}{order}."
     size = int(run.mixture.leaves[one.leaf].chunk_samples.sum())
     return (
         f"{one.leaf} has gone through {drawn.passes[one.leaf]:.2f} passes of its {size:,} "
-        f"{'packs' if run.pack_rules is not None else 'samples'} before this step: it is in pass {place.pass_number}."
+        f"{'packs' if run.sets.pack_rules is not None else 'samples'} before this step: it is in pass "
+        f"{place.pass_number}."
     )
 
 
@@ -117,7 +119,7 @@ def _lane(plan: Plan, place: RowPlace) -> str:
 
 def _chunk(run: PlannedRun, plan: Plan, place: RowPlace, one: Described) -> str:
     count = int(run.planned.chunk_samples[place.chunk_id])
-    what = "group of documents" if run.pack_rules is not None else "chunk"
+    what = "group of documents" if run.sets.pack_rules is not None else "chunk"
     said = f"It is number {place.offset:,} of the {count:,} in {what} {one.chunk:,}."
     window = plan.settings.window
     if window:

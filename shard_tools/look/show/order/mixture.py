@@ -187,9 +187,9 @@ class _Shown:
             raise ConfigError(f"epoch: the run is one epoch without an end, number 0; got {epoch}; give until instead")
         if self.epoch is not None and until is not None:
             raise ConfigError("until: an epoch is shown as a whole; leave it out, and give its number as epoch")
-        self.begin = 0 if self.epoch is None else self.epoch * run.num_samples
-        self.first_step = 0 if self.epoch is None else run.first_step(self.epoch)
-        self.num_steps = (until or self._until()) if self.epoch is None else run.batches_of(self.epoch)
+        self.begin = 0 if self.epoch is None else run.steps.row_of(self.epoch)
+        self.first_step = 0 if self.epoch is None else run.steps.first(self.epoch)
+        self.num_steps = (until or self._until()) if self.epoch is None else run.steps.count(self.epoch)
         if not self.num_steps:
             raise ConfigError(f"epoch: no batch is full in epoch {self.epoch}; give a smaller global_batch_size")
         self.names = sorted(self._forecast.passes)

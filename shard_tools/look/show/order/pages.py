@@ -102,7 +102,7 @@ class StepPage:
         at = self.step.at
         if at.num_batches is None or at.batch + 1 < at.num_batches:
             return self.to(epoch=at.epoch, step=at.batch + 1)
-        return self.to(epoch=at.epoch + 1, step=0) if at.run.batches_of(at.epoch + 1) else None
+        return self.to(epoch=at.epoch + 1, step=0) if at.run.steps.count(at.epoch + 1) else None
 
     @property
     def previous(self) -> str | None:
@@ -110,7 +110,7 @@ class StepPage:
         at = self.step.at
         if at.batch:
             return self.to(epoch=at.epoch, step=at.batch - 1)
-        before = at.run.batches_of(at.epoch - 1) if at.epoch else 0
+        before = at.run.steps.count(at.epoch - 1) if at.epoch else 0
         return self.to(epoch=at.epoch - 1, step=before - 1) if before else None
 
     @property

@@ -97,10 +97,10 @@ class ShownRuns:
             raise ConfigError(
                 f"epoch: the run is one epoch without an end, number 0; got {epoch}. Count steps, or give epoch_size"
             )
-        first, count = run.first_step(epoch), run.batches_of(epoch)
+        first, count = run.steps.first(epoch), run.steps.count(epoch)
         if not count:
             raise ConfigError(f"epoch: no batch is full in epoch {epoch}; give last_batch=pad, or a smaller batch")
-        next_batch = min(run.at_step - first, count - 1) if epoch == state.epoch else 0
+        next_batch = min(run.steps.at - first, count - 1) if epoch == state.epoch else 0
         batch = next_batch if asked.step is None else asked.step
         if batch >= count:
             raise ConfigError(
@@ -165,7 +165,7 @@ class ShownRuns:
             if self.state is not None:
                 notes.append("This is a new run: the saved state is left aside.")
             return notes
-        was, row = self.state.batch_sizes, self.state.epoch * run.num_samples + self.state.samples_seen
+        was, row = self.state.batch_sizes, run.steps.row_of(self.state.epoch, self.state.samples_seen)
         if was is not None and not was.goes_on_as(sizes, row):
             notes.append(
                 f"The saved state goes on with batches of {was.at(row):,} rows from row {row:,} on; here they have "

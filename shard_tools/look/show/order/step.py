@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shard_tools.look.plan.steps import Described, PlannedRun, StepRows
+from shard_tools.look.plan.sets import Described, StepRows
+from shard_tools.look.plan.steps import PlannedRun
 from shard_tools.look.show.order.explain import DrawnBefore, RowPlace, Why, why_here
 from shard_tools.look.show.order.query import Asked
 from shard_tools.look.show.order.runs import At, ShownRuns
@@ -186,7 +187,7 @@ def step_of(runs: ShownRuns, asked: Asked, *, bad: Bad | None = None, most: int 
     share = among.shape.share(stop - begin, asked.rank)
     drawn = DrawnBefore.before(at.run, begin)
     made = _Described(at.run, plan, some, drawn, bad or Bad(), (stop - begin, share), asked.rank)
-    found = [made.row(row, first + row, one) for row, one in enumerate(at.run.described(some))]
+    found = [made.row(row, first + row, one) for row, one in enumerate(at.run.sets.described(some))]
     return StepShown(
         asked=asked, at=at, size=stop - begin, share=share, first=first, rows=tuple(found),
         rows_each=at.run.rows_each(at.step), padding=among.batch_size(number, asked.rank) - len(rows.steps),
@@ -207,7 +208,7 @@ class _Described:
 
     def row(self, at: int, number: int, one: Described) -> RowShown:
         """Return a row: the ``at``-th of these, by its description."""
-        rows, rules = self.rows, self.run.pack_rules
+        rows, rules = self.rows, self.run.sets.pack_rules
         size, share = self.batch
         pass_number = int(rows.passes[at]) if self.drawn is None else int(self.drawn.passes[one.leaf])
         place = RowPlace(

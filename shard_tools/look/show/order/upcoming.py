@@ -66,15 +66,15 @@ def comings(runs: ShownRuns, asked: RunAsked, epoch: int | None, name: str, shar
         StateError: The state belongs to another set.
     """
     run = runs.of(asked)
-    sets = [at for at, one in enumerate(run.names) if not name or one == name or one.startswith(f"{name}/")]
+    sets = [at for at, one in enumerate(run.sets.names) if not name or one == name or one.startswith(f"{name}/")]
     steps, searched = _searched(run, epoch, sets)
     rows = run.rows_at([(number, shard, row) for number in sets], steps)
     if rows is None:
-        why = next(filter(None, (run.why_left_out(number, shard, row) for number in sets)), "no row is made of it")
+        why = next(filter(None, (run.sets.why_left_out(number, shard, row) for number in sets)), "no row is made of it")
         return Comings(found=(), searched=searched, why_none=why)
     found = []
     for step, rank in sorted(set(zip(rows.steps.tolist(), rows.ranks.tolist(), strict=True)))[: _MOST + 1]:
-        number, first = run.epoch_at(step)
+        number, first = run.steps.epoch_at(step)
         found.append(Coming(epoch=number, step=step - first, rank=rank))
     why = "" if found else "it is left out with the tail of the epoch, or comes in a later pass"
     return Comings(found=tuple(found[:_MOST]), searched=searched, why_none=why, is_cut=len(found) > _MOST)
@@ -91,5 +91,5 @@ def _searched(run: PlannedRun, epoch: int | None, sets: list[int]) -> tuple[rang
     if epoch in (None, run.state.epoch):
         steps = run.searched(sets)
     else:
-        steps = range(run.first_step(chosen), run.first_step(chosen + 2))
+        steps = range(run.steps.first(chosen), run.steps.first(chosen + 2))
     return steps, f"epochs {chosen:,} and {chosen + 1:,}"

@@ -12,11 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from streaming.common.threads import on_threads
 from streaming.errors import ConfigError
 from streaming.storage import redact
 from streaming.watch.metrics.server import FORMAT
@@ -64,10 +64,7 @@ def ask(addresses: Sequence[str]) -> list[Told]:
         addresses: Socket files, patterns of such, or http addresses.
     """
     asked = [one for address in addresses for one in _expanded(address)]
-    if not asked:
-        return []
-    with ThreadPoolExecutor(min(len(asked), _MOST_AT_ONCE)) as threads:
-        told = [one for found in threads.map(_ask, asked) for one in found]
+    told = [one for found in on_threads(_ask, asked, _MOST_AT_ONCE) for one in found]
     return sorted(told, key=lambda one: (bool(one.error), one.loader, one.rank, one.address))
 
 

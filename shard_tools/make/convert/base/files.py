@@ -23,7 +23,7 @@ from shard_tools.make.convert.base.identity import (
     version_of_file,
 )
 from shard_tools.make.convert.base.records import FolderWalks, Skipped
-from shard_tools.running.engine import map_ordered
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, NotFoundError
 from streaming.shards.catalog.urls import expand_urls
 from streaming.storage import Storage, local_path, redact, scheme_of, split_query, split_url
@@ -395,7 +395,7 @@ def open_each(
 
     if all(is_local(file.url) for file in files):
         num_threads = 1
-    with contextlib.closing(map_ordered(opened, files, num_threads)) as each:
+    with contextlib.closing(map_threads(opened, files, num_threads)) as each:
         for file, stream in each:
             with stream:
                 yield file, stream

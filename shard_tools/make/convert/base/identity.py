@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import crc32c
 
-from shard_tools.running.engine import map_ordered
 from streaming.common.arguments import counted
+from streaming.common.threads import map_threads
 from streaming.errors import DataError, StorageError
 from streaming.storage import ChangedError, ObjectInfo, Storage, local_path, redact, scheme_of
 
@@ -150,7 +150,7 @@ class Origins:
         """
         store = SourceStorage.of(self.store)
         left = store.not_compared(self.inputs)
-        collections.deque(map_ordered(lambda one: store.check(one.url, one.size_bytes, one.version), left, threads), 0)
+        collections.deque(map_threads(lambda one: store.check(one.url, one.size_bytes, one.version), left, threads), 0)
 
 
 class Named(Protocol):

@@ -30,8 +30,8 @@ from shard_tools.make.convert.base.rows import (
 )
 from shard_tools.make.convert.base.unpack import IN_MEMORY, open_unpacked, refuse_bomb
 from shard_tools.make.write.filetypes import is_alike
-from shard_tools.running.engine import map_ordered
 from streaming.common.arguments import checked_ratio
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, NotFoundError, shell_word
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
@@ -302,7 +302,7 @@ class IndexedFiles(FileSource):
         """Yield the samples from number ``start`` on; files before it are not read."""
         slow = any(column.slow for column in self._columns.values())
         with contextlib.closing(self._samples(start)) as samples:
-            yield from map_ordered(self._record, samples, self._num_threads if slow else 1)
+            yield from map_threads(self._record, samples, self._num_threads if slow else 1)
 
     def _record(self, sample: _Sample) -> Record:
         number, which, part, at, data = sample
@@ -355,7 +355,7 @@ class IndexedFiles(FileSource):
         largest = max((part.num_bytes for part in self._parts[first:]), default=0)
         ahead = min(self._num_threads, _AHEAD_BYTES // max(1, 2 * largest))  # each thread reads two ahead
         try:
-            with contextlib.closing(map_ordered(opened, range(first, len(self._parts)), ahead)) as numbers:
+            with contextlib.closing(map_threads(opened, range(first, len(self._parts)), ahead)) as numbers:
                 for which in numbers:
                     with held.pop(which) as stream:
                         yield stream

@@ -33,9 +33,9 @@ from shard_tools.make.convert.base.rows import (
 )  # fmt: skip
 from shard_tools.make.convert.base.unpack import InflatedStream
 from shard_tools.make.convert.formats.example import Values, parse_example
-from shard_tools.running.engine import map_ordered
 from streaming.common.arguments import checked_ratio
 from streaming.common.arrays import sums
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, NotFoundError, shell_word
 from streaming.storage import Storage, redact
 
@@ -145,7 +145,7 @@ class TfRecords(CountedFiles):
             return self._record(number, data or b"", f"{file.shown_url}, record {at}", which)
 
         order = permutation(int(first[-1]), seed)[start:]
-        return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
+        return map_threads(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
 
     def _record(self, number: int, data: bytes, where: str, which: int) -> Record:
         try:

@@ -11,7 +11,7 @@ from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS, AnnotatedF
 from shard_tools.make.convert.base.class_folders import numbered_classes
 from shard_tools.make.convert.base.files import SourceFile, list_files
 from shard_tools.make.convert.base.records import NUMBER_KEYS, Skipped, SourceOptions
-from shard_tools.running.engine import map_ordered
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.storage import Storage, redact
 
@@ -114,7 +114,7 @@ def _read_notes(files: Mapping[str, SourceFile], storage: Storage, num_threads: 
         return stem, _note_of(_tree(bytes(storage.read(file.url)), file.shown_url), file)
 
     xml = {stem: file for stem, file in files.items() if file.name.lower().endswith(".xml")}
-    with contextlib.closing(map_ordered(read, xml.items(), num_threads)) as notes:
+    with contextlib.closing(map_threads(read, xml.items(), num_threads)) as notes:
         return dict(notes)
 
 

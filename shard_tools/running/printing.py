@@ -1,0 +1,63 @@
+"""Print what the reports of several verbs have in common: tables, findings, what an earlier run had done.
+
+A verb prints its own report, beside the report's class.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import click
+
+from shard_tools.running.report import Finding, plain
+from streaming.common.arguments import counted, format_bytes
+
+SHOWN_FINDINGS = 20
+"""Of one kind; ``--json`` lists all."""
+
+
+def rate(num_bytes: int, seconds: float) -> str:
+    """Return bytes per second in words."""
+    return f"{format_bytes(num_bytes / max(seconds, 1e-9))}/s"
+
+
+def show_earlier(num_resumed: int, *, was_complete: bool, changed: Sequence[str] = (), what: str = "sample") -> None:
+    """Say what an earlier run had done, and what of it was made again."""
+    if changed:
+        click.echo(
+            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; what was made "
+            "of them, and all that follows, is made again"
+        )
+    if was_complete:
+        click.echo("Complete already; nothing written.")
+    elif num_resumed:
+        click.echo(f"went on after {counted(num_resumed, what)} of an earlier run")
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print the first findings of each kind, and the number of the others."""
+    shown: Counter[str] = Counter()
+    for finding in findings:
+        shown[finding.kind] += 1
+        if shown[finding.kind] <= SHOWN_FINDINGS:
+            click.echo(plain(str(finding)))
+    for kind, count in shown.items():
+        if count > SHOWN_FINDINGS:
+            click.echo(f"… {count - SHOWN_FINDINGS:,} more of kind {kind}; --json lists them")
+
+
+def show_passed_over(num_files: int, first: Sequence[str]) -> None:
+    """Print how many files belong to no sample, and some of them, if there are any."""
+    if num_files:
+        click.echo(f"passed over: {counted(num_files, 'file')} of no sample, first {plain(', '.join(first))}", err=True)
+
+
+def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows below their heads, in columns as wide as they need."""
+    if not rows:
+        return
+    shown = [heads, *([plain(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(heads))]
+    for row in shown:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
