@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-from random import gauss
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from streaming import DataLoader
-from streaming.build.batches.draw_watch import DrawWatch, generator_states, kept_generators, named_draw
+from streaming.build.batches.draw_watch import DrawWatch, generator_states, kept_generators, own_generators
 from streaming.build.batches.draws import BatchDraws, Chain, epoch_key, how_it_gets_rng
 from streaming.errors import ConfigError, DecodeError
 from tests.support.sets.data_sets import mesh_of, write_set
@@ -116,81 +116,43 @@ def test_generators_look_uniform() -> None:
 # --- who draws ---
 
 
-def py(sample: Any) -> Any:
-    return random.random()
+OF_MODULE = np.random.default_rng(0)
+OF_TRAINING = np.random.default_rng(1)
+A_MODULE = ModuleType("a_module")
+vars(A_MODULE)["inside"] = random.Random(3)
 
 
-def imported(sample: Any) -> Any:
-    return gauss(0, 1)
+class OfClass:
+    rng = np.random.default_rng(2)
 
-
-def inside(sample: Any) -> Any:
-    import numpy.random as other  # noqa: PLC0415
-
-    return other.rand()  # noqa: NPY002
+    def __call__(self, sample: Any) -> Any:
+        return self.rng.random()
 
 
 def nested(sample: Any) -> Any:
     def step() -> Any:
-        return [py(one) for one in sample]
+        return [OF_MODULE.random() for _ in sample]
 
     return step()
 
 
-def of_tensor(sample: Any) -> Any:
-    return torch.empty(3).uniform_()
-
-
-def with_generator(sample: Any) -> Any:
-    return torch.rand(3, generator=sample)
-
-
-def own(sample: Any) -> Any:
-    return random.Random(3).random(), np.random.default_rng(3).random(), random.Random, torch.Generator().manual_seed(3)
-
-
-def none(sample: Any) -> Any:
-    return {**sample, "x": torch.from_numpy(np.asarray(sample["x"])).float().div(255)}
-
-
-class Compose:
-    def __init__(self, *steps: Any) -> None:
-        self.steps = steps
-
-    def __call__(self, sample: Any) -> Any:
-        for step in self.steps:
-            sample = step(sample)
-        return sample
-
-
-class Drops(torch.nn.Module):
-    def forward(self, sample: Any) -> Any:
-        return torch.nn.functional.dropout(sample)
-
-
-NAMES: dict[str, tuple[Any, str]] = {
-    "python": (py, "random.random"),
-    "imported": (imported, "random.gauss"),
-    "inside": (inside, "numpy.random.rand"),
-    "nested": (nested, "random.random"),
-    "lambda": (lambda sample: torch.randperm(3), "torch.randperm"),
-    "tensor": (of_tensor, "Tensor.uniform_"),
-    "object": (Compose(none, Compose(py)), "random.random"),
-    "partial": (functools.partial(Compose(), py), "random.random"),
-    "module": (torch.nn.Sequential(Drops()), "torch.dropout"),
-    "torch's module": (torch.nn.Sequential(torch.nn.Dropout()), "torch.nn.Dropout"),
-    "torch's module, evaluating": (torch.nn.Dropout().eval(), ""),
-    "own generators": (own, ""),
-    "generator given": (with_generator, ""),
-    "nothing": (none, ""),
-    "objects with nothing": (Compose(none, len, Compose(dict)), ""),
+HOLD: dict[str, tuple[Any, list[str]]] = {
+    "named by a function inside": (nested, ["OF_MODULE"]),
+    "named in a module": (lambda sample: A_MODULE.inside.random(), ["inside"]),
+    "attribute of the class": (OfClass(), ["OfClass.rng"]),
+    "class that is named": (lambda sample: OfClass()(sample), ["OfClass.rng"]),
+    "default": (lambda sample, rng=np.random.default_rng(4): rng.random(), ["<lambda>"]),
+    "closure": ((lambda own: lambda sample: own.random())(random.Random(5)), ["<lambda>.<locals>.<lambda>.own"]),
+    "partial": (functools.partial(wrapped, rng=np.random.default_rng(6)), ["partial.rng"]),
+    "none": (lambda sample: np.random.default_rng(3).random(), []),
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_code_that_names_a_drawing_function(name: str) -> None:
-    function, draw = NAMES[name]
-    assert named_draw([function]) == draw
+@pytest.mark.parametrize("name", HOLD)
+def test_generators_of_a_function_are_those_it_holds_or_names(name: str) -> None:
+    """Not the training's own, which stands in the same module."""
+    function, found = HOLD[name]
+    assert list(own_generators([function])) == found
 
 
 @pytest.mark.parametrize(
