@@ -117,7 +117,7 @@ def test_generators_look_uniform() -> None:
 
 
 OF_MODULE = np.random.default_rng(0)
-OF_TRAINING = np.random.default_rng(1)
+OF_TRAINING, OTHER = np.random.default_rng(1), np.random.default_rng(4)
 A_MODULE = ModuleType("a_module")
 vars(A_MODULE)["inside"] = random.Random(3)
 
@@ -136,13 +136,21 @@ def nested(sample: Any) -> Any:
     return step()
 
 
+def with_default(sample: Any, rng: Any = OTHER) -> Any:
+    return rng.random()
+
+
+def closed_over(own: random.Random) -> Any:
+    return lambda sample: own.random()
+
+
 HOLD: dict[str, tuple[Any, list[str]]] = {
     "named by a function inside": (nested, ["OF_MODULE"]),
     "named in a module": (lambda sample: A_MODULE.inside.random(), ["inside"]),
     "attribute of the class": (OfClass(), ["OfClass.rng"]),
-    "class that is named": (lambda sample: OfClass()(sample), ["OfClass.rng"]),
-    "default": (lambda sample, rng=np.random.default_rng(4): rng.random(), ["<lambda>"]),
-    "closure": ((lambda own: lambda sample: own.random())(random.Random(5)), ["<lambda>.<locals>.<lambda>.own"]),
+    "class that is named": (lambda sample: OfClass.rng.random(), ["OfClass.rng"]),
+    "default": (with_default, ["with_default"]),
+    "closure": (closed_over(random.Random(5)), ["closed_over.<locals>.<lambda>.own"]),
     "partial": (functools.partial(wrapped, rng=np.random.default_rng(6)), ["partial.rng"]),
     "none": (lambda sample: np.random.default_rng(3).random(), []),
 }
