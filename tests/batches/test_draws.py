@@ -122,11 +122,9 @@ A_MODULE = ModuleType("a_module")
 vars(A_MODULE)["inside"] = random.Random(3)
 
 
-class OfClass:
-    rng = np.random.default_rng(2)
-
+class OfMethod:
     def __call__(self, sample: Any) -> Any:
-        return self.rng.random()
+        return OF_MODULE.random()
 
 
 def nested(sample: Any) -> Any:
@@ -147,8 +145,7 @@ def closed_over(own: random.Random) -> Any:
 HOLD: dict[str, tuple[Any, list[str]]] = {
     "named by a function inside": (nested, ["OF_MODULE"]),
     "named in a module": (lambda sample: A_MODULE.inside.random(), ["inside"]),
-    "attribute of the class": (OfClass(), ["OfClass.rng"]),
-    "class that is named": (lambda sample: OfClass.rng.random(), ["OfClass.rng"]),
+    "method": (OfMethod(), ["OF_MODULE"]),
     "default": (with_default, ["with_default"]),
     "closure": (closed_over(random.Random(5)), ["closed_over.<locals>.<lambda>.own"]),
     "partial": (functools.partial(wrapped, rng=np.random.default_rng(6)), ["partial.rng"]),
@@ -161,6 +158,31 @@ def test_generators_of_a_function_are_those_it_holds_or_names(name: str) -> None
     """Not the training's own, which stands in the same module."""
     function, found = HOLD[name]
     assert list(own_generators([function])) == found
+
+
+class HoldsRng:
+    """Its attribute has the name of a global that the training draws from."""
+
+    def __init__(self) -> None:
+        self.OF_TRAINING = np.random.default_rng(7)
+
+    def __call__(self, sample: Any) -> Any:
+        return self.OF_TRAINING.random()
+
+
+def test_a_global_that_only_has_the_name_of_an_attribute_is_watched_where_nobody_else_draws() -> None:
+    function = HoldsRng()
+    watch = DrawWatch([function])
+
+    def attempt(seeds: frozenset[str], report: Any) -> Any:
+        OF_TRAINING.random()  # as the training does, at the same time
+        return function(None)
+
+    watch.build(attempt, print, is_alone=False)
+    assert watch.found == {"HoldsRng.OF_TRAINING"}
+    with watch.kept():
+        watch.build(attempt, print)
+    assert watch.found == {"HoldsRng.OF_TRAINING", "OF_TRAINING"}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ a draw that comes later is not seen, unless the asking thread builds every batch
 do. Generators that users' objects hold are not the training's: builder threads draw from them, too, but one batch at a
 time.
 
-Such generators are found by following what functions hold, and the globals that their code names, without calling
-anything (:func:`_reached`). What is reached in other ways (``getattr``, compiled code) is not found.
+Such generators are found by following what functions hold, and what globals have the names in their code, without
+calling anything (:func:`_reached`). What is reached in other ways (``getattr``, compiled code) is not found. A name in
+code may be an attribute of something else, and the global of that name the training's. So generators that are only
+named are watched like those of the process: where nothing else draws.
 """
 
 from __future__ import annotations
@@ -78,12 +80,16 @@ class DrawWatch:
         Args:
             attempt: Receives the generators to seed before each sample, and a function to report to.
             report: Receives at the end what the last attempt reported; may raise.
-            is_alone: Nothing else draws from the generators of the process meanwhile; otherwise these are left alone.
+            is_alone: Nothing else draws from the generators of the process meanwhile; otherwise these are left alone,
+                and those that functions only name.
         """
         while True:
             reports: list[_R] = []
             self._look(2)
-            marks = {name: one.mark() for name, one in self.own.items() if name not in self.found}
+            watched = {
+                name: one for name, one in self.own.items() if name not in self.found and (is_alone or one.is_held)
+            }
+            marks = {name: one.mark() for name, one in watched.items()}
             if is_alone:
                 seed_generators(_KNOWN, ALL_GENERATORS)
             error: Exception | None = None
@@ -174,29 +180,29 @@ def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
     The names do not depend on the process.
     """
     found: dict[str, OwnGenerator] = {}
-    for name, one in _reached(functions):
-        generator = OwnGenerator.of(_free(name, found), one)
+    for name, one, is_held in _reached(functions):
+        generator = OwnGenerator.of(_free(name, found), one, is_held=is_held)
         if generator is not None:
             found[_free(name, found)] = generator
     return found
 
 
-def _reached(functions: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what ``functions`` reach, and where.
+def _reached(functions: Iterable[Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield what ``functions`` reach, where, and whether they hold it: otherwise their code names a global for it.
 
     Objects that hold each other come before what code names, the nearest first. Code is all but that of torch, NumPy
-    and Python; it is followed through closures, named globals, attributes of classes, and names in modules.
+    and Python.
     """
     most_code = _MOST_CODE
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
-    objects = deque((getattr(one, "__qualname__", type(one).__qualname__), one) for one in functions)
+    objects = deque((getattr(one, "__qualname__", type(one).__qualname__), one, True) for one in functions)
     code: deque[tuple[str, Any]] = deque()
     while objects or (code and most_code):
         if not objects:
-            objects.extend(_named_by(*code.popleft()))
+            objects.extend((*named, False) for named in _named_by(*code.popleft()))
             most_code -= 1
             continue
-        name, one = objects.popleft()
+        name, one, is_held = objects.popleft()
         if isinstance(one, np.random.Generator):
             one = one.bit_generator  # which two of them may share
         if id(one) in seen:
@@ -204,10 +210,10 @@ def _reached(functions: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         if len(seen) == _MOST_OBJECTS:
             return
         seen[id(one)] = one
-        yield name, one
-        objects.extend((name + suffix, part) for suffix, part in _held(one))
+        yield name, one, is_held
+        objects.extend((name + suffix, part, is_held) for suffix, part in _held(one))
         if not isinstance(one, (type, types.FunctionType)):
-            objects.append((name, type(one)))
+            objects.append((name, type(one), is_held))
         elif not _is_foreign(one):
             code.append((one.__qualname__ if isinstance(one, type) else name, one))
 
@@ -247,10 +253,11 @@ def _held(one: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named_by(name: str, code: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a user's class, or what a user's function refers to, by global names."""
+    """Yield the functions of a user's class, or the globals, and parts of modules, that a user's function may name."""
     if isinstance(code, type):
-        parts = (part for kind in code.__mro__ if not _is_foreign(kind) for part in vars(kind).items())
-        yield from ((f"{name}.{attribute}", _function_of(part)) for attribute, part in parts)
+        parts = (part for kind in code.__mro__ if not _is_foreign(kind) for part in vars(kind).values())
+        functions = (one for one in map(_function_of, parts) if isinstance(one, types.FunctionType))
+        yield from ((f"{name}.{one.__name__}", one) for one in functions)
         return
     names = _names_in(code.__code__)
     for called in names:
