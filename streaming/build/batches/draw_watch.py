@@ -69,6 +69,11 @@ class DrawWatch:
         self._functions = tuple(functions)
         self._looks_left = 2
 
+    @property
+    def draws_beside(self) -> bool:
+        """Whether functions may draw from generators of their own where others draw, too: one batch at a time."""
+        return any(one.is_held or name in self.found for name, one in self.own.items())
+
     def build(
         self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object], *,
         is_alone: bool = True,
@@ -86,10 +91,8 @@ class DrawWatch:
         while True:
             reports: list[_R] = []
             self._look(2)
-            watched = {
-                name: one for name, one in self.own.items() if name not in self.found and (is_alone or one.is_held)
-            }
-            marks = {name: one.mark() for name, one in watched.items()}
+            watched = [name for name, one in self.own.items() if is_alone or one.is_held]
+            marks = {name: self.own[name].mark() for name in watched if name not in self.found}
             if is_alone:
                 seed_generators(_KNOWN, ALL_GENERATORS)
             error: Exception | None = None

@@ -188,7 +188,7 @@ class LocalBuilder:
 
     def _beside_training(self, attempt: Attempt, report: BadSampleReport) -> Any:
         """Build, in any thread, with functions that have drawn nothing yet from the generators of the process."""
-        if not self._watch.own:
+        if not self._watch.draws_beside:
             return attempt(frozenset(), report)
         with self._own_turn:  # one thread at a time draws from the functions' own generators
             return self._watch.build(attempt, report, is_alone=False)
