@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import random
@@ -16,6 +17,7 @@ from streaming import DataLoader
 from streaming.build.batches.draw_watch import DrawWatch, generator_states, kept_generators, own_generators
 from streaming.build.batches.draws import BatchDraws, Chain, epoch_key, how_it_gets_rng
 from streaming.errors import ConfigError, DecodeError
+from streaming.others.torch_datasets.generators import SetGenerators
 from tests.support.sets.data_sets import mesh_of, write_set
 
 
@@ -183,6 +185,22 @@ def test_a_global_that_only_has_the_name_of_an_attribute_is_watched_where_nobody
     with watch.kept():
         watch.build(attempt, print)
     assert watch.found == {"HoldsRng.OF_TRAINING", "OF_TRAINING"}
+
+
+def test_a_dataset_whose_attribute_has_the_name_of_the_trainings_generator_leaves_that_alone() -> None:
+    """Between two batches the training draws from a global of that name."""
+    held, other = HoldsRng(), copy.deepcopy(OF_TRAINING)
+    generators = SetGenerators(held, 5, {})
+    for pass_number in range(2):
+        for step in range(3):
+            with generators.drawing():
+                if not step:
+                    generators.begin(pass_number)
+                held(None)
+                assert generators.drawn() == {"HoldsRng.OF_TRAINING"}
+            assert OF_TRAINING.random() == other.random()
+    with generators.drawing():
+        assert generators.first.keys() == {"HoldsRng.OF_TRAINING"}
 
 
 @pytest.mark.parametrize(

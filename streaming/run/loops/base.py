@@ -109,11 +109,11 @@ def tell_of_own_generators(recipe: Recipe) -> None:
     found = list(own_generators(recipe.functions_of_user))
     if found:
         _log.info(
-            "transform, decode or collate_fn holds or names random generators of its own (%s%s). Those that it draws from are "
-            "seeded before each sample by the loader's seed, the epoch and the sample's position, so that they give "
-            "the same on any number of ranks and workers, and no two samples the same. Their own seeds have no "
-            "effect: use StreamingDataset(seed=) or loader.seed(). Without worker processes, one batch is built at a "
-            "time",
+            "transform, decode or collate_fn holds or names random generators of its own (%s%s). Those that it draws "
+            "from are seeded before each sample by the loader's seed, the epoch and the sample's position, so that "
+            "they give the same on any number of ranks and workers, and no two samples the same. Their own seeds have "
+            "no effect: use StreamingDataset(seed=) or loader.seed(). Without worker processes, one batch is built at "
+            "a time",
             ", ".join(found[:_OWN_SHOWN]), f" and {len(found) - _OWN_SHOWN} more" if len(found) > _OWN_SHOWN else "",
         )  # fmt: skip
 
