@@ -3,7 +3,7 @@
 Run: ``python benchmarks/bench_docs.py [PART …] [--data FOLDER]``; without a PART all of them.
 
 - ``draws``: CPU time of random numbers: a generator for ``transform(sample, rng)``, seeding the process's generators
-  and those of objects, and a call that is watched because its code could draw.
+  and those of objects.
 - ``states``: bytes of a checkpoint: of a schedule over many sources, of curricula.
 - ``kept``: bytes read for each byte kept, one sample in ten of 100 KB by ``where``, from an S3 server on loopback.
 - ``diff``: bytes of temporary files for each sample of two sets that differ everywhere.
@@ -39,7 +39,6 @@ from shard_tools.look.diff import compare, spill
 from shard_tools.look.plan.report import PlanOptions, plan_table
 from shard_tools.make.convert import ConvertOptions, ImageOptions, convert
 from streaming import Curriculum, DataLoader, Mixture, Schedule, StreamingDataset
-from streaming.build.batches.draw_watch import DrawGuard
 from streaming.build.batches.draws import BatchDraws, OwnGenerator
 from streaming.order.packing.fit import pack
 from streaming.order.packing.layout import PackRows
@@ -85,18 +84,6 @@ def draws(_: str) -> None:
         assert one is not None
         seeded = BatchDraws(1, positions, frozenset((name,)), {name: one})
         print(f"seeding a {name} of an object: {cpu_us(per_row(seeded)) - nothing:.1f} us")
-    guard, calls = DrawGuard(), 100
-
-    def inner() -> int:
-        return len("")
-
-    def function() -> None:
-        for _ in range(calls):
-            inner()
-
-    plain = cpu_us(lambda: [function() for _ in range(ROWS // 10)]) * 10
-    watched = cpu_us(lambda: [guard.call(function) for _ in range(ROWS // 10)]) * 10
-    print(f"watching: {(watched - plain) / (2 * calls):.2f} us for each of {2 * calls} calls")
 
 
 def states(folder: str) -> None:

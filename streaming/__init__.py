@@ -28,7 +28,6 @@ except ImportError as _error:
         "script from elsewhere as `python -m package.script`"
     ) from _error
 
-from streaming.common.migration_hints.names import NamesElsewhere as _NamesElsewhere
 from streaming.common.migration_hints.names import no_attribute as _no_attribute
 from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
 
@@ -109,9 +108,6 @@ __all__ = [
     "TorchIterable",
     "Video",
 ]
-
-if _NamesElsewhere not in sys.meta_path:
-    sys.meta_path.append(_NamesElsewhere)  # the last one, asked for what nobody has found
 
 
 def __dir__() -> list[str]:

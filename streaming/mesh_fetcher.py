@@ -22,7 +22,7 @@ from streaming.common.arguments import (
 from streaming.common.counters import Observation
 from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.common.job.store import tell_of_going_on
-from streaming.common.migration_hints.methods import OF_LOADERS, look_elsewhere
+from streaming.common.migration_hints.names import look_elsewhere
 from streaming.errors import ConfigError
 from streaming.order.plan.order import ENDLESS
 from streaming.order.plan.schedule import Schedule
@@ -90,7 +90,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
     if not TYPE_CHECKING:  # type checkers know which names there are
 
         def __getattr__(self, name: str) -> object:
-            return look_elsewhere(self, name, OF_LOADERS)
+            return look_elsewhere(self, name, "of_loaders")
 
     def __init__(
         self,

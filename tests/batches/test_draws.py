@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import random
-from random import gauss
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from streaming import DataLoader
-from streaming.build.batches.draw_watch import DrawWatch, generator_states, kept_generators, named_draw
+from streaming.build.batches.draw_watch import DrawWatch, generator_states, kept_generators, own_generators
 from streaming.build.batches.draws import BatchDraws, Chain, epoch_key, how_it_gets_rng
 from streaming.errors import ConfigError, DecodeError
+from streaming.others.torch_datasets.generators import SetGenerators
 from tests.support.sets.data_sets import mesh_of, write_set
 
 
@@ -116,81 +118,89 @@ def test_generators_look_uniform() -> None:
 # --- who draws ---
 
 
-def py(sample: Any) -> Any:
-    return random.random()
+OF_MODULE = np.random.default_rng(0)
+OF_TRAINING, OTHER = np.random.default_rng(1), np.random.default_rng(4)
+A_MODULE = ModuleType("a_module")
+vars(A_MODULE)["inside"] = random.Random(3)
 
 
-def imported(sample: Any) -> Any:
-    return gauss(0, 1)
-
-
-def inside(sample: Any) -> Any:
-    import numpy.random as other  # noqa: PLC0415
-
-    return other.rand()  # noqa: NPY002
+class OfMethod:
+    def __call__(self, sample: Any) -> Any:
+        return OF_MODULE.random()
 
 
 def nested(sample: Any) -> Any:
     def step() -> Any:
-        return [py(one) for one in sample]
+        return [OF_MODULE.random() for _ in sample]
 
     return step()
 
 
-def of_tensor(sample: Any) -> Any:
-    return torch.empty(3).uniform_()
+def with_default(sample: Any, rng: Any = OTHER) -> Any:
+    return rng.random()
 
 
-def with_generator(sample: Any) -> Any:
-    return torch.rand(3, generator=sample)
+def closed_over(own: random.Random) -> Any:
+    return lambda sample: own.random()
 
 
-def own(sample: Any) -> Any:
-    return random.Random(3).random(), np.random.default_rng(3).random(), random.Random, torch.Generator().manual_seed(3)
-
-
-def none(sample: Any) -> Any:
-    return {**sample, "x": torch.from_numpy(np.asarray(sample["x"])).float().div(255)}
-
-
-class Compose:
-    def __init__(self, *steps: Any) -> None:
-        self.steps = steps
-
-    def __call__(self, sample: Any) -> Any:
-        for step in self.steps:
-            sample = step(sample)
-        return sample
-
-
-class Drops(torch.nn.Module):
-    def forward(self, sample: Any) -> Any:
-        return torch.nn.functional.dropout(sample)
-
-
-NAMES: dict[str, tuple[Any, str]] = {
-    "python": (py, "random.random"),
-    "imported": (imported, "random.gauss"),
-    "inside": (inside, "numpy.random.rand"),
-    "nested": (nested, "random.random"),
-    "lambda": (lambda sample: torch.randperm(3), "torch.randperm"),
-    "tensor": (of_tensor, "Tensor.uniform_"),
-    "object": (Compose(none, Compose(py)), "random.random"),
-    "partial": (functools.partial(Compose(), py), "random.random"),
-    "module": (torch.nn.Sequential(Drops()), "torch.dropout"),
-    "torch's module": (torch.nn.Sequential(torch.nn.Dropout()), "torch.nn.Dropout"),
-    "torch's module, evaluating": (torch.nn.Dropout().eval(), ""),
-    "own generators": (own, ""),
-    "generator given": (with_generator, ""),
-    "nothing": (none, ""),
-    "objects with nothing": (Compose(none, len, Compose(dict)), ""),
+HOLD: dict[str, tuple[Any, list[str]]] = {
+    "named by a function inside": (nested, ["OF_MODULE"]),
+    "named in a module": (lambda sample: A_MODULE.inside.random(), ["inside"]),
+    "method": (OfMethod(), ["OF_MODULE"]),
+    "default": (with_default, ["with_default"]),
+    "closure": (closed_over(random.Random(5)), ["closed_over.<locals>.<lambda>.own"]),
+    "partial": (functools.partial(wrapped, rng=np.random.default_rng(6)), ["partial.rng"]),
+    "none": (lambda sample: np.random.default_rng(3).random(), []),
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_code_that_names_a_drawing_function(name: str) -> None:
-    function, draw = NAMES[name]
-    assert named_draw([function]) == draw
+@pytest.mark.parametrize("name", HOLD)
+def test_generators_of_a_function_are_those_it_holds_or_names(name: str) -> None:
+    """Not the training's own, which stands in the same module."""
+    function, found = HOLD[name]
+    assert list(own_generators([function])) == found
+
+
+class HoldsRng:
+    """Its attribute has the name of a global that the training draws from."""
+
+    def __init__(self) -> None:
+        self.OF_TRAINING = np.random.default_rng(7)
+
+    def __call__(self, sample: Any) -> Any:
+        return self.OF_TRAINING.random()
+
+
+def test_a_global_that_only_has_the_name_of_an_attribute_is_watched_where_nobody_else_draws() -> None:
+    function = HoldsRng()
+    watch = DrawWatch([function])
+
+    def attempt(seeds: frozenset[str], report: Any) -> Any:
+        OF_TRAINING.random()  # as the training does, at the same time
+        return function(None)
+
+    watch.build(attempt, print, is_alone=False)
+    assert watch.found == {"HoldsRng.OF_TRAINING"}
+    with watch.kept():
+        watch.build(attempt, print)
+    assert watch.found == {"HoldsRng.OF_TRAINING", "OF_TRAINING"}
+
+
+def test_a_dataset_whose_attribute_has_the_name_of_the_trainings_generator_leaves_that_alone() -> None:
+    """Between two batches the training draws from a global of that name."""
+    held, other = HoldsRng(), copy.deepcopy(OF_TRAINING)
+    generators = SetGenerators(held, 5, {})
+    for pass_number in range(2):
+        for step in range(3):
+            with generators.drawing():
+                if not step:
+                    generators.begin(pass_number)
+                held(None)
+                assert generators.drawn() == {"HoldsRng.OF_TRAINING"}
+            assert OF_TRAINING.random() == other.random()
+    with generators.drawing():
+        assert generators.first.keys() == {"HoldsRng.OF_TRAINING"}
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,8 @@ def test_resume_reads_again_what_was_read(streamed: SampleSet) -> None:
         state = json.loads(json.dumps(loader.state_dict()))
         assert state["samples_seen"] == 120
         assert len(json.dumps(state)) < 1000
-        with DataLoader(streamed.open(seed=5), device_mesh=mesh_of(2, rank), **options) as other:
+        mine = {**options, "num_workers": rank, "num_threads": 1 - rank}  # a process that the state knows nothing of
+        with DataLoader(streamed.open(seed=5, transform=dict), device_mesh=mesh_of(2, rank), **mine) as other:
             other.load_state_dict(state)
             assert [check_batch(batch) for batch in other] == expected[rank][3:]
     for ranks, size, batch_size, words in (

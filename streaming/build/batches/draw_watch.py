@@ -12,33 +12,30 @@ while it waits for it. In the training process the generators belong to the trai
 afterwards, and builder threads, which run in parallel with the training, never touch them. So without worker processes
 the asking thread builds the first batch, under watch, and continues to build all batches if functions draw.
 
-Functions that drew nothing in the first batch may still draw for a rare sample, if code that they reach names a
-function that draws. Builder threads call them by :class:`DrawGuard`, which stops a call before it draws; the batch
-then goes to the asking thread, as do all later ones. Generators that users' objects hold are not the training's:
-builder threads draw from them, too, but one batch at a time.
+Functions that drew nothing in the first batch are then called by builder threads, where nobody can tell who has drawn:
+a draw that comes later is not seen, unless the asking thread builds every batch (``num_threads=0``) or worker processes
+do. Generators that users' objects hold are not the training's: builder threads draw from them, too, but one batch at a
+time.
 
-Names decide who is watched, never what is drawn: the guard takes half a microsecond a call, which functions that name
-no draw need not pay. They are found without calling anything, see :func:`_reached`. This may miss what is reached in
-other ways (``getattr``, compiled code).
+Such generators are found by following what functions hold, and what globals have the names in their code, without
+calling anything (:func:`_reached`). What is reached in other ways (``getattr``, compiled code) is not found. A name in
+code may be an attribute of something else, and the global of that name the training's. So generators that are only
+named are watched like those of the process: where nothing else draws.
 """
 
 from __future__ import annotations
 
-import builtins
-import dis
 import functools
-import inspect
 import random
 import sys
 import types
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from streaming.build.batches.draws import ALL_GENERATORS, OwnGenerator, seed_generators
 from streaming.build.batches.jagged import fresh
@@ -72,6 +69,11 @@ class DrawWatch:
         self._functions = tuple(functions)
         self._looks_left = 2
 
+    @property
+    def draws_beside(self) -> bool:
+        """Whether functions may draw from generators of their own where others draw, too: one batch at a time."""
+        return any(one.is_held or name in self.found for name, one in self.own.items())
+
     def build(
         self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object], *,
         is_alone: bool = True,
@@ -83,12 +85,14 @@ class DrawWatch:
         Args:
             attempt: Receives the generators to seed before each sample, and a function to report to.
             report: Receives at the end what the last attempt reported; may raise.
-            is_alone: Nothing else draws from the generators of the process meanwhile; otherwise these are left alone.
+            is_alone: Nothing else draws from the generators of the process meanwhile; otherwise these are left alone,
+                and those that functions only name.
         """
         while True:
             reports: list[_R] = []
             self._look(2)
-            marks = {name: one.mark() for name, one in self.own.items() if name not in self.found}
+            watched = [name for name, one in self.own.items() if is_alone or one.is_held]
+            marks = {name: self.own[name].mark() for name in watched if name not in self.found}
             if is_alone:
                 seed_generators(_KNOWN, ALL_GENERATORS)
             error: Exception | None = None
@@ -134,72 +138,6 @@ class DrawWatch:
         return frozenset(new)
 
 
-class DrawSeenError(BaseException):
-    """A function was about to draw where it may not. Not for users to catch.
-
-    Attributes:
-        draw: What it was about to call.
-    """
-
-    def __init__(self, draw: str) -> None:
-        super().__init__(f"{draw} was about to be called beside the training")
-        self.draw = draw
-
-
-class DrawGuard:
-    """Stop functions that are about to draw from a generator of the process, before they do. Thread-safe.
-
-    It sees calls from Python code, at 0.5 us each. NumPy's are invisible to it, so it stops code that names one.
-    """
-
-    def __init__(self) -> None:
-        self._named: dict[types.CodeType, str] = {}  # draws of NumPy by the code that names them; "" for most
-
-    def call(self, function: Callable[[], _T]) -> _T:
-        """Return what ``function`` returns.
-
-        Raises:
-            DrawSeenError: It was about to draw, even if it has caught this.
-        """
-        if sys.getprofile() is not None:  # a profiler of the user's: nothing can be seen beside it
-            raise DrawSeenError("code under a profiler")
-        seen: list[DrawSeenError] = []
-
-        def hook(frame: types.FrameType, event: str, called: Any) -> None:
-            draw = ""
-            if event == "c_call":
-                if called.__name__ not in _COMPILED_DRAWS:
-                    return
-                draw = as_draw(called)
-                if draw.startswith(("torch", "Tensor")) and _passes_generator(frame.f_code):
-                    return
-            elif event == "call":
-                named = self._named.get(frame.f_code)
-                draw = self._look_at(frame) if named is None else named
-            if draw:
-                seen.append(DrawSeenError(draw))
-                raise seen[0]
-
-        sys.setprofile(hook)
-        try:
-            result = function()
-        finally:
-            sys.setprofile(None)
-            if seen:
-                raise seen[0]
-        return result
-
-    def _look_at(self, frame: types.FrameType) -> str:
-        """Return the first draw of NumPy's that is named by the code that is about to run, or ""."""
-        draw = ""
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _FOREIGN:
-            known = ChainMap(dict(frame.f_locals), frame.f_globals, vars(builtins))
-            named = (as_draw(one) for _, one in _loaded_by(frame.f_code, known))
-            draw = next((one for one in named if one.startswith("numpy")), "")
-        self._named[frame.f_code] = draw
-        return draw
-
-
 def _drawn() -> frozenset[str]:
     """Return the generators that are no longer in the state ``_KNOWN``."""
     got = {
@@ -232,32 +170,11 @@ def set_generator_states(states: tuple[Any, Any, Any]) -> None:
     torch.set_rng_state(states[2])
 
 
-_TORCH_DRAWS = frozenset(
-    (
-        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli"),
-        *("multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d"),
-        *("dropout3d", "rrelu", "gumbel_softmax", "manual_seed", "seed"),
-    )
-)
-_TENSOR_DRAWS = frozenset(
-    (
-        *("bernoulli", "bernoulli_", "multinomial", "random_", "uniform_", "normal_", "exponential_", "geometric_"),
-        *("cauchy_", "log_normal_"),
-    )
-)
-_COMPILED_DRAWS = _TORCH_DRAWS | _TENSOR_DRAWS | {"random", "getrandbits", "getstate", "setstate", "set_state"}
 _MOST_OBJECTS = 2_000
 """Maximum number of objects examined for one dataset: some tenths of a second."""
-_MOST_CODE = {"generators": 100, "draws": 500}
-"""Maximum number of functions and classes read in search of each: some hundredths, some tenths of a second."""
+_MOST_CODE = 100
+"""Maximum number of functions and classes whose names are followed."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
-_ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST")
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
-
-
-def named_draw(functions: Iterable[Any]) -> str:
-    """Return a drawing function that code reachable from ``functions`` names (``"random.gauss"``), or ""."""
-    return next((draw for draw in (as_draw(one) for _, one in _reached(functions, _MOST_CODE["draws"])) if draw), "")
 
 
 def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
@@ -266,32 +183,29 @@ def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
     The names do not depend on the process.
     """
     found: dict[str, OwnGenerator] = {}
-    for name, one in _reached(functions, _MOST_CODE["generators"]):
-        generator = OwnGenerator.of(_free(name, found), one)
+    for name, one, is_held in _reached(functions):
+        generator = OwnGenerator.of(_free(name, found), one, is_held=is_held)
         if generator is not None:
             found[_free(name, found)] = generator
     return found
 
 
-def _reached(functions: Iterable[Any], most_code: int) -> Iterator[tuple[str, Any]]:
-    """Yield what ``functions`` reach, and where.
+def _reached(functions: Iterable[Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield what ``functions`` reach, where, and whether they hold it: otherwise their code names a global for it.
 
     Objects that hold each other come before what code names, the nearest first. Code is all but that of torch, NumPy
-    and Python; what its instructions load is followed through closures, globals, modules, attributes and methods.
-
-    Args:
-        functions: Where to begin.
-        most_code: Maximum number of functions and classes whose code is read.
+    and Python.
     """
+    most_code = _MOST_CODE
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
-    objects = deque((getattr(one, "__qualname__", type(one).__qualname__), one) for one in functions)
+    objects = deque((getattr(one, "__qualname__", type(one).__qualname__), one, True) for one in functions)
     code: deque[tuple[str, Any]] = deque()
     while objects or (code and most_code):
         if not objects:
-            objects.extend(_named_by(*code.popleft()))
+            objects.extend((*named, False) for named in _named_by(*code.popleft()))
             most_code -= 1
             continue
-        name, one = objects.popleft()
+        name, one, is_held = objects.popleft()
         if isinstance(one, np.random.Generator):
             one = one.bit_generator  # which two of them may share
         if id(one) in seen:
@@ -299,10 +213,10 @@ def _reached(functions: Iterable[Any], most_code: int) -> Iterator[tuple[str, An
         if len(seen) == _MOST_OBJECTS:
             return
         seen[id(one)] = one
-        yield name, one
-        objects.extend((name + suffix, part) for suffix, part in _held(one))
+        yield name, one, is_held
+        objects.extend((name + suffix, part, is_held) for suffix, part in _held(one))
         if not isinstance(one, (type, types.FunctionType)):
-            objects.append((name, type(one)))
+            objects.append((name, type(one), is_held))
         elif not _is_foreign(one):
             code.append((one.__qualname__ if isinstance(one, type) else name, one))
 
@@ -342,15 +256,26 @@ def _held(one: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named_by(name: str, code: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the functions of a user's class, or what a user's function refers to, by global names."""
+    """Yield the functions of a user's class, or the globals, and parts of modules, that a user's function may name."""
     if isinstance(code, type):
-        for part in (part for kind in code.__mro__ if not _is_foreign(kind) for part in vars(kind).values()):
-            function = _function_of(part)
-            if isinstance(function, types.FunctionType):
-                yield f"{name}.{function.__name__}", function
-    else:
-        known = ChainMap(_cells_of(code), code.__globals__, vars(builtins))
-        yield from ((called or name, part) for called, part in _loaded_by(code.__code__, known))
+        parts = (part for kind in code.__mro__ if not _is_foreign(kind) for part in vars(kind).values())
+        functions = (one for one in map(_function_of, parts) if isinstance(one, types.FunctionType))
+        yield from ((f"{name}.{one.__name__}", one) for one in functions)
+        return
+    names = _names_in(code.__code__)
+    for called in names:
+        one = code.__globals__.get(called, sys.modules.get(called))
+        if isinstance(one, types.ModuleType):
+            in_module = {} if one.__name__.partition(".")[0] in _FOREIGN else vars(one)
+            yield from ((other, in_module[other]) for other in names if other in in_module)
+        elif one is not None:
+            yield called, one
+
+
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals, attributes and imports in code, and in functions inside it."""
+    inside = (_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return (*code.co_names, *(name for names in inside for name in names))
 
 
 def _function_of(part: Any) -> Any:
@@ -358,72 +283,10 @@ def _function_of(part: Any) -> Any:
     return part.fget if isinstance(part, property) else getattr(part, "__func__", part)
 
 
-def as_draw(one: Any) -> str:
-    """Return the name of ``one`` if it draws from a generator of the process; otherwise ""."""
-    owner = getattr(one, "__self__", None)
-    name = getattr(one, "__name__", "")
-    if owner is not None and owner is getattr(random.random, "__self__", None):
-        return f"random.{name}"
-    if owner is not None and owner is getattr(np.random.rand, "__self__", None):
-        return f"numpy.random.{name}"
-    if name in _TENSOR_DRAWS and (isinstance(owner, torch.Tensor) or one is getattr(torch.Tensor, name)):
-        return f"Tensor.{name}"
-    is_named = name in _TORCH_DRAWS and any(getattr(module, name, None) is one for module in (torch, functional))
-    if is_named or owner is torch.default_generator:
-        return f"torch.{name}"
-    if isinstance(one, torch.nn.modules.dropout._DropoutNd) and one.training:
-        return f"torch.nn.{type(one).__name__}"
-    return ""
-
-
 def _cells_of(function: types.FunctionType) -> dict[str, Any]:
     """Return what a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     return {name: _content(cell) for name, cell in cells}
-
-
-def _loaded_by(code: types.CodeType, known: ChainMap[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what code loads, by its global name if it has one: each ``a.b.c`` as far as ``known`` names resolve it.
-
-    Modules are left out, and so are draws of torch if the code passes ``generator=`` to something.
-    """
-    known = known.new_child(dict.fromkeys(code.co_varnames))  # unknown until they are stored
-    own_generator = _passes_generator(code)
-    one: Any = None  # the object that was just loaded
-    importing: Any = None  # the module from which names are being imported
-    constant: Any = None
-    for opname, name in _steps(code):
-        if opname in _ROOTS:
-            one = known.get(name)
-        elif opname in _ATTRIBUTES:
-            importing = one if opname == "IMPORT_FROM" else None
-            of_tensor = one is None and name in _TENSOR_DRAWS  # of what is unknown, so it may be one
-            one = inspect.getattr_static(torch.Tensor if of_tensor else one, name, None)
-        elif opname == "IMPORT_NAME":
-            importing = one = sys.modules.get(name if constant else name.partition(".")[0])
-        elif opname.startswith("STORE_") and one is not None:
-            known[name], one = one, importing
-        else:
-            one, importing, constant = None, None, name
-            if isinstance(constant, types.CodeType):  # a function inside this one
-                yield from _loaded_by(constant, known)
-        is_loaded = one is not None and not isinstance(one, types.ModuleType)
-        if is_loaded and not (own_generator and as_draw(one).startswith(("torch", "Tensor"))):
-            yield (name if opname == "LOAD_GLOBAL" else ""), one
-
-
-def _passes_generator(code: types.CodeType) -> bool:
-    """Tell whether code passes ``generator=`` to something."""
-    return any(isinstance(names, tuple) and "generator" in names for names in code.co_consts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
-    """Return the instructions of a code object, with their arguments.
-
-    Cached, because it takes a millisecond, and every loader examines the same code.
-    """
-    return tuple((step.opname, step.argval) for step in dis.get_instructions(code))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -154,14 +154,16 @@ class OwnGenerator:
     Args:
         name: Where it was found. Generators of different names get different numbers from the same seed.
         generator: The generator.
+        is_held: The user's functions hold it; otherwise it is a global that their code may name.
     """
 
-    def __init__(self, name: str, generator: Any) -> None:
+    def __init__(self, name: str, generator: Any, *, is_held: bool = True) -> None:
+        self.is_held = is_held
         self._salt = zlib.crc32(name.encode())
         self._get_state, self._set_state, self._set_seed = _handles(generator)
 
     @classmethod
-    def of(cls, name: str, thing: object) -> OwnGenerator | None:
+    def of(cls, name: str, thing: object, *, is_held: bool = True) -> OwnGenerator | None:
         """Return ``thing`` if it is a generator that can be seeded, and not one of the process; otherwise None."""
         if isinstance(thing, np.random.Generator):
             thing = thing.bit_generator
@@ -176,7 +178,7 @@ class OwnGenerator:
         if not is_own or isinstance(thing, random.SystemRandom):
             return None
         try:
-            one = cls(name, thing)
+            one = cls(name, thing, is_held=is_held)
             one.restore(one.state())
         except Exception:  # noqa: BLE001  a kind of its own, which knows neither states nor seeds
             return None

@@ -1,35 +1,37 @@
-"""Tell what stands here for a name of another library: a table, and what the import system asks when it has failed.
+"""Tell what stands here for a name of another library, where an attribute is asked for that ours has not.
 
-Nothing here runs as long as names are ours. ``from streaming import MDSWriter`` first asks the module's
-``__getattr__``, whose AttributeError (with the same words, for ``streaming.MDSWriter``) it takes for a no, and then
-every finder of modules for ``streaming.MDSWriter``. :class:`NamesElsewhere` is the last one and says the words again.
-So ``hasattr``, ``getattr`` with a default, pickles and completion see what they see of any module.
+One table holds the names: those of packages, of methods of data sets, and of methods of loaders. The packages' and
+classes' ``__getattr__`` read it, so nothing here runs as long as names are ours. They raise AttributeError, so
+``hasattr``, ``getattr`` with a default, pickles and completion see what they see of any module or object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 PACKAGES = ("streaming", "shard_tools")
-_OWN = "streaming.common.migration_hints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """Names of one library that people look for here.
+    """Names of one library that people look for here, and what to write in place of each.
 
     Attributes:
-        name: The library; "": shardstream, whose names stand in one package and are looked for in the other.
+        name: The library; "": shardstream, the first one, whose names stand in one package and are looked for in the
+            other.
         page: Its page in docs/coming-from.
-        names: What to write here, by name.
-        modules: Of ``names`` those that are modules, with modules below them.
+        names: Classes, functions and modules of its packages.
+        of_datasets: Methods and attributes of its data sets.
+        of_loaders: Those of its loaders.
     """
 
     name: str
     page: str
     names: Mapping[str, str]
-    modules: tuple[str, ...] = ()
+    of_datasets: Mapping[str, str] = field(default_factory=dict)
+    of_loaders: Mapping[str, str] = field(default_factory=dict)
 
 
 _WRITER = "shard_tools.ShardWriter writes samples to tar shards"
@@ -42,193 +44,228 @@ _BAD = "write StreamingDataset(on_error=…), and see max_bad_samples"
 _FIELDS = "shard_tools.ShardWriter encodes values by the extension of their field, such as jpg, npy or json"
 _TRANSFORM = "give a function to transform of streaming.StreamingDataset"
 _VIRTUAL = "write DataLoader(epoch_size=…); an epoch is the set, once"
+_PARQUET = "`shard_tools convert --from parquet`, or streaming.TableDataset for tables of text"
 _INDEX = "`shard_tools index` does so for tar shards"
+_FILTER = "write where=… over columns, or shard_tools.select once and view=…"
+_BATCHES = "write DataLoader(dataset, batch_size=…)"
+_LENGTH = "leave it out; DataLoader(epoch_size=…) makes epochs of other lengths"
+_STATE = "write loader.state_dict() and loader.load_state_dict(state)"
+_SLICE = "write dataset[a:b], or StreamingDataset(subset=…)"
+_NO_REBUILDING = "iterate over the loader itself, without a helper that rebuilds it, such as Ray's prepare_data_loader"
 _OF_TORCH = "torch's own goes with every data set that streaming.DataLoader takes"
 
-MOSAIC = Library(
-    name="Mosaic Streaming",
-    page="mosaic",
-    names={
-        "MDSWriter": _WRITER,
-        "JSONWriter": _WRITER,
-        "CSVWriter": _WRITER,
-        "TSVWriter": _WRITER,
-        "XSVWriter": _WRITER,
-        "Stream": "a source of streaming.Mixture, with weights or repeats",
-        "StreamingDataLoader": _LOADER,
-        "LocalDataset": "streaming.StreamingDataset reads a local folder by its path",
-        "StreamingC4": _ONE_SET,
-        "StreamingEnWiki": _ONE_SET,
-        "StreamingPile": _ONE_SET,
-        "StreamingADE20K": _ONE_SET,
-        "StreamingCIFAR10": _ONE_SET,
-        "StreamingCOCO": _ONE_SET,
-        "StreamingImageNet": _ONE_SET,
-        "StreamingInsideWebVid": _ONE_SET,
-        "StreamingOutsideDTWebVid": _ONE_SET,
-        "StreamingOutsideGIWebVid": _ONE_SET,
-        "clean_stale_shared_memory": "leave it out: killed jobs leave nothing in /dev/shm",
-        "merge_index": "`shard_tools index` over all shards makes one index",
-        "dataframe_to_mds": _CONVERT,
-        "dataframeToMDS": _CONVERT,
-        "base": "our names stand in streaming itself and in shard_tools",
-        "text": _ONE_SET,
-        "vision": _ONE_SET,
-        "multimodal": _ONE_SET,
-    },
-    modules=("base", "text", "vision", "multimodal"),
+LIBRARIES = (
+    Library(
+        name="",
+        page="",
+        names={
+            "ShardWriter": "it is shard_tools.ShardWriter",
+            "optimize": "it is shard_tools.optimize",
+            "select": "it is shard_tools.select",
+            "lines": "it is shard_tools.lines",
+            "StreamingDataset": "it is streaming.StreamingDataset",
+            "DataLoader": "it is streaming.DataLoader",
+            "Mixture": "it is streaming.Mixture",
+            "Packed": "it is streaming.Packed",
+            "TableDataset": "it is streaming.TableDataset",
+            "DeviceMesh": "it is infra.DeviceMesh",
+            "ShardstreamError": "it is streaming.errors.ShardstreamError",
+        },
+    ),
+    Library(
+        name="Mosaic Streaming",
+        page="mosaic",
+        names={
+            "MDSWriter": _WRITER,
+            "JSONWriter": _WRITER,
+            "CSVWriter": _WRITER,
+            "TSVWriter": _WRITER,
+            "XSVWriter": _WRITER,
+            "Stream": "a source of streaming.Mixture, with weights or repeats",
+            "StreamingDataLoader": _LOADER,
+            "LocalDataset": "streaming.StreamingDataset reads a local folder by its path",
+            "StreamingC4": _ONE_SET,
+            "StreamingEnWiki": _ONE_SET,
+            "StreamingPile": _ONE_SET,
+            "StreamingADE20K": _ONE_SET,
+            "StreamingCIFAR10": _ONE_SET,
+            "StreamingCOCO": _ONE_SET,
+            "StreamingImageNet": _ONE_SET,
+            "StreamingInsideWebVid": _ONE_SET,
+            "StreamingOutsideDTWebVid": _ONE_SET,
+            "StreamingOutsideGIWebVid": _ONE_SET,
+            "clean_stale_shared_memory": "leave it out: killed jobs leave nothing in /dev/shm",
+            "merge_index": "`shard_tools index` over all shards makes one index",
+            "dataframe_to_mds": _CONVERT,
+            "dataframeToMDS": _CONVERT,
+            "base": "our names stand in streaming itself and in shard_tools",
+            "text": _ONE_SET,
+            "vision": _ONE_SET,
+            "multimodal": _ONE_SET,
+        },
+        of_datasets={
+            "state_dict": _STATE,
+            "load_state_dict": _STATE,
+            "get_item": "write dataset[number]",
+            "size": "write len(dataset)",
+        },
+    ),
+    Library(
+        name="LitData",
+        page="litdata",
+        names={
+            "StreamingDataLoader": _LOADER,
+            "StreamingRawDataset": _CONVERT,
+            "CombinedStreamingDataset": _MIX,
+            "ParallelStreamingDataset": "join the fields of both sets in one, by `shard_tools map` or late columns",
+            "TokensLoader": "streaming.Packed makes rows of one length of a set of documents",
+            "ParquetLoader": _PARQUET,
+            "index_parquet_dataset": _PARQUET,
+            "index_hf_dataset": "`shard_tools convert --from hf`",
+            "optimize_hf": "`shard_tools convert --from hf`",
+            "map": "`shard_tools map` runs a function over a set, shard_tools.optimize over anything",
+            "walk": "shard_tools.optimize takes any list of inputs, such as sorted(glob(…))",
+            "list_media_folder": "`shard_tools convert` takes a folder of images or sounds",
+            "iter_webdataset_tar": "streaming.StreamingDataset reads tars as they are",
+            "merge_datasets": "`shard_tools reshard` writes several sets into one",
+            "build_keys_index": _INDEX,
+            "train_test_split": "write StreamingDataset(subset=…) for each part, or where over hash(__key__)",
+            "litdata_collate": "streaming.DataLoader makes tensors of fields; collate_fn replaces that",
+            **dict.fromkeys(
+                ("Audio", "Video", "Image", "Jpeg", "JpegArray", "Pil", "Tiff", "File", "Pdf", "Text"), _FIELDS
+            ),
+        },
+    ),
+    Library(
+        name="webdataset",
+        page="webdataset",
+        names={
+            "WebDataset": "streaming.StreamingDataset reads the same tars, shuffled, for any ranks and workers",
+            "DataPipeline": "streaming.StreamingDataset and streaming.DataLoader are the pipeline; " + _TRANSFORM,
+            "FluidInterface": _TRANSFORM,
+            "WebLoader": _LOADER,
+            "TarWriter": "shard_tools.ShardWriter writes tars, one after the other",
+            "SimpleShardList": "give the URLs to streaming.StreamingDataset",
+            "ResampledShards": _VIRTUAL,
+            "resampled": _VIRTUAL,
+            "with_epoch": _VIRTUAL,
+            "with_length": _VIRTUAL,
+            "MultiShardSample": _MIX,
+            "RandomMix": _MIX,
+            "RoundRobin": _MIX,
+            "split_by_node": _NO_SPLIT,
+            "split_by_worker": _NO_SPLIT,
+            "single_node_only": _NO_SPLIT,
+            "tarfile_to_samples": "streaming.StreamingDataset reads tars; its samples are dicts by extension, too",
+            "tarfile_samples": "streaming.StreamingDataset reads tars; its samples are dicts by extension, too",
+            "gopen": "streaming.StreamingDataset opens s3://, gs://, az://, https:// and paths; pipe: is refused",
+            "Decoder": "streaming.decode.from_webdataset takes its handlers; images and more need none",
+            "imagehandler": 'streaming.decode.from_webdataset takes it; write decode={"jpg": "rgb8"} for images',
+            **dict.fromkeys(
+                ("warn_and_continue", "warn_and_stop", "ignore_and_continue", "ignore_and_stop", "reraise_exception"),
+                _BAD,
+            ),
+            "shuffle": "sets are shuffled unless they are opened with shuffle=False",
+            "detshuffle": "sets are shuffled unless opened with shuffle=False, the same on every run of a seed",
+            "batched": "write DataLoader(batch_size=…)",
+            "to_tuple": "write StreamingDataset(fields=…); batches are dicts",
+            "map_dict": "write StreamingDataset(decode=…), a function for each field",
+        },
+        of_datasets={
+            "select": _FILTER,
+            "decode": "write StreamingDataset(decode=…)",
+            "to_tuple": "write fields=(…); batches are dicts",
+            "map_dict": "write decode={'jpg': function}",
+            "map_tuple": _TRANSFORM,
+            "rename": _TRANSFORM,
+            "compose": _TRANSFORM,
+            "batched": _BATCHES,
+            "with_epoch": _LENGTH,
+            "with_length": _LENGTH,
+            "repeat": "leave it out: each loop over the loader is the next epoch",
+        },
+        of_loaders={
+            "with_epoch": _LENGTH,
+            "unbatched": "write batch_size=…; batches come whole from workers",
+            "batched": "write batch_size=…",
+        },
+    ),
+    Library(
+        name="Megatron-Energon",
+        page="energon",
+        names={
+            "get_train_dataset": "streaming.StreamingDataset opens a set",
+            "get_val_dataset": "streaming.StreamingDataset opens a set, with shuffle=False",
+            "get_val_datasets": "streaming.StreamingDataset opens a set, with shuffle=False",
+            "get_loader": _LOADER,
+            "get_savable_loader": _LOADER,
+            "SavableDataLoader": _LOADER,
+            "WorkerConfig": "leave it out: ranks are found; infra.DeviceMesh says others",
+            "TaskEncoder": "give functions to transform of the set and collate_fn of the loader",
+            "DefaultTaskEncoder": "give functions to transform of the set and collate_fn of the loader",
+            "Cooker": _TRANSFORM,
+            "Metadataset": _MIX,
+            "MetadatasetV2": _MIX,
+            "BlendDataset": _MIX,
+            "PackingDataset": "streaming.Packed packs documents",
+            "CaptioningSample": "samples are dicts by field; build what the model takes in collate_fn",
+            "CrudeSample": "samples are dicts by field; build what the model takes in collate_fn",
+        },
+        of_loaders={
+            "save_state_rank": _STATE,
+            "save_state_global": _STATE,
+            "restore_state_rank": _STATE,
+            "restore_state_global": _STATE,
+        },
+    ),
+    Library(
+        name="torch",
+        page="torch",
+        names={
+            "Dataset": "torch's Dataset goes into streaming.DataLoader; sets in shards are streaming.StreamingDataset",
+            "IterableDataset": "torch's goes into streaming.DataLoader; sets in shards are streaming.StreamingDataset",
+            "DistributedSampler": _NO_SPLIT,
+            "WeightedRandomSampler": "streaming.Balanced draws classes in shares",
+            "StatefulDataLoader": _LOADER,
+            "Subset": "write dataset[a:b], or StreamingDataset(subset=…)",
+            "random_split": "write dataset[a:b], or StreamingDataset(subset=…)",
+            "ConcatDataset": _MIX,
+            "ChainDataset": _MIX,
+            "get_worker_info": "leave it out: streaming.DataLoader deals samples to workers",
+            "default_collate": _OF_TORCH,
+            "TensorDataset": _OF_TORCH,
+        },
+        of_datasets={
+            "set_epoch": "write loader.set_epoch(epoch)",
+        },
+        of_loaders={
+            "worker_init_fn": _NO_REBUILDING,
+            "generator": _NO_REBUILDING,
+            "persistent_workers": _NO_REBUILDING,
+            "timeout": _NO_REBUILDING,
+        },
+    ),
+    Library(
+        name="Hugging Face datasets",
+        page="datasets",
+        names={
+            "load_dataset": "streaming.StreamingDataset opens shards, streaming.TableDataset tables of text",
+            "load_from_disk": "`shard_tools convert --from hf` makes shards of it",
+            "interleave_datasets": _MIX,
+            "concatenate_datasets": _MIX,
+            "split_dataset_by_node": _NO_SPLIT,
+        },
+        of_datasets={
+            "filter": _FILTER,
+            "batch": _BATCHES,
+            "skip": _SLICE,
+            "train_test_split": _SLICE,
+            "shard": _NO_SPLIT,
+            "with_format": "leave it out: arrays come as tensors; decode=… says more",
+            "set_format": "leave it out: arrays come as tensors; decode=… says more",
+        },
+    ),
 )
-
-LITDATA = Library(
-    name="LitData",
-    page="litdata",
-    names={
-        "StreamingDataLoader": _LOADER,
-        "StreamingRawDataset": _CONVERT,
-        "CombinedStreamingDataset": _MIX,
-        "ParallelStreamingDataset": "join the fields of both sets in one, by `shard_tools map` or late columns",
-        "TokensLoader": "streaming.Packed makes rows of one length of a set of documents",
-        "ParquetLoader": "`shard_tools convert --from parquet`, or streaming.TableDataset for tables of text",
-        "index_parquet_dataset": "`shard_tools convert --from parquet`, or streaming.TableDataset for tables of text",
-        "index_hf_dataset": "`shard_tools convert --from hf`",
-        "optimize_hf": "`shard_tools convert --from hf`",
-        "map": "`shard_tools map` runs a function over a set, shard_tools.optimize over anything",
-        "walk": "shard_tools.optimize takes any list of inputs, such as sorted(glob(…))",
-        "list_media_folder": "`shard_tools convert` takes a folder of images or sounds",
-        "iter_webdataset_tar": "streaming.StreamingDataset reads tars as they are",
-        "merge_datasets": "`shard_tools reshard` writes several sets into one",
-        "build_keys_index": _INDEX,
-        "train_test_split": "write StreamingDataset(subset=…) for each part, or where over hash(__key__)",
-        "litdata_collate": "streaming.DataLoader makes tensors of fields; collate_fn replaces that",
-        **dict.fromkeys(
-            ("Audio", "Video", "Image", "Jpeg", "JpegArray", "Pil", "Tiff", "File", "Pdf", "Text"), _FIELDS
-        ),
-    },
-)
-
-WEBDATASET = Library(
-    name="webdataset",
-    page="webdataset",
-    names={
-        "WebDataset": "streaming.StreamingDataset reads the same tars, shuffled, for any ranks and workers",
-        "DataPipeline": "streaming.StreamingDataset and streaming.DataLoader are the pipeline; " + _TRANSFORM,
-        "FluidInterface": _TRANSFORM,
-        "WebLoader": _LOADER,
-        "TarWriter": "shard_tools.ShardWriter writes tars, one after the other",
-        "SimpleShardList": "give the URLs to streaming.StreamingDataset",
-        "ResampledShards": _VIRTUAL,
-        "resampled": _VIRTUAL,
-        "with_epoch": _VIRTUAL,
-        "with_length": _VIRTUAL,
-        "MultiShardSample": _MIX,
-        "RandomMix": _MIX,
-        "RoundRobin": _MIX,
-        "split_by_node": _NO_SPLIT,
-        "split_by_worker": _NO_SPLIT,
-        "single_node_only": _NO_SPLIT,
-        "tarfile_to_samples": "streaming.StreamingDataset reads tars; its samples are dicts by extension, too",
-        "tarfile_samples": "streaming.StreamingDataset reads tars; its samples are dicts by extension, too",
-        "gopen": "streaming.StreamingDataset opens s3://, gs://, az://, https:// and paths; pipe: is refused",
-        "Decoder": "streaming.decode.from_webdataset takes its handlers; images and more need none",
-        "imagehandler": 'streaming.decode.from_webdataset takes it; write decode={"jpg": "rgb8"} for images',
-        **dict.fromkeys(
-            ("warn_and_continue", "warn_and_stop", "ignore_and_continue", "ignore_and_stop", "reraise_exception"), _BAD
-        ),
-        "shuffle": "sets are shuffled unless they are opened with shuffle=False",
-        "detshuffle": "sets are shuffled unless they are opened with shuffle=False, the same on every run of a seed",
-        "batched": "write DataLoader(batch_size=…)",
-        "to_tuple": "write StreamingDataset(fields=…); batches are dicts",
-        "map_dict": "write StreamingDataset(decode=…), a function for each field",
-    },
-)
-
-ENERGON = Library(
-    name="Megatron-Energon",
-    page="energon",
-    names={
-        "get_train_dataset": "streaming.StreamingDataset opens a set",
-        "get_val_dataset": "streaming.StreamingDataset opens a set, with shuffle=False",
-        "get_val_datasets": "streaming.StreamingDataset opens a set, with shuffle=False",
-        "get_loader": _LOADER,
-        "get_savable_loader": _LOADER,
-        "SavableDataLoader": _LOADER,
-        "WorkerConfig": "leave it out: ranks are found; infra.DeviceMesh says others",
-        "TaskEncoder": "give functions to transform of the set and collate_fn of the loader",
-        "DefaultTaskEncoder": "give functions to transform of the set and collate_fn of the loader",
-        "Cooker": _TRANSFORM,
-        "Metadataset": _MIX,
-        "MetadatasetV2": _MIX,
-        "BlendDataset": _MIX,
-        "PackingDataset": "streaming.Packed packs documents",
-        "CaptioningSample": "samples are dicts by field; build what the model takes in collate_fn",
-        "CrudeSample": "samples are dicts by field; build what the model takes in collate_fn",
-    },
-)
-
-TORCH = Library(
-    name="torch",
-    page="torch",
-    names={
-        "Dataset": "torch's Dataset goes into streaming.DataLoader; sets in shards are streaming.StreamingDataset",
-        "IterableDataset": "torch's goes into streaming.DataLoader; sets in shards are streaming.StreamingDataset",
-        "DistributedSampler": _NO_SPLIT,
-        "WeightedRandomSampler": "streaming.Balanced draws classes in shares",
-        "StatefulDataLoader": _LOADER,
-        "Subset": "write dataset[a:b], or StreamingDataset(subset=…)",
-        "random_split": "write dataset[a:b], or StreamingDataset(subset=…)",
-        "ConcatDataset": _MIX,
-        "ChainDataset": _MIX,
-        "get_worker_info": "leave it out: streaming.DataLoader deals samples to workers",
-        "default_collate": _OF_TORCH,
-        "TensorDataset": _OF_TORCH,
-    },
-)
-
-HUGGING_FACE = Library(
-    name="Hugging Face datasets",
-    page="datasets",
-    names={
-        "load_dataset": "streaming.StreamingDataset opens shards, streaming.TableDataset tables of text",
-        "load_from_disk": "`shard_tools convert --from hf` makes shards of it",
-        "interleave_datasets": _MIX,
-        "concatenate_datasets": _MIX,
-        "split_dataset_by_node": _NO_SPLIT,
-    },
-)
-
-OWN = Library(
-    name="",
-    page="",
-    names={
-        "ShardWriter": "it is shard_tools.ShardWriter",
-        "optimize": "it is shard_tools.optimize",
-        "select": "it is shard_tools.select",
-        "lines": "it is shard_tools.lines",
-        "StreamingDataset": "it is streaming.StreamingDataset",
-        "DataLoader": "it is streaming.DataLoader",
-        "Mixture": "it is streaming.Mixture",
-        "Packed": "it is streaming.Packed",
-        "TableDataset": "it is streaming.TableDataset",
-        "DeviceMesh": "it is infra.DeviceMesh",
-        "ShardstreamError": "it is streaming.errors.ShardstreamError",
-    },
-)
-
-LIBRARIES = (OWN, MOSAIC, LITDATA, WEBDATASET, ENERGON, TORCH, HUGGING_FACE)
-
-
-def explain(package: str, name: str) -> str:
-    """Return what to write in place of ``package.name``; "": no library that is known here has such a name."""
-    found = [library for library in LIBRARIES if name in library.names]
-    if not found:
-        return ""
-    cures = "; or ".join(dict.fromkeys(library.names[name] for library in found))
-    foreign = [library for library in found if library.name]
-    if not foreign:
-        return f"{package} has no {name}: {cures}"
-    whose = " and ".join(f"{library.name}'s" for library in foreign)
-    pages = ", ".join(f"docs/coming-from/{library.page}.md" for library in foreign)
-    return f"{package} has no {name}, which is {whose}. Here: {cures} ({pages})"
 
 
 def no_attribute(package: str, name: str) -> AttributeError:
@@ -236,25 +273,30 @@ def no_attribute(package: str, name: str) -> AttributeError:
 
     Where the name is known Python gets no object to look for similar names in: none of them would be right.
     """
-    said = explain(package, name)
-    return AttributeError(said, name=name) if said else AttributeError(f"module {package!r} has no attribute {name!r}")
+    found = [library for library in LIBRARIES if name in library.names]
+    if not found:
+        return AttributeError(f"module {package!r} has no attribute {name!r}")
+    cures = "; or ".join(dict.fromkeys(library.names[name] for library in found))
+    foreign = [library for library in found if library.name]
+    if not foreign:
+        return AttributeError(f"{package} has no {name}: {cures}", name=name)
+    whose = " and ".join(f"{library.name}'s" for library in foreign)
+    pages = ", ".join(f"docs/coming-from/{library.page}.md" for library in foreign)
+    return AttributeError(f"{package} has no {name}, which is {whose}. Here: {cures} ({pages})", name=name)
 
 
-class NamesElsewhere:
-    """The last of the finders of modules: says what stands here for what nobody has found."""
+def look_elsewhere(owner: object, name: str, kind: Literal["of_datasets", "of_loaders"]) -> object:
+    """Say what stands here for an attribute that ``owner`` does not have; a property that failed fails again.
 
-    @staticmethod
-    def find_spec(module: str, path: object = None, target: object = None) -> None:  # noqa: ARG004  the protocol's
-        """Find nothing.
-
-        Raises:
-            ModuleNotFoundError: It is a module of another library.
-            ImportError: It is another name of one.
-        """
-        package, _, name = module.partition(".")
-        if package not in PACKAGES or module.startswith(_OWN):
-            return
-        said = explain(package, name)
-        if said:
-            is_module = any(name in library.modules for library in LIBRARIES)
-            raise ModuleNotFoundError(said) if is_module else ImportError(said, name=module)
+    Raises:
+        AttributeError: Always, but for a property that succeeds at the second time.
+    """
+    ours = type(owner)
+    if hasattr(ours, name):
+        return object.__getattribute__(owner, name)
+    for library in LIBRARIES:
+        cure = getattr(library, kind).get(name)
+        if cure:
+            page = f"docs/coming-from/{library.page}.md"
+            raise AttributeError(f"{ours.__name__} has no {name}. Here: {cure} ({page})", name=name)
+    raise AttributeError(f"{ours.__name__!r} object has no attribute {name!r}", name=name, obj=owner)

@@ -4,9 +4,9 @@ A dataset draws from two kinds of generators:
 
 - those of the process (``random``, ``numpy.random``, torch's on the CPU): seeded by (seed, pass) when a pass begins,
   the same in all parts, and exchanged for the training's while the dataset is read;
-- those that its objects hold: as their owner made them in pass 0. One that has been drawn from is seeded by (seed,
-  pass, its first state) when a later pass begins. So ranks, workers and resumed runs have the same numbers in it,
-  wherever they left the pass before.
+- those that its objects hold, or its code names: as their owner made them in pass 0. One that has been drawn from is
+  seeded by (seed, pass, its first state) when a later pass begins. So ranks, workers and resumed runs have the same
+  numbers in it, wherever they left the pass before.
 
 States of generators are JSON text, so that they can stand in a checkpoint.
 """
@@ -51,6 +51,7 @@ class SetGenerators:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Exchange the process's generators for those of the dataset, inside the block."""
+        self._pass_over_others()
         outside = generator_states()
         if self._inside is not None:
             set_generator_states(self._inside)
@@ -59,6 +60,7 @@ class SetGenerators:
         finally:
             self._inside = generator_states()
             set_generator_states(outside)
+            self._note_moved()
 
     def begin(self, pass_number: int) -> None:
         """Seed what a pass draws from. Inside the block."""
@@ -72,9 +74,8 @@ class SetGenerators:
 
     @property
     def first(self) -> dict[str, str]:
-        """First states of the own generators that have been drawn from."""
-        moved = [name for name, (mark, _) in self._made.items() if self._own[name].mark() != mark]
-        self._first |= {name: _text(self._made.pop(name)[1]) for name in moved}
+        """First states of the own generators that have been drawn from. Inside the block."""
+        self._note_moved()
         return dict(self._first)
 
     def drawn(self) -> frozenset[str]:
@@ -95,6 +96,17 @@ class SetGenerators:
         set_generator_states((now["random"], now["numpy"], now["torch"]))
         for name in self._own.keys() & states.keys():
             self._own[name].restore(_state(states[name]))
+
+    def _note_moved(self) -> None:
+        """Note which generators were drawn from since they were made."""
+        moved = [name for name, (mark, _) in self._made.items() if self._own[name].mark() != mark]
+        self._first |= {name: _text(self._made.pop(name)[1]) for name in moved}
+
+    def _pass_over_others(self) -> None:
+        """Take generators that code only names as they are now: what was drawn meanwhile, others have drawn."""
+        for name in [name for name in self._made if not self._own[name].is_held]:
+            self._begun[name] = mark = self._own[name].mark()
+            self._made[name] = mark, self._own[name].state()
 
     def _marks(self) -> dict[str, object]:
         marks: dict[str, object] = dict(zip(_PROCESS, map(_mark, generator_states()), strict=True))

@@ -8,16 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.build.batches.build import BadSampleReport, BatchBuilder, Recipe
-from streaming.build.batches.draw_watch import DrawGuard, DrawSeenError, DrawWatch, named_draw
+from streaming.build.batches.draw_watch import DrawWatch
 from streaming.build.batches.draws import ALL_GENERATORS, BatchDraws
 from streaming.build.batches.jagged import Allocate
 from streaming.build.batches.rows import Rows
@@ -96,9 +95,6 @@ class Builder(Protocol):
             seed: Key of the epoch, from which the random numbers of users' functions are derived; None: nothing is
                 seeded.
             batch: Number of the batch, for reports.
-
-        Raises:
-            DrawSeenError: Functions were about to draw random numbers. The consumer is to build the batch instead.
         """
 
     def page_lock(self, locker: PageLocker | None) -> None:
@@ -118,14 +114,18 @@ class LocalBuilder:
         recipe: How to build.
         memory: Where large tensors lie.
         metrics: Where ``batches_in_turn`` is counted.
+        in_turn: Only the consumer calls it, so every batch can be watched; otherwise, the first one.
     """
 
     is_local = builds_here = True
     most_at_once = sys.maxsize
 
-    def __init__(self, recipe: Recipe, memory: BatchMemory, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, memory: BatchMemory, metrics: Metrics | None = None, *, in_turn: bool = False,
+    ) -> None:  # fmt: skip
         self._recipe = recipe
         self._metrics = metrics or Metrics()
+        self._in_turn = in_turn
         self._under_way: dict[int, BatchWork] = {}
         self._memory = memory
         self.allocate: Allocate = memory.allocate
@@ -134,8 +134,6 @@ class LocalBuilder:
         self._functions = recipe.functions_of_user
         self._watch = DrawWatch(self._functions)
         self._is_watching = bool(self._functions)  # until it is known that they draw no random numbers
-        self._guard: DrawGuard | None = None  # they drew none in a batch, but code that they reach names a draw
-        self._stopped_at = ""
         self._own_turn = threading.Lock()
         self._surroundings: Surroundings | None = None
 
@@ -190,34 +188,25 @@ class LocalBuilder:
 
     def _beside_training(self, attempt: Attempt, report: BadSampleReport) -> Any:
         """Build, in any thread, with functions that have drawn nothing yet from the generators of the process."""
-        guard, own = self._guard, self._watch.own
-        if guard is None and not own:
+        if not self._watch.draws_beside:
             return attempt(frozenset(), report)
-        build = partial(self._watch.build, attempt, report, is_alone=False)
-        try:
-            with self._own_turn if own else nullcontext():  # whoever has it is alone with the functions' own generators
-                return build() if guard is None else guard.call(build)
-        except DrawSeenError as error:
-            self._stopped_at = error.draw
-            self._is_watching = True  # from here on only the consumer begins batches, and builds this one again
-            raise
+        with self._own_turn:  # one thread at a time draws from the functions' own generators
+            return self._watch.build(attempt, report, is_alone=False)
 
     def _conclude(self) -> None:
         """Keep building this way after a watched batch if functions draw random numbers, else in any thread."""
         drawn = sorted(self._watch.found & ALL_GENERATORS)
-        if not drawn and not self._stopped_at:
-            self._is_watching = False
-            self._guard = DrawGuard() if named_draw(self._functions) else None
+        if not drawn:
+            self._is_watching = self._in_turn
             return
         if not self._metrics.get("batches_in_turn"):
             _log.warning(
-                "transform, decode or collate_fn %s process-wide random generators (%s). It is therefore called on "
-                "the thread that asks for batches, one batch after the other, seeded by each sample's position, so "
-                "that augmentations neither depend on timing nor disturb the training's own random numbers. Two faster "
-                "ways: give it a second argument, transform(sample, rng), and draw from rng only; or use "
-                "num_workers=%d processes, where it is seeded in the same way",
-                "draws from" if drawn else "may draw from", ", ".join(drawn) or self._stopped_at,
-                min(8, num_cores()),
+                "transform, decode or collate_fn draws from process-wide random generators (%s). It is therefore "
+                "called on the thread that asks for batches, one batch after the other, seeded by each sample's "
+                "position, so that augmentations neither depend on timing nor disturb the training's own random "
+                "numbers. Two faster ways: give it a second argument, transform(sample, rng), and draw from rng only; "
+                "or use num_workers=%d processes, where it is seeded in the same way",
+                ", ".join(drawn), min(8, num_cores()),
             )  # fmt: skip
         self._metrics.add("batches_in_turn")
 
@@ -507,8 +496,8 @@ class Crew:
         depth: Number of batches built ahead.
         batch_bytes: Upper bound on batches of worker processes.
         metrics: Where to count restarts.
-        num_threads: Threads of this process that build beside worker processes, or until these are up; 0: it builds
-            nothing then.
+        num_threads: Threads of this process that build, also beside worker processes or until these are up; 0: only
+            the consumer builds or, with worker processes, nobody here.
         tells: Whether this process logs what all ranks of the job would.
         pace: Compares these with those of worker processes; None: nothing is compared.
 
@@ -534,7 +523,7 @@ class Crew:
         self._closing.callback(self.memory.close)
         self.ring: BatchRing | None = None
         self._pool: WorkerPool | None = None
-        self.builder: Builder = LocalBuilder(recipe, self.memory, metrics)
+        self.builder: Builder = LocalBuilder(recipe, self.memory, metrics, in_turn=not num_threads)
         if not num_workers:
             return
         try:

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from streaming.build.batches.build import BadSample, BadSampleReport
-from streaming.build.batches.draw_watch import DrawSeenError
 from streaming.common.arguments import format_bytes
 from streaming.common.counters import Metrics
 from streaming.common.monitor import Monitor
@@ -206,11 +205,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def _build(self, number: int) -> Any:
-        """Build a batch that was begun; in any thread, without the lock.
-
-        Raises:
-            DrawSeenError: Only the consumer may build it. Another call does so.
-        """
+        """Build a batch that was begun; in any thread, without the lock."""
 
     @abstractmethod
     def _told(self, number: int) -> Mapping[str, Any]:
@@ -324,8 +319,6 @@ class Delivery(ABC):
                     self._go_on()
                 if number in self._results:
                     value, error = self._results.pop(number)
-                    if isinstance(error, DrawSeenError):
-                        break
                     if error is not None:
                         raise error
                     return value
@@ -340,10 +333,7 @@ class Delivery(ABC):
     def _build_here(self, number: int) -> Any:
         """Build, in the consumer's thread, a batch that was begun, here or by a builder that had to leave it."""
         with self._metrics.timed("build_in_consumer_s", self._told, number):
-            try:
-                value = self._build(number)
-            except DrawSeenError:
-                value = self._build(number)
+            value = self._build(number)
         with self._changed:
             if not self._closed:  # otherwise the run releases everything at once
                 self._finish(number)
@@ -482,9 +472,8 @@ class Delivery(ABC):
             if self._closed:  # it is not wanted any more
                 return
             self._results[number] = value, error  # started and built; untouched until the consumer takes it
-            if not isinstance(error, DrawSeenError):  # then the consumer builds it
-                self._depth.saw(num_bytes, object_bytes, is_local=self._builder.builds_here)
-                self._finish(number)
+            self._depth.saw(num_bytes, object_bytes, is_local=self._builder.builds_here)
+            self._finish(number)
             least_bytes = self._depth.least_bytes
             self._go_on()
             self._look_at_depth()

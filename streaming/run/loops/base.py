@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from infra import DeviceMesh
 from streaming.build.batches.bad_samples import BadSamples
 from streaming.build.batches.build import Recipe
-from streaming.build.batches.draw_watch import named_draw, own_generators
+from streaming.build.batches.draw_watch import own_generators
 from streaming.common.counters import Metrics
 from streaming.common.forks import in_children
 from streaming.common.job.store import ProcessGroup
@@ -88,26 +88,17 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: Work
 def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
     """Return the options of the reading side, and how one rank of a data share reads for the others, if one does.
 
-    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges rows
-    does so, and reads, in the thread that asks for batches: all such ranks have then come equally far when their loops
-    end.
+    Batches are page-locked after their portions are taken, and so not where they are built. The thread that asks for
+    batches reads where ranks exchange rows, since all such ranks have then come equally far when their loops end; and
+    where users' functions run in this process, since these may draw from the training's random generators.
     """
     broadcast = config.replicas.broadcast(config.mesh)
     if broadcast is None:
         return config, ()
     pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
-    functions = recipe.functions_of_user
-    drawing = "" if config.num_workers else named_draw(functions) or next(iter(own_generators(functions)), "")
-    if drawing:  # the thread that reads for others runs in parallel with training, which draws from the same generators
-        _log.warning(
-            "transform, decode or collate_fn can draw from random generators of the process or of its own (it reaches "
-            "%s); with replicate='broadcast' it is called in a worker process (num_workers=1), so that it cannot "
-            "disturb the training's own random numbers. To do without that process, give it a second argument, "
-            "transform(sample, rng), and draw from rng only", drawing,
-        )  # fmt: skip
-        config = replace(config, num_workers=1)
     sharing = Sharing.of_replicas(
-        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges, metrics=metrics,
+        config.replicas, broadcast, config.mesh, pin=pin, metrics=metrics,
+        reads_inline=config.recipe.items.exchanges or bool(not config.num_workers and recipe.functions_of_user),
         batch_bytes=config.memory.batches_bytes,
     )  # fmt: skip
     return replace(config, recipe=recipe), (sharing,)
@@ -118,11 +109,11 @@ def tell_of_own_generators(recipe: Recipe) -> None:
     found = list(own_generators(recipe.functions_of_user))
     if found:
         _log.info(
-            "transform, decode or collate_fn holds random generators of its own (%s%s). Those that it draws from are "
-            "seeded before each sample by the loader's seed, the epoch and the sample's position, so that they give "
-            "the same on any number of ranks and workers, and no two samples the same. Their own seeds have no "
-            "effect: use StreamingDataset(seed=) or loader.seed(). Without worker processes, one batch is built at a "
-            "time",
+            "transform, decode or collate_fn holds or names random generators of its own (%s%s). Those that it draws "
+            "from are seeded before each sample by the loader's seed, the epoch and the sample's position, so that "
+            "they give the same on any number of ranks and workers, and no two samples the same. Their own seeds have "
+            "no effect: use StreamingDataset(seed=) or loader.seed(). Without worker processes, one batch is built at "
+            "a time",
             ", ".join(found[:_OWN_SHOWN]), f" and {len(found) - _OWN_SHOWN} more" if len(found) > _OWN_SHOWN else "",
         )  # fmt: skip
 

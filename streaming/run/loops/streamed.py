@@ -91,7 +91,8 @@ class StreamedLoop(BaseLoop[_Window]):
         self._shards = f"stream:{digest.hexdigest()}"
         _log.warning(
             "%s: streaming shard after shard. Samples are not dealt out exactly once, a restart re-reads what was "
-            "already read, and world size and worker count must not change. Index the shards: shard_tools index URL",
+            "already read, and the number of ranks must not change within an epoch. Index the shards: "
+            "shard_tools index URL",
             dataset.shards.missing_index,
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, SupportsIndex, T
 import numpy as np
 
 from streaming.common.arguments import checked_number
-from streaming.common.migration_hints.methods import OF_DATASETS, look_elsewhere
+from streaming.common.migration_hints.names import look_elsewhere
 from streaming.errors import ConfigError
 from streaming.types import Int64Array, Sample, Transform
 
@@ -86,7 +86,7 @@ class DataSet(Generic[ShownT]):
     if not TYPE_CHECKING:  # type checkers know which names there are
 
         def __getattr__(self, name: str) -> object:
-            return look_elsewhere(self, name, OF_DATASETS)
+            return look_elsewhere(self, name, "of_datasets")
 
     @property
     def source(self) -> ShownT:

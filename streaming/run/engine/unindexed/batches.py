@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from streaming.build.batches.build import BadSampleReport, BatchBuilder, Mask
-from streaming.build.batches.draw_watch import DrawSeenError
 from streaming.build.batches.draws import epoch_key
 from streaming.build.batches.rows import Rows
 from streaming.common.arguments import format_bytes
@@ -208,12 +207,7 @@ class ShardStream(Delivery):
                 replace(batch.rows, positions=positions), batch.valid, lambda row: neighbors(batch.rows, row),
                 self._report, seed=self._draw_key, batch=number,
             )  # fmt: skip
-        except DrawSeenError:
-            with self._changed:
-                self._gathered[number] = batch  # belongs to the consumer from here on, which builds it
-            raise
         finally:
             with self._changed:  # the next batch may take its room
-                if number not in self._gathered:
-                    self._free(batch)
+                self._free(batch)
                 self._changed.notify_all()
