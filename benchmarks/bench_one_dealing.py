@@ -1,0 +1,361 @@
+"""One dealing for endless mixtures, by samples in units chosen from ``memory_limit``, against chunks as today.
+
+Run: ``python benchmarks/bench_one_dealing.py [--quick]`` and ``… --cpu [--rounds 3] [--data FOLDER]``. Sources have
+Zipf's weights (1, 1/2, 1/3, …) and chunks as the writer cuts them.
+
+Without ``--cpu``, plans are made and nothing is read: 2, 5 and 200 sources whose chunks exist as a table only, under
+one rank with batches of 64 and under the first of eight with 512. For each the columns are:
+
+- *unit*: the mean size of what one request reads, and *window*, how far a source's samples move, in units
+- *live*: bytes of chunks that the plan needs at once, by the arithmetic of the check at the start
+- *requests/GB*: requests that a rank starts in the second half of the rows planned, for each GB that it delivers
+- *steps*: from ``set_weights`` to its row
+
+*by samples* takes whole chunks and the window of today if they fit into the memory, then a window of a quarter of that,
+then units (in proportion to the root of a source's share) as large as fit. Its rows differ in the memory that it may
+take: that of ``memory_limit``, or as much as today's dealing takes.
+
+With ``--cpu``, loaders read from an S3 server on loopback, in turns, each in a process of its own: user and system
+seconds for 10⁵ samples of 16 kB, behind the first 20,000; by samples with ``quotas="exact"`` and, where whole chunks do
+not fit, ``fetch_bytes``. The server's time is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import common
+import numpy as np
+
+from streaming import DataLoader, Mixture, StreamingDataset
+from streaming.errors import MemoryLimitError
+from streaming.order.mixing.exact import ExactLanes
+from streaming.order.mixing.granularity import ByChunks
+from streaming.order.mixing.passes import Sources, Weights
+from streaming.order.mixing.streams import SourceOrder, Stream
+from streaming.order.plan.intervals import ChunkIntervals
+from streaming.order.plan.memory import EPOCHS_VARY, Budget, whole_pages
+from streaming.order.plan.plan import Plan
+from streaming.order.plan.settings import order_settings
+from streaming.sets.sources.fetch_units import LEAST_UNIT_BYTES, divided, fitting_total
+from streaming.types import Int64Array, override
+
+SOURCES, LIMITS = (2, 5, 200), (4 << 30, 1 << 30)
+WIDE, NARROW = 2.0, 0.5
+"""Windows in units: the default, and one that holds about two units of a source in each lane."""
+LEAST_STEPS = 16
+CPU_BATCH, CPU_BYTES, CPU_WARM, CPU_SAMPLES = 64, 16_000, 20_000, 50_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Samples of one size in chunks, as the writer's rule cuts them."""
+
+    sample_bytes: int
+    per_chunk: int
+    rows: int
+    """Rows planned, of all ranks: half of them are counted."""
+
+
+KINDS = {
+    "100 kB": Records(sample_bytes=100_000, per_chunk=42, rows=2**19),
+    "2 kB": Records(sample_bytes=2_000, per_chunk=525, rows=2**21),
+}
+WORLDS = {1: 64, 8: 512}
+"""Global batch by ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A mixture under a loader."""
+
+    records: Records
+    num_sources: int
+    num_ranks: int
+    global_batch: int
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {f"{number:03d}": 1 / (number + 1) for number in range(self.num_sources)}
+
+    @property
+    def num_chunks(self) -> int:
+        return 400 if self.num_sources > 100 else 2000
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.records.per_chunk * self.records.sample_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """An order, and the bytes of what is read at once: int64 [C]."""
+
+    orders: Any
+    sizes: Int64Array
+    window: float
+
+    def plan(self, case: Case) -> Plan:
+        return Plan(
+            self.orders.chunk_samples, self.orders.settings, global_batch_size=case.global_batch,
+            dp_world_size=case.num_ranks, orders=self.orders.apart(),
+        )  # fmt: skip
+
+    def live_bytes(self, case: Case) -> int:
+        return self.plan(case).live_bytes(whole_pages(self.sizes), 0)
+
+
+class WindowedLanes(ExactLanes):
+    """Dealt by samples, where the window of each source is so many of its own units."""
+
+    window = WIDE
+
+    @override
+    def _stream(self, leaf: str) -> Stream:
+        if leaf not in self._orders:
+            eras = self.sources.eras[leaf]
+            window = max(round(self.window * eras[0].mean_chunk), 1)
+            self._orders[leaf] = SourceOrder(eras, replace(self.settings, window=window), kept_parts=2**16)
+        return self._orders[leaf]
+
+
+class NarrowLanes(WindowedLanes):
+    """The same with a window of half a unit."""
+
+    window = NARROW
+
+
+def settings_of(case: Case, tables: Mapping[str, Int64Array]) -> Any:
+    return order_settings(
+        shuffle=True, seed=1, lanes=None, window=None, global_batch_size=case.global_batch,
+        num_samples=sum(int(table.sum()) for table in tables.values()), num_chunks=sum(map(len, tables.values())),
+    )  # fmt: skip
+
+
+def today(case: Case) -> Dealt:
+    tables = {name: np.full(case.num_chunks, case.records.per_chunk) for name in case.weights}
+    settings = settings_of(case, tables)
+    total = sum(case.weights.values())
+    even = ByChunks().even(tables, {name: weight / total for name, weight in case.weights.items()}, settings)
+    orders = ByChunks().lanes(
+        Sources(tables, settings, even=even), [Weights(start=0, weights=case.weights)], nullcontext()
+    )
+    return Dealt(orders=orders, sizes=_sizes(case, tables), window=WIDE)
+
+
+def by_samples(case: Case, units: Mapping[str, int] | None, window: float) -> Dealt:
+    """Dealt by samples, in units of these sizes; None: whole chunks."""
+    tables = {name: _cut(case, case.chunk_bytes if units is None else units[name]) for name in case.weights}
+    lanes = WindowedLanes if window == WIDE else NarrowLanes
+    orders = lanes(Sources(tables, settings_of(case, tables)), [Weights(start=0, weights=case.weights)])
+    return Dealt(orders=orders, sizes=_sizes(case, tables), window=window)
+
+
+def _cut(case: Case, unit: int) -> Int64Array:
+    """Return samples of the units of a source, int64 [C]: each chunk in equal parts, of a sample at least."""
+    each = case.records.per_chunk
+    parts = min(max(-(-case.chunk_bytes // unit), 1), each)
+    return np.tile(np.diff(np.arange(parts + 1) * each // parts), case.num_chunks)
+
+
+def _sizes(case: Case, tables: Mapping[str, Int64Array]) -> Int64Array:
+    return np.concatenate([*tables.values()]) * case.records.sample_bytes
+
+
+def chosen(case: Case, room_bytes: int) -> Dealt | None:
+    """Return the dealing by samples that makes the fewest requests in so much memory; None: there is none."""
+    for window in (WIDE, NARROW):
+        found = by_samples(case, None, window)
+        if found.live_bytes(case) <= room_bytes:
+            return found
+    least = max(LEAST_UNIT_BYTES, case.records.sample_bytes) * case.num_sources
+    total_weight = sum(case.weights.values())
+    shares = {name: weight / total_weight for name, weight in case.weights.items()}
+    lanes = np.diff(found.plan(case).rank_lanes(0))[0]
+    total = room_bytes / (3 * int(lanes))
+    while total >= least:
+        found = by_samples(case, divided(int(total), shares), NARROW)
+        live = found.live_bytes(case)
+        if live <= room_bytes:
+            return found
+        total *= min(room_bytes / live, 0.95)
+    return None
+
+
+def requests_per_gb(case: Case, dealt: Dealt, rows: int) -> float:
+    """Count the requests that the first rank begins in the second half of the rows, for each GB that it delivers."""
+    plan, stop = dealt.plan(case), rows // case.global_batch
+    parts = []
+    for part in plan.intervals_by_pass(0):
+        if not len(part.chunk_ids) or part.first_batches[0] >= stop:
+            break
+        parts.append(part)
+    every = ChunkIntervals.joined(parts)
+    merged = ChunkIntervals.merged(every.chunk_ids, every.first_batches, every.last_batches, 0)
+    counted = (merged.first_batches >= stop // 2) & (merged.first_batches < stop)
+    delivered = (stop - stop // 2) * case.global_batch / case.num_ranks * case.records.sample_bytes
+    return float(counted.sum() / delivered * 1e9)
+
+
+def steps_to_weights(case: Case, dealt: Dealt) -> int:
+    """Steps from a call of ``set_weights`` behind 1,000 batches to the row that it returns."""
+    at = 1000 * case.global_batch
+    free = dealt.orders.apart().first_free_row(at + LEAST_STEPS * case.global_batch)
+    return math.ceil((free - at) / case.global_batch)
+
+
+def plan_rows(case: Case, limits: tuple[int, ...], rows: int) -> Iterator[tuple[str, Dealt | None]]:
+    """Yield the dealings to compare, today's first."""
+    now = today(case)
+    yield "chunks (today)", now
+    for limit in limits:
+        yield f"samples, {limit >> 30} GiB", chosen(case, int(Budget(limit).chunks_bytes * EPOCHS_VARY))
+    yield "samples, as much as today", chosen(case, now.live_bytes(case))
+
+
+def show_plans(kinds: tuple[str, ...], worlds: tuple[int, ...], counts: tuple[int, ...], limits: tuple[int, ...],
+               rows: int | None) -> list[list[Any]]:  # fmt: skip
+    """Print the table of plans, and return its rows: names, then unit KiB, window, live MiB, requests/GB, steps."""
+    print("| samples | ranks | sources | dealt by | unit KiB | window | live MiB | requests/GB | steps |")
+    print("|---" * 9 + "|")
+    found: list[list[Any]] = []
+    for kind in kinds:
+        for ranks in worlds:
+            for count in counts:
+                case = Case(records=KINDS[kind], num_sources=count, num_ranks=ranks, global_batch=WORLDS[ranks])
+                for name, dealt in plan_rows(case, limits, rows or case.records.rows):
+                    head = [kind, ranks, count, name]
+                    if dealt is None:
+                        found.append([*head, *[None] * 5])
+                        print(f"| {kind} | {ranks} | {count} | {name} | does not fit | | | | |", flush=True)
+                        continue
+                    unit = float(dealt.sizes.sum() / len(dealt.sizes)) / 1024
+                    live = dealt.live_bytes(case) / 2**20
+                    asked = requests_per_gb(case, dealt, rows or case.records.rows)
+                    steps = steps_to_weights(case, dealt)
+                    found.append([*head, unit, dealt.window, live, asked, steps])
+                    print(f"| {kind} | {ranks} | {count} | {name} | {unit:,.0f} | {dealt.window} | {live:,.0f} | "
+                          f"{asked:,.0f} | {steps:,} |", flush=True)  # fmt: skip
+    return found
+
+
+# --- CPU ---
+
+
+def make(folder: str) -> None:
+    samples = ({"__key__": f"{number:06d}", "bin": os.urandom(CPU_BYTES)} for number in range(2**14))
+    common.write_shards(folder, samples, per_shard=2**11)
+
+
+def used_s() -> float:
+    """Return user and system seconds of this process and of its children that ended."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+def turn(url: str, options: Any, count: int, limit: int, dealt: str, warm: int, samples: int) -> None:
+    """Read with one dealing, and print what it took as JSON; in a process of its own."""
+    weights = {f"{number:03d}": 1 / (number + 1) for number in range(count)}
+
+    def opened(fetch_bytes: int | None) -> Mixture:
+        sources = {name: StreamingDataset(url, decode="raw", storage_options=options) for name in weights}
+        exact: dict[str, Any] = {"quotas": "exact", "fetch_bytes": fetch_bytes} if dealt == "samples" else {}
+        return Mixture(sources, weights=weights, seed=1, **exact)
+
+    mixture, lanes = opened(None), 16
+    for attempt in range(2):
+        with DataLoader(mixture, CPU_BATCH, memory_limit=limit, num_workers=0) as loader:
+            batches = iter(loader)
+            try:
+                next(batches)
+            except MemoryLimitError:
+                total = fitting_total(Budget(limit).recommended_bytes, lanes, count)
+                if attempt or total is None:
+                    print(json.dumps(None))
+                    return
+                mixture = opened(total)
+                continue
+            for _ in range(warm // CPU_BATCH):
+                next(batches)
+            before_s, asked = used_s(), loader.metrics()["fetched_chunks"]
+            for _ in range(samples // CPU_BATCH):
+                next(batches)
+            took_s, seen = used_s() - before_s, loader.metrics()
+            row = loader.set_weights({name: 1.0 for name in weights})
+            at = (1 + warm // CPU_BATCH + samples // CPU_BATCH) * CPU_BATCH
+        print(json.dumps({
+            "cpu": took_s / (samples // CPU_BATCH * CPU_BATCH) * 1e5, "peak": seen["arena_peak_bytes"] / 2**20,
+            "requests": (seen["fetched_chunks"] - asked) / (samples * CPU_BYTES) * 1e9,
+            "unit": float(mixture.source.chunk_bytes.mean()) / 1024, "steps": math.ceil((row - at) / CPU_BATCH),
+        }))  # fmt: skip
+        return
+
+
+def show_cpu(data: str, counts: tuple[int, ...], rounds: int, warm: int, samples: int) -> None:
+    folder = common.made_once(data, f"one-dealing-{CPU_BYTES}", make)
+    print("| sources | memory_limit | dealt by | unit KiB | arena peak MiB | requests/GB | CPU s | ratio | steps |")
+    print("|---" * 9 + "|")
+    with common.s3_copy(folder) as (url, options):
+        for count in counts:
+            for limit in LIMITS:
+                found: dict[str, list[Any]] = {"chunks": [], "samples": []}
+                for _ in range(rounds):
+                    for dealt, seen in found.items():
+                        if None not in seen:
+                            seen.append(_turn(url, options, count, limit, dealt, warm, samples))
+                for dealt, seen in found.items():
+                    shown = [f"{count}", f"{limit >> 30} GiB", dealt]
+                    if None in seen:
+                        print(f"| {' | '.join(shown)} | does not fit | | | | | |", flush=True)
+                        continue
+                    unit, peak, asked, cpu, steps = (
+                        statistics.median(one[what] for one in seen)
+                        for what in ("unit", "peak", "requests", "cpu", "steps")
+                    )
+                    ratios = [one["cpu"] / base["cpu"] for one, base in zip(seen, found["chunks"], strict=True)]
+                    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                    print(f"| {' | '.join(shown)} | {unit:,.0f} | {peak:,.0f} | {asked:,.0f} | {cpu:.1f} | {ratio} | "
+                          f"{steps:,.0f} |", flush=True)  # fmt: skip
+
+
+def _turn(*args: Any) -> Any:
+    ran = subprocess.run(
+        [sys.executable, __file__, "--turn", json.dumps(args)], check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return json.loads(ran.stdout)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--turn"]:
+        turn(*json.loads(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", default=os.path.join(tempfile.gettempdir(), "shardstream-bench"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cpu", action="store_true", help="read from a server, and compare CPU seconds")
+    parser.add_argument("--quick", action="store_true", help="2 sources, one rank, 1 GiB, few rows")
+    args = parser.parse_args()
+    print(common.machine(), flush=True)
+    if args.cpu:
+        show_cpu(args.data, (2,) if args.quick else SOURCES, 1 if args.quick else args.rounds,
+                 *((640, 1280) if args.quick else (CPU_WARM, CPU_SAMPLES)))  # fmt: skip
+    elif args.quick:
+        show_plans(("100 kB",), (1,), (2,), (1 << 30,), 2**15)
+    else:
+        show_plans(tuple(KINDS), tuple(WORLDS), SOURCES, LIMITS, None)
+
+
+if __name__ == "__main__":
+    main()
