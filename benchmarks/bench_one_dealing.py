@@ -6,14 +6,16 @@ Zipf's weights (1, 1/2, 1/3, …) and chunks as the writer cuts them.
 Without ``--cpu``, plans are made and nothing is read: 2, 5 and 200 sources whose chunks exist as a table only, under
 one rank with batches of 64 and under the first of eight with 512. For each the columns are:
 
-- *unit*: the mean size of what one request reads, and *window*, how far a source's samples move, in units
+- *unit*: the mean size of what one request reads
+- *reach*: how far the window moves a sample, in rows; 1: as far as today
 - *live*: bytes of chunks that the plan needs at once, by the arithmetic of the check at the start
-- *requests/GB*: requests that a rank starts in the second half of the rows planned, for each GB that it delivers
+- *requests/GB*: requests that a rank starts in the second half of the rows planned, from row 10⁹ on, for each GB that
+  it delivers
 - *steps*: from ``set_weights`` to its row
 
-*by samples* takes whole chunks and the window of today if they fit into the memory, then a window of a quarter of that,
-then units (in proportion to the root of a source's share) as large as fit. Its rows differ in the memory that it may
-take: that of ``memory_limit``, or as much as today's dealing takes.
+*by samples* takes whole chunks and the reach of today if they fit into the memory, then a quarter of the reach, then
+the largest units that fit (in proportion to the root of a source's share). Its rows differ in the memory that it may
+take: that of ``memory_limit``, or a tenth more than today's dealing takes.
 
 With ``--cpu``, loaders read from an S3 server on loopback, in turns, each in a process of its own: user and system
 seconds for 10⁵ samples of 16 kB, behind the first 20,000; by samples with ``quotas="exact"`` and, where whole chunks do
@@ -52,10 +54,11 @@ from streaming.order.plan.settings import order_settings
 from streaming.sets.sources.fetch_units import LEAST_UNIT_BYTES, divided, fitting_total
 from streaming.types import Int64Array, override
 
-SOURCES, LIMITS = (2, 5, 200), (4 << 30, 1 << 30)
-WIDE, NARROW = 2.0, 0.5
-"""Windows in units: the default, and one that holds about two units of a source in each lane."""
-LEAST_STEPS = 16
+SOURCES, LIMITS = (2, 3, 5, 200), (4 << 30, 1 << 30)
+REACHES = (1.0, 0.25)
+LEAST_STEPS, TOLERATED = 16, 1.1
+FAR_ROW = 10**9
+"""By then, chunks of a source begin at all times in its lanes."""
 CPU_BATCH, CPU_BYTES, CPU_WARM, CPU_SAMPLES = 64, 16_000, 20_000, 50_000
 
 
@@ -91,6 +94,11 @@ class Case:
         return {f"{number:03d}": 1 / (number + 1) for number in range(self.num_sources)}
 
     @property
+    def shares(self) -> dict[str, float]:
+        total = sum(self.weights.values())
+        return {name: weight / total for name, weight in self.weights.items()}
+
+    @property
     def num_chunks(self) -> int:
         return 400 if self.num_sources > 100 else 2000
 
@@ -105,12 +113,12 @@ class Dealt:
 
     orders: Any
     sizes: Int64Array
-    window: float
+    reach: float
 
-    def plan(self, case: Case) -> Plan:
+    def plan(self, case: Case, first_batch: int = 0) -> Plan:
         return Plan(
             self.orders.chunk_samples, self.orders.settings, global_batch_size=case.global_batch,
-            dp_world_size=case.num_ranks, orders=self.orders.apart(),
+            dp_world_size=case.num_ranks, orders=self.orders.apart(), start=first_batch * case.global_batch,
         )  # fmt: skip
 
     def live_bytes(self, case: Case) -> int:
@@ -118,23 +126,18 @@ class Dealt:
 
 
 class WindowedLanes(ExactLanes):
-    """Dealt by samples, where the window of each source is so many of its own units."""
+    """Dealt by samples, with a window of its own for each source, in its samples."""
 
-    window = WIDE
+    def __init__(self, sources: Sources, schedule: list[Weights], windows: Mapping[str, int]) -> None:
+        self._windows = windows
+        super().__init__(sources, schedule)
 
     @override
     def _stream(self, leaf: str) -> Stream:
         if leaf not in self._orders:
-            eras = self.sources.eras[leaf]
-            window = max(round(self.window * eras[0].mean_chunk), 1)
-            self._orders[leaf] = SourceOrder(eras, replace(self.settings, window=window), kept_parts=2**16)
+            settings = replace(self.settings, window=self._windows[leaf])
+            self._orders[leaf] = SourceOrder(self.sources.eras[leaf], settings, kept_parts=2**16)
         return self._orders[leaf]
-
-
-class NarrowLanes(WindowedLanes):
-    """The same with a window of half a unit."""
-
-    window = NARROW
 
 
 def settings_of(case: Case, tables: Mapping[str, Int64Array]) -> Any:
@@ -147,20 +150,19 @@ def settings_of(case: Case, tables: Mapping[str, Int64Array]) -> Any:
 def today(case: Case) -> Dealt:
     tables = {name: np.full(case.num_chunks, case.records.per_chunk) for name in case.weights}
     settings = settings_of(case, tables)
-    total = sum(case.weights.values())
-    even = ByChunks().even(tables, {name: weight / total for name, weight in case.weights.items()}, settings)
-    orders = ByChunks().lanes(
-        Sources(tables, settings, even=even), [Weights(start=0, weights=case.weights)], nullcontext()
-    )
-    return Dealt(orders=orders, sizes=_sizes(case, tables), window=WIDE)
+    sources = Sources(tables, settings, even=ByChunks().even(tables, case.shares, settings))
+    orders = ByChunks().lanes(sources, [Weights(start=0, weights=case.weights)], nullcontext())
+    return Dealt(orders=orders, sizes=_sizes(case, tables), reach=1.0)
 
 
-def by_samples(case: Case, units: Mapping[str, int] | None, window: float) -> Dealt:
+def by_samples(case: Case, units: Mapping[str, int] | None, reach: float) -> Dealt:
     """Dealt by samples, in units of these sizes; None: whole chunks."""
     tables = {name: _cut(case, case.chunk_bytes if units is None else units[name]) for name in case.weights}
-    lanes = WindowedLanes if window == WIDE else NarrowLanes
-    orders = lanes(Sources(tables, settings_of(case, tables)), [Weights(start=0, weights=case.weights)])
-    return Dealt(orders=orders, sizes=_sizes(case, tables), window=window)
+    # In the rows of a lane a source comes at every 1 / share, so this moves a sample as far as two chunks of the lane.
+    windows = {name: max(round(reach * 2 * share * case.records.per_chunk), 1) for name, share in case.shares.items()}
+    sources = Sources(tables, settings_of(case, tables))
+    orders = WindowedLanes(sources, [Weights(start=0, weights=case.weights)], windows)
+    return Dealt(orders=orders, sizes=_sizes(case, tables), reach=reach)
 
 
 def _cut(case: Case, unit: int) -> Int64Array:
@@ -176,27 +178,27 @@ def _sizes(case: Case, tables: Mapping[str, Int64Array]) -> Int64Array:
 
 def chosen(case: Case, room_bytes: int) -> Dealt | None:
     """Return the dealing by samples that makes the fewest requests in so much memory; None: there is none."""
-    for window in (WIDE, NARROW):
-        found = by_samples(case, None, window)
+    for reach in REACHES:
+        found = by_samples(case, None, reach)
         if found.live_bytes(case) <= room_bytes:
             return found
-    least = max(LEAST_UNIT_BYTES, case.records.sample_bytes) * case.num_sources
-    total_weight = sum(case.weights.values())
-    shares = {name: weight / total_weight for name, weight in case.weights.items()}
-    lanes = np.diff(found.plan(case).rank_lanes(0))[0]
-    total = room_bytes / (3 * int(lanes))
-    while total >= least:
-        found = by_samples(case, divided(int(total), shares), NARROW)
-        live = found.live_bytes(case)
-        if live <= room_bytes:
-            return found
-        total *= min(room_bytes / live, 0.95)
-    return None
+    low = max(LEAST_UNIT_BYTES, case.records.sample_bytes) * case.num_sources
+    high, best = case.chunk_bytes * case.num_sources, None
+    while high > low * 1.03:
+        total = math.isqrt(low * high) if best else low
+        found = by_samples(case, divided(total, case.shares), REACHES[-1])
+        if found.live_bytes(case) <= room_bytes:
+            best, low = found, max(total, low + 1)
+        elif best is None:
+            return None
+        else:
+            high = total
+    return best
 
 
 def requests_per_gb(case: Case, dealt: Dealt, rows: int) -> float:
     """Count the requests that the first rank begins in the second half of the rows, for each GB that it delivers."""
-    plan, stop = dealt.plan(case), rows // case.global_batch
+    plan, stop = dealt.plan(case, FAR_ROW // case.global_batch), rows // case.global_batch
     parts = []
     for part in plan.intervals_by_pass(0):
         if not len(part.chunk_ids) or part.first_batches[0] >= stop:
@@ -222,13 +224,13 @@ def plan_rows(case: Case, limits: tuple[int, ...], rows: int) -> Iterator[tuple[
     yield "chunks (today)", now
     for limit in limits:
         yield f"samples, {limit >> 30} GiB", chosen(case, int(Budget(limit).chunks_bytes * EPOCHS_VARY))
-    yield "samples, as much as today", chosen(case, now.live_bytes(case))
+    yield "samples, as today", chosen(case, int(now.live_bytes(case) * TOLERATED))
 
 
 def show_plans(kinds: tuple[str, ...], worlds: tuple[int, ...], counts: tuple[int, ...], limits: tuple[int, ...],
                rows: int | None) -> list[list[Any]]:  # fmt: skip
-    """Print the table of plans, and return its rows: names, then unit KiB, window, live MiB, requests/GB, steps."""
-    print("| samples | ranks | sources | dealt by | unit KiB | window | live MiB | requests/GB | steps |")
+    """Print the table of plans, and return its rows: names, then unit KiB, reach, live MiB, requests/GB, steps."""
+    print("| samples | ranks | sources | dealt by | unit KiB | reach | live MiB | requests/GB | steps |")
     print("|---" * 9 + "|")
     found: list[list[Any]] = []
     for kind in kinds:
@@ -245,8 +247,8 @@ def show_plans(kinds: tuple[str, ...], worlds: tuple[int, ...], counts: tuple[in
                     live = dealt.live_bytes(case) / 2**20
                     asked = requests_per_gb(case, dealt, rows or case.records.rows)
                     steps = steps_to_weights(case, dealt)
-                    found.append([*head, unit, dealt.window, live, asked, steps])
-                    print(f"| {kind} | {ranks} | {count} | {name} | {unit:,.0f} | {dealt.window} | {live:,.0f} | "
+                    found.append([*head, unit, dealt.reach, live, asked, steps])
+                    print(f"| {kind} | {ranks} | {count} | {name} | {unit:,.0f} | {dealt.reach} | {live:,.0f} | "
                           f"{asked:,.0f} | {steps:,} |", flush=True)  # fmt: skip
     return found
 
