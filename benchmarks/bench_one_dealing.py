@@ -3,22 +3,22 @@
 Run: ``python benchmarks/bench_one_dealing.py [--quick]`` and ``… --cpu [--rounds 3] [--data FOLDER]``. Sources have
 Zipf's weights (1, 1/2, 1/3, …) and chunks as the writer cuts them.
 
-Without ``--cpu``, plans are made and nothing is read: 2, 5 and 200 sources whose chunks exist as a table only, under
-one rank with batches of 64 and under the first of eight with 512. For each the columns are:
+Without ``--cpu``, plans are made and nothing is read: sources whose chunks exist as a table only, under one rank with
+batches of 64 and under the first of eight with 512. For each dealing:
 
-- *unit*: the mean size of what one request reads
-- *reach*: how far the window moves a sample, in rows; 1: as far as today
 - *live*: bytes of chunks that the plan needs at once, by the arithmetic of the check at the start
 - *requests/GB*: requests that a rank starts in the second half of the rows planned, from row 10⁹ on, for each GB that
   it delivers
 - *steps*: from ``set_weights`` to its row
+- *unit*: the mean size of what one request reads, if it is no whole chunk
+- *reach*: how far the window moves a sample in rows, if not as far as today (1)
 
 *by samples* takes whole chunks and the reach of today if they fit into the memory, then a quarter of the reach, then
-the largest units that fit (in proportion to the root of a source's share). Its rows differ in the memory that it may
+the largest units that fit (in proportion to the root of a source's share). Its columns differ in the memory that it may
 take: that of ``memory_limit``, or a tenth more than today's dealing takes.
 
 With ``--cpu``, loaders read from an S3 server on loopback, in turns, each in a process of its own: user and system
-seconds for 10⁵ samples of 16 kB, behind the first 20,000; by samples with ``quotas="exact"`` and, where whole chunks do
+seconds for 10⁵ samples of 16 kB, behind the first 40,000; by samples with ``quotas="exact"`` and, where whole chunks do
 not fit, ``fetch_bytes``. The server's time is not counted.
 """
 
@@ -36,6 +36,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import common
@@ -59,7 +60,8 @@ REACHES = (1.0, 0.25)
 LEAST_STEPS, TOLERATED = 16, 1.1
 FAR_ROW = 10**9
 """By then, chunks of a source begin at all times in its lanes."""
-CPU_BATCH, CPU_BYTES, CPU_WARM, CPU_SAMPLES = 64, 16_000, 20_000, 50_000
+CPU_SOURCES = (2, 5, 200)
+CPU_BATCH, CPU_BYTES, CPU_WARM, CPU_SAMPLES = 64, 16_000, 40_000, 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,46 +220,60 @@ def steps_to_weights(case: Case, dealt: Dealt) -> int:
     return math.ceil((free - at) / case.global_batch)
 
 
-def plan_rows(case: Case, limits: tuple[int, ...], rows: int) -> Iterator[tuple[str, Dealt | None]]:
-    """Yield the dealings to compare, today's first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one dealing takes; of units and reach see the head of this file."""
+
+    unit_kib: float
+    reach: float
+    live_mib: float
+    requests_per_gb: float
+    steps: int
+
+    @classmethod
+    def of(cls, case: Case, dealt: Dealt, rows: int) -> Figures:
+        return cls(
+            unit_kib=float(dealt.sizes.mean()) / 1024, reach=dealt.reach, live_mib=dealt.live_bytes(case) / 2**20,
+            requests_per_gb=requests_per_gb(case, dealt, rows), steps=steps_to_weights(case, dealt),
+        )  # fmt: skip
+
+    def shown(self, case: Case) -> str:
+        is_cut = self.unit_kib * 1024 < case.chunk_bytes
+        how = [f"{self.unit_kib:,.0f} KiB"] * is_cut + [f"reach {self.reach}"] * (self.reach < 1)
+        return f"{self.live_mib:,.0f} · {self.requests_per_gb:,.0f} · {self.steps:,}" + (
+            f" ({', '.join(how)})" if how else ""
+        )
+
+
+def compared(case: Case, limits: tuple[int, ...], rows: int) -> Iterator[Figures | None]:
+    """Yield what each column of the table has: today's dealing, that by samples under each limit, and as today."""
     now = today(case)
-    yield "chunks (today)", now
-    for limit in limits:
-        yield f"samples, {limit >> 30} GiB", chosen(case, int(Budget(limit).chunks_bytes * EPOCHS_VARY))
-    yield "samples, as today", chosen(case, int(now.live_bytes(case) * TOLERATED))
+    yield Figures.of(case, now, rows)
+    rooms = [int(Budget(limit).chunks_bytes * EPOCHS_VARY) for limit in limits]
+    for room in (*rooms, int(now.live_bytes(case) * TOLERATED)):
+        dealt = chosen(case, room)
+        yield None if dealt is None else Figures.of(case, dealt, rows)
 
 
-def show_plans(kinds: tuple[str, ...], worlds: tuple[int, ...], counts: tuple[int, ...], limits: tuple[int, ...],
-               rows: int | None) -> list[list[Any]]:  # fmt: skip
-    """Print the table of plans, and return its rows: names, then unit KiB, reach, live MiB, requests/GB, steps."""
-    print("| samples | ranks | sources | dealt by | unit KiB | reach | live MiB | requests/GB | steps |")
-    print("|---" * 9 + "|")
-    found: list[list[Any]] = []
-    for kind in kinds:
-        for ranks in worlds:
-            for count in counts:
-                case = Case(records=KINDS[kind], num_sources=count, num_ranks=ranks, global_batch=WORLDS[ranks])
-                for name, dealt in plan_rows(case, limits, rows or case.records.rows):
-                    head = [kind, ranks, count, name]
-                    if dealt is None:
-                        found.append([*head, *[None] * 5])
-                        print(f"| {kind} | {ranks} | {count} | {name} | does not fit | | | | |", flush=True)
-                        continue
-                    unit = float(dealt.sizes.sum() / len(dealt.sizes)) / 1024
-                    live = dealt.live_bytes(case) / 2**20
-                    asked = requests_per_gb(case, dealt, rows or case.records.rows)
-                    steps = steps_to_weights(case, dealt)
-                    found.append([*head, unit, dealt.reach, live, asked, steps])
-                    print(f"| {kind} | {ranks} | {count} | {name} | {unit:,.0f} | {dealt.reach} | {live:,.0f} | "
-                          f"{asked:,.0f} | {steps:,} |", flush=True)  # fmt: skip
-    return found
+def show_plans(
+    kinds: tuple[str, ...], worlds: tuple[int, ...], counts: tuple[int, ...], limits: tuple[int, ...], rows: int | None
+) -> None:
+    dealings = ["chunks (today)", *(f"samples, {limit >> 30} GiB" for limit in limits), "samples, as today"]
+    print("Each cell: live MiB · requests/GB · steps (what of units and reach is smaller than today)\n")
+    print(f"| samples | ranks | sources | {' | '.join(dealings)} |")
+    print("|---" * (3 + len(dealings)) + "|")
+    for kind, ranks, count in product(kinds, worlds, counts):
+        case = Case(records=KINDS[kind], num_sources=count, num_ranks=ranks, global_batch=WORLDS[ranks])
+        found = compared(case, limits, rows or case.records.rows)
+        cells = ["does not fit" if each is None else each.shown(case) for each in found]
+        print(f"| {kind} | {ranks} | {count} | {' | '.join(cells)} |", flush=True)
 
 
 # --- CPU ---
 
 
 def make(folder: str) -> None:
-    samples = ({"__key__": f"{number:06d}", "bin": os.urandom(CPU_BYTES)} for number in range(2**14))
+    samples = ({"__key__": f"{number:06d}", "bin": os.urandom(CPU_BYTES)} for number in range(2**16))
     common.write_shards(folder, samples, per_shard=2**11)
 
 
@@ -295,7 +311,7 @@ def turn(url: str, options: Any, count: int, limit: int, dealt: str, warm: int, 
             for _ in range(samples // CPU_BATCH):
                 next(batches)
             took_s, seen = used_s() - before_s, loader.metrics()
-            row = loader.set_weights({name: 1.0 for name in weights})
+            row = loader.set_weights(dict.fromkeys(weights, 1.0))
             at = (1 + warm // CPU_BATCH + samples // CPU_BATCH) * CPU_BATCH
         print(json.dumps({
             "cpu": took_s / (samples // CPU_BATCH * CPU_BATCH) * 1e5, "peak": seen["arena_peak_bytes"] / 2**20,
@@ -351,7 +367,7 @@ def main() -> None:
     args = parser.parse_args()
     print(common.machine(), flush=True)
     if args.cpu:
-        show_cpu(args.data, (2,) if args.quick else SOURCES, 1 if args.quick else args.rounds,
+        show_cpu(args.data, (2,) if args.quick else CPU_SOURCES, 1 if args.quick else args.rounds,
                  *((640, 1280) if args.quick else (CPU_WARM, CPU_SAMPLES)))  # fmt: skip
     elif args.quick:
         show_plans(("100 kB",), (1,), (2,), (1 << 30,), 2**15)
