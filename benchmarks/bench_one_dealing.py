@@ -78,6 +78,8 @@ KINDS = {
     "100 kB": Records(sample_bytes=100_000, per_chunk=42, rows=2**19),
     "2 kB": Records(sample_bytes=2_000, per_chunk=525, rows=2**21),
 }
+TINY = Records(sample_bytes=1536, per_chunk=683, rows=0)
+"""Records of 430 bytes, as they lie in a tar."""
 WORLDS = {1: 64, 8: 512}
 """Global batch by ranks."""
 
@@ -269,6 +271,14 @@ def show_plans(
         print(f"| {kind} | {ranks} | {count} | {' | '.join(cells)} |", flush=True)
 
 
+def show_steps() -> None:
+    """Print the steps of today's dealing where they are most: small batches of records of 430 bytes, one rank."""
+    print("\n| batch | sources | steps |\n|---|---|---|")
+    for batch, count in product((8, 16, 64), SOURCES):
+        case = Case(records=TINY, num_sources=count, num_ranks=1, global_batch=batch)
+        print(f"| {batch} | {count} | {steps_to_weights(case, today(case)):,} |", flush=True)
+
+
 # --- CPU ---
 
 
@@ -373,6 +383,7 @@ def main() -> None:
         show_plans(("100 kB",), (1,), (2,), (1 << 30,), 2**15)
     else:
         show_plans(tuple(KINDS), tuple(WORLDS), SOURCES, LIMITS, None)
+        show_steps()
 
 
 if __name__ == "__main__":
