@@ -218,7 +218,7 @@ def requests_per_gb(case: Case, dealt: Dealt, rows: int) -> float:
 def steps_to_weights(case: Case, dealt: Dealt) -> int:
     """Steps from a call of ``set_weights`` behind 1,000 batches to the row that it returns."""
     at = 1000 * case.global_batch
-    free = dealt.orders.apart().first_free_row(at + LEAST_STEPS * case.global_batch)
+    free: int = dealt.orders.apart().first_free_row(at + LEAST_STEPS * case.global_batch)
     return math.ceil((free - at) / case.global_batch)
 
 

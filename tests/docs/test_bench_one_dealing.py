@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return script_modules(monkeypatch, str(ROOT / "benchmarks"), ("common", name))[name]
 
 
-def case_of(bench: ModuleType, num_sources: int = 2) -> object:
+def case_of(bench: ModuleType, num_sources: int = 2) -> Any:
     return bench.Case(records=bench.KINDS["100 kB"], num_sources=num_sources, num_ranks=1, global_batch=64)
 
 
