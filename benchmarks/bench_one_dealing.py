@@ -273,10 +273,11 @@ def show_plans(
 
 def show_steps() -> None:
     """Print the steps of today's dealing where they are most: small batches of records of 430 bytes, one rank."""
-    print("\n| batch | sources | steps |\n|---|---|---|")
-    for batch, count in product((8, 16, 64), SOURCES):
-        case = Case(records=TINY, num_sources=count, num_ranks=1, global_batch=batch)
-        print(f"| {batch} | {count} | {steps_to_weights(case, today(case)):,} |", flush=True)
+    print(f"\n| batch | {' | '.join(f'{count} sources' for count in SOURCES)} |")
+    print("|---" * (1 + len(SOURCES)) + "|")
+    for batch in (8, 16, 64):
+        cases = (Case(records=TINY, num_sources=count, num_ranks=1, global_batch=batch) for count in SOURCES)
+        print(f"| {batch} | {' | '.join(f'{steps_to_weights(case, today(case)):,}' for case in cases)} |", flush=True)
 
 
 # --- CPU ---
