@@ -128,7 +128,15 @@ class Stage:
         if page == Path("benchmarks/README.md"):
             below += [
                 Path(f"benchmarks/{name}.md")
-                for name in ("peers/RESULTS", "peers/FAULTS", "mlperf_storage/README", "UNHIDDEN", "GPU", "PASSES")
+                for name in (
+                    "peers/RESULTS",
+                    "peers/FAULTS",
+                    "mlperf_storage/README",
+                    "UNHIDDEN",
+                    "GPU",
+                    "PASSES",
+                    "MIXTURES",
+                )
             ]
         elif page == Path("docs/tools.md"):
             below += [one.relative_to(ROOT) for one in source_pages() if one.parent == ROOT / "docs/tools"]
