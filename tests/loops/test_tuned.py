@@ -18,7 +18,8 @@ from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
 from streaming.types import VERSION
 from streaming.watch.tuned import chosen
-from streaming.watch.tuned.file import DEFAULT_NAME, MACHINERY, Tuned, read_tuned, stored
+from streaming.watch.tuned.file import DEFAULT_NAME, Tuned, read_tuned, stored
+from streaming.watch.tuned.machinery import MACHINERY
 from tests.support.contracts.option_kinds import KINDS, Places, run
 from tests.support.sets.data_sets import mesh_of, write_set
 from tests.support.tiers import first_here
@@ -59,7 +60,7 @@ def written(folder: Path, options: Mapping[str, Any] | None = None, **parts: Any
 
 def settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """The options of the file as they reach the loop."""
-    return {name: loader._options[name] for name in MACHINERY}
+    return {name: getattr(loader._core.options, name) for name in MACHINERY}
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -196,7 +197,7 @@ def test_a_machine_that_is_not_the_one_measured_is_told(
         monkeypatch.setattr(chosen, name, lambda value=value: value)
     options = {"prefetch_factor": 3, "num_threads": 0, **parts.pop("options", {})}
     with DataLoader(dataset, 4, tuned=written(tmp_path, options, **parts)) as loader:
-        assert loader._options["prefetch_factor"] == 3
+        assert loader._core.options.prefetch_factor == 3
     found = lines(caplog, logging.WARNING)
     assert len(found) == bool(numbers), found
     assert all(number in found[0] and "shard_tools bench URL --tune" in found[0] for number in numbers)
