@@ -20,8 +20,8 @@ from streaming.others.torch_datasets.as_torch import called_as_torchs, check_who
 from streaming.others.torch_datasets.kinds import is_iterable, resolve_dataset
 from streaming.others.torch_datasets.map_style import open_ordinary
 from streaming.others.torch_datasets.options import OrdinaryDataset
-from streaming.run.loops.loader_options import LoaderOptions
 from streaming.run.loops.options import ELSEWHERE, refuse_change, refuse_rebuilding
+from streaming.run.options.loader_options import LoaderOptions
 from streaming.sets.datasets.face import DataSet
 from streaming.types import BatchT
 from streaming.watch.tuned.chosen import takes_tuned

@@ -23,7 +23,7 @@ from streaming.run.epochs.iterator import Batches, Closable, Loop
 from streaming.run.epochs.position import calling_line
 from streaming.run.epochs.watch import Watchdog
 from streaming.run.loops.descriptions import what_is_read
-from streaming.run.loops.loader_options import LoaderOptions
+from streaming.run.options.loader_options import LoaderOptions
 from streaming.types import BatchT
 from streaming.watch.tracing.file import TraceFile, checked_steps, here
 from streaming.watch.tracing.recorder import Recorder

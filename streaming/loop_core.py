@@ -18,8 +18,8 @@ from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import Loop
 from streaming.run.loops.descriptions import Announcer
 from streaming.run.loops.epoch_loop import EpochLoop
-from streaming.run.loops.loader_options import LoaderOptions
 from streaming.run.loops.options import no_dataset
+from streaming.run.options.loader_options import LoaderOptions
 
 _log = logging.getLogger("streaming.loader")  # whichever loader it is, by the name that users filter by
 Opens: TypeAlias = Callable[[Any, LoaderOptions[Any], Shape, DeviceMesh], OpenLoop]

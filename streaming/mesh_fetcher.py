@@ -12,8 +12,8 @@ from streaming.loader_face import LoaderFace
 from streaming.opening import OpenLoop, open_shards, resolved
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import Shape
-from streaming.run.loops.loader_options import LoaderOptions
 from streaming.run.loops.options import no_dataset
+from streaming.run.options.loader_options import LoaderOptions
 from streaming.sets.datasets.face import DataSet
 from streaming.types import Sample, SamplesT
 

@@ -11,9 +11,9 @@ from streaming.others.torch_datasets.kinds import resolve_dataset
 from streaming.run.device.copiers import page_locked
 from streaming.run.epochs.iterator import Loop
 from streaming.run.loops.epoch_loop import EpochLoop
-from streaming.run.loops.loader_options import LoaderOptions
 from streaming.run.loops.options import refuse_what_deals, streaming_config
 from streaming.run.loops.streamed import StreamedLoop
+from streaming.run.options.loader_options import LoaderOptions
 from streaming.run.replicas.start_check import StartCheck
 from streaming.sets.datasets.face import DataSet
 

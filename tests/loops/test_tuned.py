@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from streaming import Balanced, Curriculum, DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
-from streaming.common.arguments import option_names
+from streaming.common.arguments import option_names, parse_bytes
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
 from streaming.types import VERSION
@@ -63,6 +63,11 @@ def settings(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader._core.options, name) for name in MACHINERY}
 
 
+def kept(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a loader keeps them: sizes in bytes."""
+    return {**options, "memory_limit": parse_bytes(options["memory_limit"])}
+
+
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == level and one.getMessage().startswith("tuned")]
 
@@ -78,7 +83,7 @@ def test_options_of_the_file_reach_the_loop(
         caplog.at_level(logging.INFO, "streaming"),
         DataLoader(dataset, 4, tuned=written(tmp_path, VALUES)) as loader,
     ):
-        assert settings(loader) == VALUES
+        assert settings(loader) == kept(VALUES)
         config: Any = loader._loop.config  # type: ignore[attr-defined]
         assert (config.num_workers, config.num_threads, config.depth) == (2, 3, 3 * 5)
         assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (2, 5, True)
@@ -97,15 +102,15 @@ def test_what_the_program_gives_wins_and_is_named(
         caplog.at_level(logging.INFO, "streaming"),
         DataLoader(dataset, 4, tuned=path, **{name: OWN[name]}) as loader,
     ):
-        assert settings(loader) == {**VALUES, name: OWN[name]}
+        assert settings(loader) == kept({**VALUES, name: OWN[name]})
     (line,) = lines(caplog, logging.INFO)
-    sets, _, kept = line.partition("; the program's own are kept: ")
-    assert kept == f"{name}={OWN[name]!r} (in the file {VALUES[name]!r})"
+    sets, _, others = line.partition("; the program's own are kept: ")
+    assert others == f"{name}={OWN[name]!r} (in the file {VALUES[name]!r})"
     assert f"{name}=" not in sets
     if name in {"num_threads", "prefetch_factor", "memory_limit"}:
         not_given: dict[str, Any] = {name: None}
         with DataLoader(dataset, 4, tuned=path, **not_given) as loader:
-            assert settings(loader) == VALUES
+            assert settings(loader) == kept(VALUES)
 
 
 NEVER = sorted(

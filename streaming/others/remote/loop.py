@@ -23,12 +23,12 @@ from streaming.errors import ConfigError, StateError, WorkerError
 from streaming.order.plan.ledger import NO_OTHER_SEED
 from streaming.order.plan.settings import Shape
 from streaming.others.remote import cluster
-from streaming.others.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.others.remote.handles import BatchHandle, RemoteBatch
 from streaming.others.remote.reader import MakeLoader, Note, RemoteReader, State, Step
 from streaming.run.epochs.iterator import Loop, Run
 from streaming.run.epochs.position import Place
-from streaming.run.loops.loader_options import LoaderOptions
+from streaming.run.options.loader_options import LoaderOptions
+from streaming.run.options.remote_group import RemoteGroup, as_remote_group
 from streaming.types import override
 
 _MAX_RECIPE_BYTES = 1 << 20
@@ -114,6 +114,15 @@ def open_remote(
     shape.check_one_size()
     group, there = as_remote_group(options.remote_group), options.in_actors()
     return RemoteLoop(create_dataset, make_loader, RemoteConfig(shape=shape, mesh=mesh, group=group, options=there))
+
+
+def deal(num_ranks: int, num_actors: int) -> tuple[range, ...]:
+    """Return the data ranks of each actor: consecutive runs whose lengths differ by at most one.
+
+    No actor is without a rank.
+    """
+    count = min(num_ranks, num_actors)
+    return tuple(range(one * num_ranks // count, (one + 1) * num_ranks // count) for one in range(count))
 
 
 class _Ahead:

@@ -12,7 +12,7 @@ import cloudpickle
 
 from infra import DeviceMesh
 from streaming.others.remote.wire import num_bytes, num_rows, pack
-from streaming.run.loops.loader_options import LoaderOptions
+from streaming.run.options.loader_options import LoaderOptions
 
 State = Mapping[str, Any]
 """The result of ``state_dict``."""

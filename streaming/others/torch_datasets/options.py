@@ -38,7 +38,7 @@ from streaming.run.engine.workers.context import ServerContext, cure_of_refusal
 from streaming.run.engine.workers.fork_server import SHARED, ForkServer
 from streaming.run.engine.workers.main import BeginProcess
 from streaming.run.engine.workers.surroundings import Surroundings
-from streaming.run.loops.loader_options import RULES, LoaderOptions
+from streaming.run.options.loader_options import RULES, LoaderOptions
 from streaming.run.replicas.options import Broadcast
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]

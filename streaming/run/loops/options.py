@@ -25,7 +25,7 @@ from streaming.errors import ConfigError
 from streaming.order.plan.settings import Shape
 from streaming.run.engine.builders import num_lanes
 from streaming.run.loops.base import LoopConfig
-from streaming.run.loops.loader_options import RULES, LoaderOptions
+from streaming.run.options.loader_options import RULES, LoaderOptions
 from streaming.sets.datasets.dataset import StreamingDataset
 from streaming.sets.datasets.face import DataSet
 from streaming.sets.sources.mixed import AnySource

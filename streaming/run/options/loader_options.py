@@ -27,6 +27,7 @@ from streaming.order.packing.balance import Balance, BalanceRules, Cost
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import Shape
 from streaming.run.epochs.watch import STALL_REPORT_S
+from streaming.run.options.remote_group import RemoteGroup, as_remote_group
 from streaming.run.replicas.options import Broadcast, Replicas
 from streaming.types import BatchT
 from streaming.watch.tuned.machinery import MACHINERY
@@ -38,8 +39,8 @@ Where: TypeAlias = Literal["anywhere", "shards", "torchs", "actors"]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why an option is refused somewhere.
+class NoEffect:
+    """Why an option has no effect somewhere, and is refused.
 
     Attributes:
         why: The reason and the cure. ``{value!r}`` stands for the given value, ``{own!r}`` for the dataset's own one.
@@ -59,21 +60,21 @@ class Rule:
     """What holds for an option, beside its type and default.
 
     Attributes:
-        check: Returns a given value in the form that is kept, or raises. None: what reads the option checks it, since
-            that depends on the mesh or the dataset.
-        refused: Why it has no effect, by ``Where``.
+        check: Returns a given value in the form that is kept, or raises. None: its reader checks it, by the mesh or the
+            dataset.
+        refused: Why it is refused, by ``Where``.
         is_own: With a ``remote_group`` it acts in the training process, and loaders in actors have the default.
         is_fixed: It cannot change once a loader is made.
     """
 
     check: Callable[[str, Any], Any] | None = None
-    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    refused: Mapping[str, NoEffect] = field(default_factory=dict)
     is_own: bool = False
     is_fixed: bool = True
 
 
 def _rule(
-    check: Callable[[str, Any], Any] | None = None, *, own: bool = False, fixed: bool = True, **refused: Refusal
+    check: Callable[[str, Any], Any] | None = None, *, own: bool = False, fixed: bool = True, **refused: NoEffect
 ) -> dict[str, Rule]:
     """Return the metadata of a field with this rule; ``refused`` by ``Where``."""
     return {"rule": Rule(check=check, refused=refused, is_own=own, is_fixed=fixed)}
@@ -93,13 +94,17 @@ def _function(name: str, value: Any) -> Any:
     return value
 
 
+def _group(_name: str, value: Any) -> RemoteGroup:
+    return as_remote_group(value)
+
+
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself, each to one rank, in an order that resumes from a state_dict. Leave "
     "it out; for an order of your own use torch.utils.data.DataLoader(dataset, {name}=…), with DeviceMeshSampler and "
     "RetrySampler where they help; for part of the data use torch's Subset, or dataset[a:b] of a StreamingDataset; to "
     'weight classes, as WeightedRandomSampler does, use Balanced(dataset, by="cls")'
 )
-_ONE_OBJECT = Refusal(
+_ONE_OBJECT = NoEffect(
     "not with remote_group, where all replicas share one object; take your part of what BatchHandle.get() returns",
     harmless=(None, "read"),
 )
@@ -107,7 +112,7 @@ _ONE_OBJECT = Refusal(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions(Generic[BatchT]):
-    """The options of a loader, as given or by default; numbers are Python's, sizes and durations are checked.
+    """Hold the options of a loader, as given or by default.
 
     They travel as this value from the constructor to where each acts: to the loop that is opened in a mesh, to another
     process, to the actors of a ``remote_group``. The docstring of ``DataLoader`` describes each.
@@ -119,7 +124,7 @@ class LoaderOptions(Generic[BatchT]):
     batch_size: int | Schedule | None = field(default=None, kw_only=False)
     global_batch_size: int | Schedule | None = None
     num_workers: int = field(default=0, metadata=_rule(MACHINERY["num_workers"]))
-    num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torchs=Refusal(
+    num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torchs=NoEffect(
         "batches of a torch data set are built by the thread that asks for them, or by worker processes: write "
         "num_workers=…",
         harmless=(None, 0),
@@ -132,22 +137,22 @@ class LoaderOptions(Generic[BatchT]):
     prefetch_factor: int | None = field(
         default=_PREFETCH_FACTOR, metadata=_rule(_or_none(MACHINERY["prefetch_factor"]))
     )
-    pin_memory: bool = field(default=False, metadata=_rule(MACHINERY["pin_memory"], actors=Refusal(
+    pin_memory: bool = field(default=False, metadata=_rule(MACHINERY["pin_memory"], actors=NoEffect(
         "not with remote_group; pin what BatchHandle.get() returns, where it is used", harmless=(False,)
     )))  # fmt: skip
     memory_limit: int | str | None = field(default=None, metadata=_rule(
-        _or_none(MACHINERY["memory_limit"]), torchs=Refusal(
+        _or_none(MACHINERY["memory_limit"]), torchs=NoEffect(
             "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds a few "
             "batches. Leave it out",
             harmless=(None, parse_bytes(DEFAULT_MEMORY_LIMIT)),
         )
     ))  # fmt: skip
     tuned: str | PathLike[str] | None = field(default=None, repr=False, metadata=_rule(  # a URL may hold a secret
-        torchs=Refusal(
+        torchs=NoEffect(
             "the file was measured with the engine that reads shards, not with a torch data set. Leave it out, and "
             "give num_workers= and prefetch_factor= yourself"
         ),
-        actors=Refusal(
+        actors=NoEffect(
             "not with remote_group, whose actors read on machines of their own; leave it out, and give the options of "
             "the file yourself if these machines are like the one that was measured"
         ),
@@ -155,51 +160,51 @@ class LoaderOptions(Generic[BatchT]):
     stall_report_s: float | None = field(
         default=STALL_REPORT_S, metadata=_rule(_seconds("no reports"), own=True, fixed=False)
     )
-    remote_group: Any = field(default=None, metadata=_rule(own=True))
+    remote_group: RemoteGroup | str | None = field(default=None, metadata=_rule(_or_none(_group), own=True))
     replicate: Literal["read", "broadcast"] | Broadcast = field(default="read", metadata=_rule(actors=_ONE_OBJECT))
     stage_fields: StageFields | None = field(default=None, metadata=_rule(actors=_ONE_OBJECT))
     sequence: SequenceSlice | None = field(default=None, metadata=_rule(actors=_ONE_OBJECT))
-    balance: Balance | None = field(default=None, metadata=_rule(actors=Refusal(
+    balance: Balance | None = field(default=None, metadata=_rule(actors=NoEffect(
         'with remote_group, whose actors have no process group, use "local"; got {value!r}', harmless=(None, "local")
     )))  # fmt: skip
     cost: Cost | int | None = None
     agreement_timeout: float | None = field(default=DEFAULT_TIMEOUT_S, metadata=_rule(
-        _seconds("no check"), torchs=Refusal(
+        _seconds("no check"), torchs=NoEffect(
             "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
             harmless=(None, DEFAULT_TIMEOUT_S),
         )
     ))  # fmt: skip
     drop_last: bool | None = None
-    shuffle: bool | None = field(default=None, metadata=_rule(shards=Refusal(
+    shuffle: bool | None = field(default=None, metadata=_rule(shards=NoEffect(
         "the order belongs to the data set, and this one has shuffle={own!r}; write "
         "StreamingDataset(…, shuffle={value!r})"
     )))  # fmt: skip
-    multiprocessing_context: str | BaseContext | None = field(default=None, metadata=_rule(shards=Refusal(
+    multiprocessing_context: str | BaseContext | None = field(default=None, metadata=_rule(shards=NoEffect(
         "worker processes of a StreamingDataset come from a fork server that never imports your script; leave it out"
     )))  # fmt: skip
-    persistent_workers: bool | None = field(default=None, metadata=_rule(shards=Refusal(
+    persistent_workers: bool | None = field(default=None, metadata=_rule(shards=NoEffect(
         "worker processes of a StreamingDataset always persist across epochs, until loader.close() ends them; the next "
         "epoch starts new ones. Leave it out",
         harmless=(None, True),
     )))  # fmt: skip
-    timeout: float | None = field(default=None, metadata=_rule(shards=Refusal(
+    timeout: float | None = field(default=None, metadata=_rule(shards=NoEffect(
         "a StreamingDataset waits for a batch as long as it takes; stall_report_s= logs what it is waiting for, and "
         'storage_options={{"deadline_s": …}} ends requests that take too long',
         harmless=(None, 0),
     )))  # fmt: skip
     worker_init_fn: Callable[[int], None] | None = None
-    generator: torch.Generator | None = field(default=None, metadata=_rule(anywhere=Refusal(
+    generator: torch.Generator | None = field(default=None, metadata=_rule(anywhere=NoEffect(
         "the order comes from a seed, which must be the same on all ranks and is saved in the state_dict; write "
         "seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, of an OrdinaryDataset"
     )))  # fmt: skip
-    sampler: Any = field(default=None, metadata=_rule(anywhere=Refusal(_OWN_SAMPLER.format(name="sampler"))))
+    sampler: Any = field(default=None, metadata=_rule(anywhere=NoEffect(_OWN_SAMPLER.format(name="sampler"))))
     batch_sampler: Any = field(
-        default=None, metadata=_rule(anywhere=Refusal(_OWN_SAMPLER.format(name="batch_sampler")))
+        default=None, metadata=_rule(anywhere=NoEffect(_OWN_SAMPLER.format(name="batch_sampler")))
     )
-    pin_memory_device: str = field(default="", metadata=_rule(anywhere=Refusal(
+    pin_memory_device: str = field(default="", metadata=_rule(anywhere=NoEffect(
         "batches are page-locked for any device; DevicePrefetcher(loader, device=…) copies them there", harmless=("",)
     )))  # fmt: skip
-    in_order: bool = field(default=True, metadata=_rule(anywhere=Refusal(
+    in_order: bool = field(default=True, metadata=_rule(anywhere=NoEffect(
         "batches always come in order, since a state_dict only counts those handed out; leave it out", harmless=(True,)
     )))  # fmt: skip
 
@@ -221,13 +226,13 @@ class LoaderOptions(Generic[BatchT]):
         Raises:
             ConfigError: One was given.
         """
-        for name, rule in RULES.items():
-            refusal, value = rule.refused.get(where), getattr(self, name)
-            if refusal is None or refusal.allows(value):
+        for name in ("tuned", *RULES):  # first the file, which may have given others
+            no_effect, value = RULES[name].refused.get(where), getattr(self, name)
+            if no_effect is None or no_effect.allows(value):
                 continue
             own = getattr(dataset, name, None)
             if own is None or own != value:
-                raise ConfigError(f"{name}: {refusal.why.format(value=value, own=own)}")
+                raise ConfigError(f"{name}: {no_effect.why.format(value=value, own=own)}")
 
     def shape(self, mesh: DeviceMesh) -> Shape:
         """Return the shape of batches in a mesh.
@@ -276,7 +281,8 @@ class LoaderOptions(Generic[BatchT]):
             ConfigError: One has no effect there.
         """
         self.refuse("actors")
-        return replace(self, **{one.name: one.default for one in fields(self) if RULES[one.name].is_own})
+        defaults: dict[str, Any] = {one.name: one.default for one in fields(self) if RULES[one.name].is_own}
+        return replace(self, **defaults)
 
 
 RULES: dict[str, Rule] = {one.name: one.metadata.get("rule", Rule()) for one in fields(LoaderOptions)}
