@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from infra import DeviceMesh
-from streaming.build.batches.build import Samples
 from streaming.common.arguments import checked_count, checks_names
 from streaming.errors import ConfigError
 from streaming.loader_face import LoaderFace
@@ -175,7 +174,7 @@ class DataLoader(LoaderFace[BatchT]):
     def _opened(dataset: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
         """See ``LoaderFace``: sets of shards, torch's datasets, and functions that actors call."""
         if options.remote_group is not None:
-            loop = open_remote(dataset, options, shape, mesh, _made)
+            loop = open_remote(dataset, options, shape, mesh, _made_in_actor)
             return OpenLoop(loop=loop, given=dataset, dataset=dataset, announces=False)
         made = resolved(dataset)
         if isinstance(made, DataSet):
@@ -272,7 +271,7 @@ class EpochSampler:
         )
 
 
-def _made(dataset: Any, options: LoaderOptions[Any]) -> DataLoader[Any]:
+def _made_in_actor(dataset: Any, options: LoaderOptions[Any]) -> DataLoader[Any]:
     """Return a loader by options as one value, in an actor."""
     loader: DataLoader[Any] = DataLoader.__new__(DataLoader)
     loader._begin(dataset, options)
@@ -281,9 +280,7 @@ def _made(dataset: Any, options: LoaderOptions[Any]) -> DataLoader[Any]:
 
 def _open_torchs(made: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
     """Open the loop over one of torch's datasets, with options of its own or not."""
-    if options.balance_rules is not None:
-        Samples().balanced(options.balance_rules, dataset=made, collate_fn=options.collate_fn)
-    options.refuse("torchs")
+    options.refuse("torchs", made)
     shape.check_one_size()
     check_whole(options.collate_fn, shape, mesh)
     own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)

@@ -5,6 +5,5 @@ Every actor runs the ordinary loader of its ranks; nothing here plans, fetches o
 
 from streaming.others.remote.handles import BatchHandle, RemoteBatch
 from streaming.others.remote.loop import RemoteLoop, open_remote
-from streaming.run.options.remote_group import RemoteGroup
 
-__all__ = ["BatchHandle", "RemoteBatch", "RemoteGroup", "RemoteLoop", "open_remote"]
+__all__ = ["BatchHandle", "RemoteBatch", "RemoteLoop", "open_remote"]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import cloudpickle
 
@@ -27,9 +27,11 @@ from streaming.others.remote.handles import BatchHandle, RemoteBatch
 from streaming.others.remote.reader import MakeLoader, Note, RemoteReader, State, Step
 from streaming.run.epochs.iterator import Loop, Run
 from streaming.run.epochs.position import Place
-from streaming.run.options.loader_options import LoaderOptions
 from streaming.run.options.remote_group import RemoteGroup, as_remote_group
 from streaming.types import override
+
+if TYPE_CHECKING:  # a process that only gets handles of batches needs no decoder
+    from streaming.run.options.loader_options import LoaderOptions
 
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0

@@ -6,17 +6,19 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 
 from infra import DeviceMesh
 from streaming.others.remote.wire import num_bytes, num_rows, pack
-from streaming.run.options.loader_options import LoaderOptions
+
+if TYPE_CHECKING:  # a process that only gets handles of batches needs no decoder
+    from streaming.run.options.loader_options import LoaderOptions
 
 State = Mapping[str, Any]
 """The result of ``state_dict``."""
-MakeLoader: TypeAlias = Callable[[Any, LoaderOptions[Any]], Any]
+MakeLoader: TypeAlias = "Callable[[Any, LoaderOptions[Any]], Any]"
 """Makes a loader from a dataset and its options."""
 _END = object()
 

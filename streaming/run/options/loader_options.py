@@ -43,7 +43,8 @@ class NoEffect:
     """Why an option has no effect somewhere, and is refused.
 
     Attributes:
-        why: The reason and the cure. ``{value!r}`` stands for the given value, ``{own!r}`` for the dataset's own one.
+        why: The reason and the cure. ``{value!r}`` stands for the given value, ``{own!r}`` for the dataset's own one,
+            ``{kind}`` for the dataset's class.
         harmless: Values that ask for what is done there anyway.
     """
 
@@ -104,9 +105,8 @@ _OWN_SAMPLER = (
     "RetrySampler where they help; for part of the data use torch's Subset, or dataset[a:b] of a StreamingDataset; to "
     'weight classes, as WeightedRandomSampler does, use Balanced(dataset, by="cls")'
 )
-_ONE_OBJECT = NoEffect(
-    "not with remote_group, where all replicas share one object; take your part of what BatchHandle.get() returns",
-    harmless=(None, "read"),
+_ONE_OBJECT = (
+    "not with remote_group, where all replicas share one object; take your part of what BatchHandle.get() returns"
 )
 
 
@@ -161,12 +161,18 @@ class LoaderOptions(Generic[BatchT]):
         default=STALL_REPORT_S, metadata=_rule(_seconds("no reports"), own=True, fixed=False)
     )
     remote_group: RemoteGroup | str | None = field(default=None, metadata=_rule(_or_none(_group), own=True))
-    replicate: Literal["read", "broadcast"] | Broadcast = field(default="read", metadata=_rule(actors=_ONE_OBJECT))
-    stage_fields: StageFields | None = field(default=None, metadata=_rule(actors=_ONE_OBJECT))
-    sequence: SequenceSlice | None = field(default=None, metadata=_rule(actors=_ONE_OBJECT))
-    balance: Balance | None = field(default=None, metadata=_rule(actors=NoEffect(
-        'with remote_group, whose actors have no process group, use "local"; got {value!r}', harmless=(None, "local")
-    )))  # fmt: skip
+    replicate: Literal["read", "broadcast"] | Broadcast = field(
+        default="read", metadata=_rule(actors=NoEffect(_ONE_OBJECT, harmless=("read",)))
+    )
+    stage_fields: StageFields | None = field(default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT)))
+    sequence: SequenceSlice | None = field(default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT)))
+    balance: Balance | None = field(default=None, metadata=_rule(
+        torchs=NoEffect("expected a Packed(…), or a Mixture of them, got a {kind}"),
+        actors=NoEffect(
+            'with remote_group, whose actors have no process group, use "local"; got {value!r}',
+            harmless=(None, "local"),
+        ),
+    ))  # fmt: skip
     cost: Cost | int | None = None
     agreement_timeout: float | None = field(default=DEFAULT_TIMEOUT_S, metadata=_rule(
         _seconds("no check"), torchs=NoEffect(
@@ -230,9 +236,10 @@ class LoaderOptions(Generic[BatchT]):
             no_effect, value = RULES[name].refused.get(where), getattr(self, name)
             if no_effect is None or no_effect.allows(value):
                 continue
-            own = getattr(dataset, name, None)
+            own = getattr(dataset, name, None) if where == "shards" else None
             if own is None or own != value:
-                raise ConfigError(f"{name}: {no_effect.why.format(value=value, own=own)}")
+                why = no_effect.why.format(value=value, own=own, kind=type(dataset).__name__)
+                raise ConfigError(f"{name}: {why}")
 
     def shape(self, mesh: DeviceMesh) -> Shape:
         """Return the shape of batches in a mesh.
