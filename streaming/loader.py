@@ -12,13 +12,15 @@ from infra import DeviceMesh
 from streaming.common.arguments import checked_count, checks_names
 from streaming.errors import ConfigError
 from streaming.loader_face import LoaderFace
-from streaming.opening import OpenLoop, open_shards, resolved
+from streaming.loop_core import resolved
 from streaming.order.plan.settings import Shape
 from streaming.others.remote import open_remote
 from streaming.others.torch_datasets.as_torch import called_as_torchs, check_whole, refuse_whole
 from streaming.others.torch_datasets.kinds import is_iterable, resolve_dataset
 from streaming.others.torch_datasets.map_style import open_ordinary
 from streaming.others.torch_datasets.options import OrdinaryDataset
+from streaming.run.device.copiers import page_locked
+from streaming.run.loops.opening import OpenLoop, open_shards
 from streaming.run.loops.options import ELSEWHERE, refuse_change, refuse_rebuilding
 from streaming.run.options.loader_options import LoaderOptions
 from streaming.sets.datasets.face import DataSet
@@ -179,7 +181,7 @@ class DataLoader(LoaderFace[BatchT]):
         made = resolved(dataset)
         if isinstance(made, DataSet):
             refuse_whole(options.collate_fn)
-            return open_shards(made, options, shape, mesh)
+            return open_shards(made, options, shape, mesh, pin=page_locked)
         return _open_torchs(made, options, shape, mesh)
 
     def _set_trainers_epoch(self, epoch: int) -> None:

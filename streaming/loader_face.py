@@ -16,13 +16,13 @@ from streaming.common.counters import Observation
 from streaming.common.migration_hints.methods import OF_LOADERS, look_elsewhere
 from streaming.errors import ConfigError
 from streaming.loop_core import LoopCore
-from streaming.opening import OpenLoop
 from streaming.order.plan.settings import Shape
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import Batches, Closable, Loop
 from streaming.run.epochs.position import calling_line
 from streaming.run.epochs.watch import Watchdog
 from streaming.run.loops.descriptions import what_is_read
+from streaming.run.loops.opening import OpenLoop
 from streaming.run.options.loader_options import LoaderOptions
 from streaming.types import BatchT
 from streaming.watch.tracing.file import TraceFile, checked_steps, here

@@ -10,16 +10,18 @@ from infra import DeviceMesh, MeshFinder
 from streaming.common.arguments import checked_int, is_whole
 from streaming.common.job.store import tell_of_going_on
 from streaming.errors import ConfigError
-from streaming.opening import OpenLoop
 from streaming.order.plan.order import ENDLESS
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.state import LoaderState
+from streaming.others.torch_datasets.kinds import resolve_dataset
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import Loop
 from streaming.run.loops.descriptions import Announcer
 from streaming.run.loops.epoch_loop import EpochLoop
-from streaming.run.loops.options import no_dataset
+from streaming.run.loops.opening import OpenLoop
+from streaming.run.loops.options import no_dataset, refuse_what_deals
 from streaming.run.options.loader_options import LoaderOptions
+from streaming.sets.datasets.face import DataSet
 
 _log = logging.getLogger("streaming.loader")  # whichever loader it is, by the name that users filter by
 Opens: TypeAlias = Callable[[Any, LoaderOptions[Any], Shape, DeviceMesh], OpenLoop]
@@ -161,3 +163,14 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
     if is_whole(at):
         return checked_int("remesh: at", at, 0, ENDLESS // global_batch_size)
     raise ConfigError(f"remesh: at: expected a state_dict() or a number of global batches, got {at!r}")
+
+
+def resolved(dataset: Any) -> Any:
+    """Return the dataset itself, calling the function that makes it if one was given.
+
+    Raises:
+        ConfigError: It is a loader, or a list of datasets.
+    """
+    made = dataset if isinstance(dataset, DataSet) else resolve_dataset(dataset)
+    refuse_what_deals(made)
+    return made

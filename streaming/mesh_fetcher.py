@@ -9,9 +9,11 @@ from infra import DeviceMesh
 from streaming.common.arguments import checks_names
 from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loader_face import LoaderFace
-from streaming.opening import OpenLoop, open_shards, resolved
+from streaming.loop_core import resolved
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import Shape
+from streaming.run.device.copiers import page_locked
+from streaming.run.loops.opening import OpenLoop, open_shards
 from streaming.run.loops.options import no_dataset
 from streaming.run.options.loader_options import LoaderOptions
 from streaming.sets.datasets.face import DataSet
@@ -72,7 +74,7 @@ class DeviceMeshFetcher(LoaderFace[SamplesT]):
         made = resolved(dataset)
         if not isinstance(made, DataSet):
             raise no_dataset(made)
-        return open_shards(made, options, shape, mesh)
+        return open_shards(made, options, shape, mesh, pin=page_locked)
 
 
 def _as_they_are(samples: list[Sample]) -> list[Sample]:

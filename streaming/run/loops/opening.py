@@ -1,17 +1,16 @@
-"""Open the loop over a set of shards, by a loader's options: ``open_shards``. Both loaders use it."""
+"""Open the loop over a set of shards, by the options of a loader: ``open_shards``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from infra import DeviceMesh
 from streaming.order.plan.settings import Shape
-from streaming.others.torch_datasets.kinds import resolve_dataset
-from streaming.run.device.copiers import page_locked
 from streaming.run.epochs.iterator import Loop
 from streaming.run.loops.epoch_loop import EpochLoop
-from streaming.run.loops.options import refuse_what_deals, streaming_config
+from streaming.run.loops.options import streaming_config
 from streaming.run.loops.streamed import StreamedLoop
 from streaming.run.options.loader_options import LoaderOptions
 from streaming.run.replicas.start_check import StartCheck
@@ -37,24 +36,22 @@ class OpenLoop:
     announces: bool = True
 
 
-def resolved(dataset: Any) -> Any:
-    """Return the dataset itself, calling the function that makes it if one was given.
-
-    Raises:
-        ConfigError: It is a loader, or a list of datasets.
-    """
-    made = dataset if isinstance(dataset, DataSet) else resolve_dataset(dataset)
-    refuse_what_deals(made)
-    return made
-
-
-def open_shards(dataset: DataSet[Any], options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
+def open_shards(
+    dataset: DataSet[Any], options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh, *, pin: Callable[[Any], Any]
+) -> OpenLoop:
     """Open the loop over a set of shards, and the check that compares it with the loops of other ranks.
+
+    Args:
+        dataset: The set.
+        options: Options of the loader.
+        shape: Shape of the batches.
+        mesh: The mesh, including this process's place in it.
+        pin: Page-locks a batch.
 
     Raises:
         ConfigError: An option does not go with the dataset, the mesh, or another option.
     """
-    source, config = dataset.source, streaming_config(dataset, options, shape, mesh, pin=page_locked)
+    source, config = dataset.source, streaming_config(dataset, options, shape, mesh, pin)
     loop: EpochLoop | StreamedLoop
     if source.indexed:
         loop = EpochLoop(source, config)
