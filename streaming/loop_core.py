@@ -64,9 +64,10 @@ class LoopCore:
 
     def _open(self, mesh: DeviceMesh) -> None:
         """Open the loop of this process's place in a mesh, by the options."""
-        self.shape = self.options.shape(mesh)
-        opened = self._opens(self._given, self.options, self.shape, mesh)
-        self.loop, self.check, self._given, self.dataset = opened.loop, opened.check, opened.given, opened.dataset
+        shape = self.options.shape(mesh)
+        opened = self._opens(self._given, self.options, shape, mesh)
+        self._given, self.dataset, self.check = opened.given, opened.dataset, opened.check
+        self.shape, self.loop = shape, opened.loop
         if opened.announces:
             self.loop.announce = Announcer(self.dataset, self.loop, self.finder)
 
