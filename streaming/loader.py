@@ -182,7 +182,7 @@ class DataLoader(LoaderFace[BatchT]):
         if isinstance(made, DataSet):
             refuse_whole(options.collate_fn)
             return open_shards(made, options, shape, mesh, pin=page_locked)
-        return _open_torchs(made, options, shape, mesh)
+        return _open_torch_dataset(made, options, shape, mesh)
 
     def _set_trainers_epoch(self, epoch: int) -> None:
         """See ``EpochSampler.set_epoch``."""
@@ -280,9 +280,9 @@ def _made_in_actor(dataset: Any, options: LoaderOptions[Any]) -> DataLoader[Any]
     return loader
 
 
-def _open_torchs(made: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
+def _open_torch_dataset(made: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
     """Open the loop over one of torch's datasets, with options of its own or not."""
-    options.refuse("torchs", made)
+    options.refuse("torch", made)
     shape.check_one_size()
     check_whole(options.collate_fn, shape, mesh)
     own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)

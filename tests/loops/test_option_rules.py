@@ -94,6 +94,6 @@ def test_loaders_in_actors_have_all_options_but_the_training_process_own() -> No
     }  # fmt: skip
     here: LoaderOptions[Any] = LoaderOptions(4, **changed)
     there = here.in_actors()
-    own = {name for name, rule in RULES.items() if rule.is_own}
+    own = {name for name, rule in RULES.items() if rule.is_local}
     assert own == {"stall_report_s", "remote_group", "device_mesh"}
     assert {one for one in RULES if getattr(here, one) != getattr(there, one)} == own

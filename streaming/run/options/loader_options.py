@@ -34,7 +34,7 @@ from streaming.watch.tuned.machinery import MACHINERY
 
 _PREFETCH_FACTOR = 2  # as in torch
 
-Where: TypeAlias = Literal["anywhere", "shards", "torchs", "actors"]
+Where: TypeAlias = Literal["anywhere", "shards", "torch", "actors"]
 """Where an option may be refused: with any dataset, one of shards, one of torch's, in actors of a ``remote_group``."""
 
 
@@ -64,21 +64,21 @@ class Rule:
         check: Returns a given value in the form that is kept, or raises. None: its reader checks it, by the mesh or the
             dataset.
         refused: Why it is refused, by ``Where``.
-        is_own: With a ``remote_group`` it acts in the training process, and loaders in actors have the default.
+        is_local: With a ``remote_group`` it acts in the training process, and loaders in actors have the default.
         is_fixed: It cannot change once a loader is made.
     """
 
     check: Callable[[str, Any], Any] | None = None
     refused: Mapping[str, NoEffect] = field(default_factory=dict)
-    is_own: bool = False
+    is_local: bool = False
     is_fixed: bool = True
 
 
 def _rule(
-    check: Callable[[str, Any], Any] | None = None, *, own: bool = False, fixed: bool = True, **refused: NoEffect
+    check: Callable[[str, Any], Any] | None = None, *, local: bool = False, fixed: bool = True, **refused: NoEffect
 ) -> dict[str, Rule]:
     """Return the metadata of a field with this rule; ``refused`` by ``Where``."""
-    return {"rule": Rule(check=check, refused=refused, is_own=own, is_fixed=fixed)}
+    return {"rule": Rule(check=check, refused=refused, is_local=local, is_fixed=fixed)}
 
 
 def _or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
@@ -124,12 +124,12 @@ class LoaderOptions(Generic[BatchT]):
     batch_size: int | Schedule | None = field(default=None, kw_only=False)
     global_batch_size: int | Schedule | None = None
     num_workers: int = field(default=0, metadata=_rule(MACHINERY["num_workers"]))
-    num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torchs=NoEffect(
+    num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torch=NoEffect(
         "batches of a torch data set are built by the thread that asks for them, or by worker processes: write "
         "num_workers=…",
         harmless=(None, 0),
     )))  # fmt: skip
-    device_mesh: Any = field(default=None, metadata=_rule(own=True))
+    device_mesh: Any = field(default=None, metadata=_rule(local=True))
     last_batch: str = "drop"
     epoch_size: int | None = None
     collate_fn: Callable[[list[Any]], BatchT] | None = field(default=None, metadata=_rule(_function))
@@ -141,14 +141,14 @@ class LoaderOptions(Generic[BatchT]):
         "not with remote_group; pin what BatchHandle.get() returns, where it is used", harmless=(False,)
     )))  # fmt: skip
     memory_limit: int | str | None = field(default=None, metadata=_rule(
-        _or_none(MACHINERY["memory_limit"]), torchs=NoEffect(
+        _or_none(MACHINERY["memory_limit"]), torch=NoEffect(
             "it bounds what is buffered of a StreamingDataset; of a torch data set each worker process holds a few "
             "batches. Leave it out",
             harmless=(None, parse_bytes(DEFAULT_MEMORY_LIMIT)),
         )
     ))  # fmt: skip
     tuned: str | PathLike[str] | None = field(default=None, repr=False, metadata=_rule(  # a URL may hold a secret
-        torchs=NoEffect(
+        torch=NoEffect(
             "the file was measured with the engine that reads shards, not with a torch data set. Leave it out, and "
             "give num_workers= and prefetch_factor= yourself"
         ),
@@ -158,16 +158,16 @@ class LoaderOptions(Generic[BatchT]):
         ),
     ))  # fmt: skip
     stall_report_s: float | None = field(
-        default=STALL_REPORT_S, metadata=_rule(_seconds("no reports"), own=True, fixed=False)
+        default=STALL_REPORT_S, metadata=_rule(_seconds("no reports"), local=True, fixed=False)
     )
-    remote_group: RemoteGroup | str | None = field(default=None, metadata=_rule(_or_none(_group), own=True))
+    remote_group: RemoteGroup | str | None = field(default=None, metadata=_rule(_or_none(_group), local=True))
     replicate: Literal["read", "broadcast"] | Broadcast = field(
         default="read", metadata=_rule(actors=NoEffect(_ONE_OBJECT, harmless=("read",)))
     )
     stage_fields: StageFields | None = field(default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT)))
     sequence: SequenceSlice | None = field(default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT)))
     balance: Balance | None = field(default=None, metadata=_rule(
-        torchs=NoEffect("expected a Packed(…), or a Mixture of them, got a {kind}"),
+        torch=NoEffect("expected a Packed(…), or a Mixture of them, got a {kind}"),
         actors=NoEffect(
             'with remote_group, whose actors have no process group, use "local"; got {value!r}',
             harmless=(None, "local"),
@@ -175,7 +175,7 @@ class LoaderOptions(Generic[BatchT]):
     ))  # fmt: skip
     cost: Cost | int | None = None
     agreement_timeout: float | None = field(default=DEFAULT_TIMEOUT_S, metadata=_rule(
-        _seconds("no check"), torchs=NoEffect(
+        _seconds("no check"), torch=NoEffect(
             "only loaders over a StreamingDataset compare what their ranks read. Leave it out",
             harmless=(None, DEFAULT_TIMEOUT_S),
         )
@@ -288,7 +288,7 @@ class LoaderOptions(Generic[BatchT]):
             ConfigError: One has no effect there.
         """
         self.refuse("actors")
-        defaults: dict[str, Any] = {one.name: one.default for one in fields(self) if RULES[one.name].is_own}
+        defaults: dict[str, Any] = {one.name: one.default for one in fields(self) if RULES[one.name].is_local}
         return replace(self, **defaults)
 
 
