@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from streaming.mesh_fetcher import DeviceMeshFetcher
     from streaming.order.plan.schedule import Schedule
     from streaming.order.plan.settings import ShuffleConfig
-    from streaming.others.remote import BatchHandle, RemoteBatch, RemoteGroup
+    from streaming.others.remote import BatchHandle, RemoteBatch
     from streaming.others.torch_datasets.mesh_sampler import DeviceMeshSampler
     from streaming.others.torch_datasets.options import OrdinaryDataset
     from streaming.others.torch_datasets.retry import RetrySampler
     from streaming.run.device.prefetcher import DevicePrefetcher
+    from streaming.run.options.remote_group import RemoteGroup
     from streaming.run.replicas.options import Broadcast
     from streaming.sets.datasets.balanced import Balanced
     from streaming.sets.datasets.curriculum import Curriculum
@@ -69,7 +70,7 @@ _HOMES = {
     "OrdinaryDataset": "streaming.others.torch_datasets.options",
     "Packed": "streaming.sets.datasets.packed",
     "RemoteBatch": "streaming.others.remote",
-    "RemoteGroup": "streaming.others.remote",
+    "RemoteGroup": "streaming.run.options.remote_group",
     "RetrySampler": "streaming.others.torch_datasets.retry",
     "Schedule": "streaming.order.plan.schedule",
     "SequenceSlice": "streaming.build.batches.sequence",

@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from multiprocessing.context import BaseContext
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-
-from infra import DeviceMesh, as_device_mesh
-from streaming.build.batches.jagged import Form
-from streaming.build.batches.portion import StageFields
-from streaming.build.batches.sequence import SequenceSlice
-from streaming.common.arguments import check_worker_init_fn, checked_count, checks_names, seconds_or_none
-from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
+from infra import DeviceMesh
+from streaming.common.arguments import checked_count, checks_names
 from streaming.errors import ConfigError
-from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
-from streaming.order.packing.balance import Balance, Cost
-from streaming.order.plan.schedule import Schedule
-from streaming.others.remote import RemoteGroup, open_remote
+from streaming.loader_face import LoaderFace
+from streaming.loop_core import resolved
+from streaming.order.plan.settings import Shape
+from streaming.others.remote import open_remote
 from streaming.others.torch_datasets.as_torch import called_as_torchs, check_whole, refuse_whole
 from streaming.others.torch_datasets.kinds import is_iterable, resolve_dataset
 from streaming.others.torch_datasets.map_style import open_ordinary
 from streaming.others.torch_datasets.options import OrdinaryDataset
 from streaming.run.device.copiers import page_locked
-from streaming.run.epochs.watch import STALL_REPORT_S
-from streaming.run.loops.descriptions import Announcer
-from streaming.run.loops.options import (
-    ELSEWHERE,
-    balanced,
-    check_ordinary,
-    check_streaming,
-    given,
-    refuse_change,
-    refuse_rebuilding,
-    refuse_torch_names,
-    refuse_tuned_elsewhere,
-    streaming_config,
-    without_torchs_defaults,
-)  # fmt: skip
-from streaming.run.replicas.options import Broadcast, Replicas
+from streaming.run.loops.opening import OpenLoop, open_shards
+from streaming.run.loops.options import ELSEWHERE, refuse_change, refuse_rebuilding
+from streaming.run.options.loader_options import LoaderOptions
 from streaming.sets.datasets.face import DataSet
 from streaming.types import BatchT
 from streaming.watch.tuned.chosen import takes_tuned
 
 _log = logging.getLogger(__name__)
-_BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
-_IN_ACTORS = (
-    *("num_threads", "memory_limit", "replicate", "stage_fields", "sequence"),
-    *("agreement_timeout", "balance", "cost"),
-)
-_OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout")
-"""Arguments of torch's ``DataLoader`` that apply to an ``OrdinaryDataset`` only."""
+_Given = ParamSpec("_Given")
+_Batch = TypeVar("_Batch")
+
+
+def _takes_options(
+    options: Callable[_Given, LoaderOptions[_Batch]],
+) -> Callable[
+    [Callable[[DataLoader[_Batch], Any, LoaderOptions[_Batch]], None]],
+    Callable[Concatenate[DataLoader[_Batch], Any, _Given], None],
+]:
+    """Make a constructor take, behind the dataset, each option by its name; it gets them as one value.
+
+    So the signature of the constructor, for people and for type checkers, is that of the table of options.
+    """
+
+    def decorate(init: Callable[[DataLoader[_Batch], Any, LoaderOptions[_Batch]], None]) -> Any:
+        @functools.wraps(init)
+        def taking(self: DataLoader[_Batch], dataset: Any, batch_size: Any = None, **named: Any) -> None:
+            init(self, dataset, options(batch_size=batch_size, **named))  # type: ignore[call-arg]
+
+        own = [*inspect.signature(init).parameters.values()][:-1]
+        taking.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [*own, *inspect.signature(options).parameters.values()], return_annotation=None
+        )
+        return taking
+
+    return decorate
 
 
 @checks_names(ELSEWHERE)
-class DataLoader(DeviceMeshFetcher[BatchT]):
+class DataLoader(LoaderFace[BatchT]):
     """Iterate over this rank's batches of a dataset, epoch after epoch.
 
     Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
@@ -168,89 +168,21 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
 
     @called_as_torchs
     @takes_tuned
-    def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
-        self,
-        dataset: Any,
-        batch_size: int | Schedule | None = None,
-        *,
-        global_batch_size: int | Schedule | None = None,
-        num_workers: int = 0,
-        num_threads: int | None = None,
-        device_mesh: Any = None,
-        last_batch: str = "drop",
-        epoch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], BatchT] | None = None,
-        jagged: Sequence[str] | Mapping[str, Form] | None = None,
-        prefetch_factor: int | None = 2,
-        pin_memory: bool = False,
-        memory_limit: int | str | None = None,
-        tuned: str | PathLike[str] | None = None,
-        stall_report_s: float | None = STALL_REPORT_S,
-        remote_group: RemoteGroup | str | None = None,
-        replicate: Literal["read", "broadcast"] | Broadcast = "read",
-        stage_fields: StageFields | None = None,
-        sequence: SequenceSlice | None = None,
-        balance: Balance | None = None,
-        cost: Cost | int | None = None,
-        agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
-        drop_last: bool | None = None,
-        shuffle: bool | None = None,
-        multiprocessing_context: str | BaseContext | None = None,
-        persistent_workers: bool | None = None,
-        timeout: float | None = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        generator: torch.Generator | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-    ) -> None:
-        options = without_torchs_defaults(options_of(locals()))
-        refuse_torch_names(options)
-        self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
+    @_takes_options(LoaderOptions)
+    def __init__(self, dataset: Any, options: LoaderOptions[BatchT]) -> None:
+        self._begin(dataset, options)
 
-    def _open(self, mesh: DeviceMesh) -> None:
-        options = self._options
-        remote_group, timeout_s = options["remote_group"], options["agreement_timeout"]
-        if remote_group is None:
-            timeout_s = seconds_or_none("agreement_timeout", timeout_s, NO_CHECK)
-        self._shape = shape_of(options, mesh)
-        choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
-        ordinary = given(**{name: options[name] for name in (*_OF_TORCH, "worker_init_fn")})
-        if remote_group is not None:
-            refuse_tuned_elsewhere(options)
-            self._shape.check_one_size()
-            there = {name: options[name] for name in _IN_ACTORS}
-            self._loop = open_remote(self._given, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
-            return
-        replicas = Replicas(**{name: options[name] for name in ("replicate", "stage_fields", "sequence")})
-        made = self._resolve(self._given)
-        items = balanced(made, options["balance"], options["cost"], collate_fn=options["collate_fn"])
-        if not isinstance(made, DataSet):
-            check_ordinary(options)
-            self._open_ordinary(made, ordinary, mesh, replicas, choices)
-            return
-        refuse_whole(options["collate_fn"])
-        worker_init_fn = ordinary.pop("worker_init_fn", None)
-        check_streaming(ordinary, made)
-        config = streaming_config(
-            made.source, mesh, replicas, num_threads=options["num_threads"], memory_limit=options["memory_limit"],
-            pin=page_locked, **choices,
-        )  # fmt: skip
-        check_worker_init_fn(worker_init_fn, config.num_workers)
-        recipe = replace(config.recipe, items=items, worker_init_fn=worker_init_fn)
-        self._stream(made, replace(config, recipe=recipe), timeout_s)
-
-    def _open_ordinary(
-        self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
-    ) -> None:
-        self._shape.check_one_size()
-        check_whole(choices["collate_fn"], self._shape, mesh)
-        own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
-        self._dataset = read = resolve_dataset(own.dataset)
-        config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
-        self._loop = open_ordinary(read, config)
-        self._loop.announce = Announcer(read, self._loop, self._finder)
+    @staticmethod
+    def _opened(dataset: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
+        """See ``LoaderFace``: sets of shards, torch's datasets, and functions that actors call."""
+        if options.remote_group is not None:
+            loop = open_remote(dataset, options, shape, mesh, _made_in_actor)
+            return OpenLoop(loop=loop, given=dataset, dataset=dataset, announces=False)
+        made = resolved(dataset)
+        if isinstance(made, DataSet):
+            refuse_whole(options.collate_fn)
+            return open_shards(made, options, shape, mesh, pin=page_locked)
+        return _open_torch_dataset(made, options, shape, mesh)
 
     def _set_trainers_epoch(self, epoch: int) -> None:
         """See ``EpochSampler.set_epoch``."""
@@ -281,28 +213,27 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
     @property
     def num_workers(self) -> int:
         """Number of worker processes, as given. Trainers read this attribute and the next four."""
-        return int(self._options["num_workers"])
+        return self._core.options.num_workers
 
     @property
     def prefetch_factor(self) -> int | None:
         """Batches built ahead per worker process; None without worker processes, as in torch."""
-        return int(self._options["prefetch_factor"]) if self.num_workers else None
+        return self._core.options.num_ahead if self.num_workers else None
 
     @property
     def pin_memory(self) -> bool:
         """Whether batches are page-locked, if CUDA is available."""
-        return bool(self._options["pin_memory"])
+        return self._core.options.pin_memory
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any] | None:
         """The collate function, as given."""
-        collate_fn: Callable[[list[Any]], Any] | None = self._options["collate_fn"]
-        return collate_fn
+        return self._core.options.collate_fn
 
     @property
     def drop_last(self) -> bool:
         """Whether samples that do not fill a global batch are left out."""
-        return self._shape.last_batch == "drop"
+        return self._core.shape.last_batch == "drop"
 
 
 class EpochSampler:
@@ -340,3 +271,21 @@ class EpochSampler:
             "a state by itself. Give the loader to the program as it is, without its prepare or skip functions; "
             "streaming.integrations has what Accelerate and transformers need"
         )
+
+
+def _made_in_actor(dataset: Any, options: LoaderOptions[Any]) -> DataLoader[Any]:
+    """Return a loader by options as one value, in an actor."""
+    loader: DataLoader[Any] = DataLoader.__new__(DataLoader)
+    loader._begin(dataset, options)
+    return loader
+
+
+def _open_torch_dataset(made: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
+    """Open the loop over one of torch's datasets, with options of its own or not."""
+    options.refuse("torch", made)
+    shape.check_one_size()
+    check_whole(options.collate_fn, shape, mesh)
+    own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
+    read = resolve_dataset(own.dataset)
+    loop = open_ordinary(read, own.config(options, shape, mesh, iterable=is_iterable(read)))
+    return OpenLoop(loop=loop, given=made, dataset=read)

@@ -353,11 +353,6 @@ def checked_last_batch(last_batch: str) -> LastBatch:
     return last_batch  # type: ignore[return-value]
 
 
-def checked_memory_limit(memory_limit: int | str) -> int:
-    """Return ``memory_limit`` in bytes."""
-    return parse_bytes(memory_limit, name="memory_limit")
-
-
 def default_memory_limit(group_bytes: int | None, ranks_here: int) -> int:
     """Return the default ``memory_limit`` of a loader, in bytes.
 

@@ -29,8 +29,7 @@ def begin_at(loader: DataLoader, number: int) -> int:
     Raises:
         ConfigError: The epoch has fewer batches, or a state was loaded that continues at another batch.
     """
-    loader._look_again(to_read=True)
-    loop = loader._loop
+    loop = loader._core.now(to_read=True)
     if loop.is_counted and number > loop.num_batches:
         raise ConfigError(
             f"skip_first_batches: got {number} batches, but an epoch of this loader has {loop.num_batches} on each "

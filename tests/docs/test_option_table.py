@@ -112,7 +112,7 @@ def settings_of(*names: str) -> Look:
         if hasattr(loop, "_actors"):
             (actor,) = loop._open()
             return look(actor._open()[0], None)
-        config, check = loop.config, loader._check
+        config, check = loop.config, loader._core.check
         found = [reduce(lambda value, part: getattr(value, part, None), name.split("."), config) for name in names]
         return [*found, getattr(check, "_timeout_s", None) if "timeout_s" in names else None]
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from streaming import Balanced, Curriculum, DataLoader, Mixture, OrdinaryDataset, Packed, StreamingDataset
-from streaming.common.arguments import option_names
+from streaming.common.arguments import option_names, parse_bytes
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
 from streaming.types import VERSION
 from streaming.watch.tuned import chosen
-from streaming.watch.tuned.file import DEFAULT_NAME, MACHINERY, Tuned, read_tuned, stored
+from streaming.watch.tuned.file import DEFAULT_NAME, Tuned, read_tuned, stored
+from streaming.watch.tuned.machinery import MACHINERY
 from tests.support.contracts.option_kinds import KINDS, Places, run
 from tests.support.sets.data_sets import mesh_of, write_set
 from tests.support.tiers import first_here
@@ -59,7 +60,12 @@ def written(folder: Path, options: Mapping[str, Any] | None = None, **parts: Any
 
 def settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """The options of the file as they reach the loop."""
-    return {name: loader._options[name] for name in MACHINERY}
+    return {name: getattr(loader._core.options, name) for name in MACHINERY}
+
+
+def kept(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a loader keeps them: sizes in bytes."""
+    return {**options, "memory_limit": parse_bytes(options["memory_limit"])}
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -77,7 +83,7 @@ def test_options_of_the_file_reach_the_loop(
         caplog.at_level(logging.INFO, "streaming"),
         DataLoader(dataset, 4, tuned=written(tmp_path, VALUES)) as loader,
     ):
-        assert settings(loader) == VALUES
+        assert settings(loader) == kept(VALUES)
         config: Any = loader._loop.config  # type: ignore[attr-defined]
         assert (config.num_workers, config.num_threads, config.depth) == (2, 3, 3 * 5)
         assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (2, 5, True)
@@ -96,15 +102,15 @@ def test_what_the_program_gives_wins_and_is_named(
         caplog.at_level(logging.INFO, "streaming"),
         DataLoader(dataset, 4, tuned=path, **{name: OWN[name]}) as loader,
     ):
-        assert settings(loader) == {**VALUES, name: OWN[name]}
+        assert settings(loader) == kept({**VALUES, name: OWN[name]})
     (line,) = lines(caplog, logging.INFO)
-    sets, _, kept = line.partition("; the program's own are kept: ")
-    assert kept == f"{name}={OWN[name]!r} (in the file {VALUES[name]!r})"
+    sets, _, others = line.partition("; the program's own are kept: ")
+    assert others == f"{name}={OWN[name]!r} (in the file {VALUES[name]!r})"
     assert f"{name}=" not in sets
     if name in {"num_threads", "prefetch_factor", "memory_limit"}:
         not_given: dict[str, Any] = {name: None}
         with DataLoader(dataset, 4, tuned=path, **not_given) as loader:
-            assert settings(loader) == VALUES
+            assert settings(loader) == kept(VALUES)
 
 
 NEVER = sorted(
@@ -196,7 +202,7 @@ def test_a_machine_that_is_not_the_one_measured_is_told(
         monkeypatch.setattr(chosen, name, lambda value=value: value)
     options = {"prefetch_factor": 3, "num_threads": 0, **parts.pop("options", {})}
     with DataLoader(dataset, 4, tuned=written(tmp_path, options, **parts)) as loader:
-        assert loader._options["prefetch_factor"] == 3
+        assert loader._core.options.prefetch_factor == 3
     found = lines(caplog, logging.WARNING)
     assert len(found) == bool(numbers), found
     assert all(number in found[0] and "shard_tools bench URL --tune" in found[0] for number in numbers)

@@ -22,7 +22,8 @@ from shard_tools.look.bench.tune import Tried, TunePlan, chosen, reason, spread_
 from streaming import DataLoader, StreamingDataset
 from streaming.common.platforms import num_cores
 from streaming.errors import ConfigError, IndexMissingError
-from streaming.watch.tuned.file import DEFAULT_NAME, MACHINERY, read_tuned
+from streaming.watch.tuned.file import DEFAULT_NAME, read_tuned
+from streaming.watch.tuned.machinery import MACHINERY
 
 SAMPLES = 96
 Rate = Callable[[Mapping[str, Any]], float]

@@ -17,7 +17,7 @@ from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Ordinary
 from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, OptionError
 from streaming.others.torch_datasets import as_torch
-from streaming.run.loops import options as loader_options
+from streaming.run.options.loader_options import RULES
 from tests.support.sets.data_sets import mesh_of, write_set
 
 COUNT = 12
@@ -201,10 +201,11 @@ def test_what_to_write_in_place_of_one_number_works() -> None:
 @pytest.mark.parametrize("kind", ["torch", "ours"])
 def test_options_of_a_loader_are_not_set_in_silence(kind: str, dataset: StreamingDataset) -> None:
     theirs = set(inspect.signature(TorchLoader.__init__).parameters) - {"self"}
-    assert set(option_names(DataLoader)) - {"stall_report_s"} == loader_options._FIXED
-    assert theirs <= loader_options._FIXED
+    fixed = {"dataset", *(name for name, rule in RULES.items() if rule.is_fixed)}
+    assert set(option_names(DataLoader)) - {"stall_report_s"} == fixed
+    assert theirs <= fixed
     loader = DataLoader(list(range(8)), 4, shuffle=False) if kind == "torch" else DataLoader(dataset, 4)
-    for name in loader_options._FIXED:
+    for name in fixed:
         with pytest.raises(ValueError, match=f"^{name}: it is fixed when a loader is made"):
             setattr(loader, name, 1)
     for name, way in (("epoch", r"set_epoch\(3\)"), ("seed", r"seed\(3\)")):

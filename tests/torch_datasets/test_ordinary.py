@@ -19,6 +19,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from infra import DeviceMesh
+from streaming import DataLoader, OrdinaryDataset
+from streaming.common.arguments import option_names
 from streaming.errors import ConfigError, DataError, IteratorEndedError, StateError, TooManyBadSamplesError
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.sizes import Sizes
@@ -598,8 +600,10 @@ def test_workers_start_either_way(make: Any, method: str) -> None:
      ("pin_memory", 1), ("collate_fn", 3), ("epoch_size", 0), ("multiprocessing_context", "thread")],
 )  # fmt: skip
 def test_wrong_choices_are_named(option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=option):
-        config(**{option: value})
+    wrong: dict[str, Any] = {option: value}
+    is_own, data = option in option_names(OrdinaryDataset), Squares(8) if option == "shuffle" else Stream(8)
+    with pytest.raises(ConfigError, match=f"^{option}: expected"):
+        DataLoader(OrdinaryDataset(data, **wrong if is_own else {}), 4, **{} if is_own else wrong)
 
 
 def test_an_error_in_the_data_set_stops_workers() -> None:

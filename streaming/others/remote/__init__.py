@@ -3,8 +3,7 @@
 Every actor runs the ordinary loader of its ranks; nothing here plans, fetches or decodes.
 """
 
-from streaming.others.remote.group import RemoteGroup
 from streaming.others.remote.handles import BatchHandle, RemoteBatch
 from streaming.others.remote.loop import RemoteLoop, open_remote
 
-__all__ = ["BatchHandle", "RemoteBatch", "RemoteGroup", "RemoteLoop", "open_remote"]
+__all__ = ["BatchHandle", "RemoteBatch", "RemoteLoop", "open_remote"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from streaming.errors import ConfigError, WorkerDiedError, WorkerError
-from streaming.others.remote.group import RemoteGroup
+from streaming.run.options.remote_group import RemoteGroup
 
 MAX_RETRIES = 3
 """Readers that may die from one batch, as for decode workers (``streaming.run.engine.workers.pool``)."""

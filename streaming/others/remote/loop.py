@@ -13,23 +13,25 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import cloudpickle
 
 from infra import DeviceMesh
-from streaming.common.arguments import format_bytes, is_whole
+from streaming.common.arguments import format_bytes
 from streaming.errors import ConfigError, StateError, WorkerError
 from streaming.order.plan.ledger import NO_OTHER_SEED
 from streaming.order.plan.settings import Shape
 from streaming.others.remote import cluster
-from streaming.others.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.others.remote.handles import BatchHandle, RemoteBatch
-from streaming.others.remote.reader import Note, RemoteReader, State, Step
+from streaming.others.remote.reader import MakeLoader, Note, RemoteReader, State, Step
 from streaming.run.epochs.iterator import Loop, Run
 from streaming.run.epochs.position import Place
+from streaming.run.options.remote_group import RemoteGroup, as_remote_group
 from streaming.types import override
+
+if TYPE_CHECKING:  # a process that only gets handles of batches needs no decoder
+    from streaming.run.options.loader_options import LoaderOptions
 
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0
@@ -48,13 +50,14 @@ class RemoteConfig:
         shape: Shape of the batches.
         mesh: Mesh of the processes that train; the driver need not be one of them.
         group: Where the readers are.
-        prefetch: Steps requested ahead of the one handed out.
+        options: Options of the readers' loaders; ``num_ahead`` is also the number of steps requested ahead of the one
+            handed out.
     """
 
     shape: Shape
     mesh: DeviceMesh
     group: RemoteGroup
-    prefetch: int
+    options: LoaderOptions[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +82,8 @@ class RemoteState:
         return cls(values=dict(values))
 
 
-def traveling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
-    """Pack what is sent to the actors: the function that makes the dataset, and the loader's options.
+def traveling(create_dataset: Any, make_loader: MakeLoader, options: LoaderOptions[Any]) -> bytes:
+    """Pack what is sent to the actors: the functions that make dataset and loader, and the loader's options.
 
     Raises:
         ConfigError: It is not a function, or carries data along.
@@ -91,7 +94,7 @@ def traveling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
             f"{type(create_dataset).__name__}. Write `def create_dataset(): return StreamingDataset(…)`"
         )
     try:
-        recipe: bytes = cloudpickle.dumps((create_dataset, make_loader))
+        recipe: bytes = cloudpickle.dumps((create_dataset, make_loader, options))
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
         raise ConfigError(f"remote_group: the data set's function, or an option, cannot be sent: {error}") from error
     if len(recipe) > _MAX_RECIPE_BYTES:
@@ -103,32 +106,25 @@ def traveling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
 
 
 def open_remote(
-    create_dataset: Any, loader: Callable[..., Any], mesh: DeviceMesh, group: RemoteGroup | str, *, shape: Shape,
-    **options: Any,
-) -> RemoteLoop:  # fmt: skip
-    """Return the loop whose readers each make ``loader(dataset, device_mesh=…, **options)``.
+    create_dataset: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh, make_loader: MakeLoader
+) -> RemoteLoop:
+    """Return the loop whose readers each make a loader in an actor of the ``remote_group``.
 
     Raises:
         ConfigError: An option makes no sense in an actor; see also ``RemoteLoop``.
     """
-    if options.pop("pin_memory"):
-        raise ConfigError("pin_memory: not with remote_group; pin what BatchHandle.get() returns, where it is used")
-    for name in ("replicate", "stage_fields", "sequence"):
-        if options.get(name) not in (None, "read"):
-            raise ConfigError(
-                f"{name}: not with remote_group, where all replicas share one object; take your part of what "
-                "BatchHandle.get() returns"
-            )
-    if options["balance"] == "exchange":
-        raise ConfigError('balance="exchange": not with remote_group, whose actors have no process group; use "local"')
-    prefetch = options["prefetch_factor"]
-    if not is_whole(prefetch) or prefetch < 1:
-        raise ConfigError(f"prefetch_factor: expected an integer of at least 1, got {prefetch!r}")
-    config = RemoteConfig(shape=shape, mesh=mesh, group=as_remote_group(group), prefetch=prefetch)
-    options |= {
-        "global_batch_size": shape.global_batch_size, "last_batch": shape.last_batch, "epoch_size": shape.epoch_size,
-    }  # fmt: skip
-    return RemoteLoop(create_dataset, partial(loader, **options), config)
+    shape.check_one_size()
+    group, there = as_remote_group(options.remote_group), options.in_actors()
+    return RemoteLoop(create_dataset, make_loader, RemoteConfig(shape=shape, mesh=mesh, group=group, options=there))
+
+
+def deal(num_ranks: int, num_actors: int) -> tuple[range, ...]:
+    """Return the data ranks of each actor: consecutive runs whose lengths differ by at most one.
+
+    No actor is without a rank.
+    """
+    count = min(num_ranks, num_actors)
+    return tuple(range(one * num_ranks // count, (one + 1) * num_ranks // count) for one in range(count))
 
 
 class _Ahead:
@@ -192,7 +188,7 @@ class RemoteLoop(Loop):
 
     Args:
         create_dataset: Makes the dataset, once in each actor.
-        make_loader: Makes a loader from it, with ``device_mesh=``.
+        make_loader: Makes a loader from it, with the options of ``config``.
         config: See ``RemoteConfig``.
 
     Raises:
@@ -207,11 +203,11 @@ class RemoteLoop(Loop):
         "device_mesh and call load_state_dict(state)"
     )
 
-    def __init__(self, create_dataset: Any, make_loader: Callable[..., Any], config: RemoteConfig) -> None:
+    def __init__(self, create_dataset: Any, make_loader: MakeLoader, config: RemoteConfig) -> None:
         super().__init__(config.shape)
         cluster.check_connected()
         self.config = config
-        self._recipe = traveling(create_dataset, make_loader)
+        self._recipe = traveling(create_dataset, make_loader, config.options)
         self._ranks = deal(config.mesh.data_world_size, config.group.num_actors)
         self._actors: list[Any] = []
         self._processes: dict[int, str] = {}
@@ -415,7 +411,7 @@ class RemoteLoop(Loop):
         """Return the number of steps to keep in progress or ready: as many as fit; 0 until a size is known."""
         if self._step_bytes is None:
             return 0
-        return min(self.config.prefetch, self.config.group.ahead_limit_bytes // max(1, self._step_bytes))
+        return min(self.config.options.num_ahead, self.config.group.ahead_limit_bytes // max(1, self._step_bytes))
 
     def _ask_for(self, step: Step) -> _Refs:
         actors = self._open()

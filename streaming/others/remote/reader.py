@@ -6,16 +6,20 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 
 from infra import DeviceMesh
 from streaming.others.remote.wire import num_bytes, num_rows, pack
 
+if TYPE_CHECKING:  # a process that only gets handles of batches needs no decoder
+    from streaming.run.options.loader_options import LoaderOptions
+
 State = Mapping[str, Any]
 """The result of ``state_dict``."""
+MakeLoader: TypeAlias = "Callable[[Any, LoaderOptions[Any]], Any]"
+"""Makes a loader from a dataset and its options."""
 _END = object()
 
 
@@ -70,7 +74,7 @@ class RemoteReader:
         self._recipe, self._meshes = recipe, tuple(meshes)
         self._process = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._make: Callable[..., Any]
+        self._make: Callable[[DeviceMesh], Any]
         self._loaders: tuple[Any, ...] = ()
         self._batches: tuple[Iterator[Any], ...] = ()
         self._next: tuple[int, int] | None = None
@@ -116,7 +120,7 @@ class RemoteReader:
             The state, and whether it is the end of an epoch.
         """
         self._open()
-        loader = self._make(device_mesh=self._meshes[0])
+        loader = self._make(self._meshes[0])
         if state is not None:
             loader.load_state_dict(state if epoch is None else {**state, "samples_seen": 0})
         if epoch is not None:
@@ -129,14 +133,14 @@ class RemoteReader:
     def left(self, state: State) -> int:
         """Return the number of batches of an epoch that follow ``state``."""
         self._open()
-        with self._make(device_mesh=self._meshes[0]) as loader:
+        with self._make(self._meshes[0]) as loader:
             loader.load_state_dict(state)
             return int(loader.batches_left)
 
     def seen(self, state: State) -> dict[str, dict[str, float]]:
         """Return the counts drawn from each source of a mixture before ``state``."""
         self._open()
-        with self._make(device_mesh=self._meshes[0]) as loader:
+        with self._make(self._meshes[0]) as loader:
             loader.load_state_dict(state)
             found: dict[str, dict[str, float]] = loader.seen()
             return found
@@ -153,12 +157,12 @@ class RemoteReader:
     def _open(self) -> tuple[Any, ...]:
         with self._lock:
             if not self._loaders:
-                create_dataset, make_loader = cloudpickle.loads(self._recipe)
+                create_dataset, make_loader, options = cloudpickle.loads(self._recipe)
                 dataset = create_dataset()
                 # An iterator can be used for one pass only: then the loader gets the function.
                 source = create_dataset if hasattr(dataset, "__next__") else dataset
-                self._make = partial(make_loader, source)
-                self._loaders = tuple(self._make(device_mesh=mesh) for mesh in self._meshes)
+                self._make = lambda mesh: make_loader(source, options.for_mesh(mesh))
+                self._loaders = tuple(map(self._make, self._meshes))
             return self._loaders
 
     def _seek(self, step: Step) -> None:

@@ -22,11 +22,9 @@ from infra import DeviceMesh
 from streaming.build.batches.collate import default_collate, promoted, without_rows
 from streaming.build.batches.jagged import Form, checked_jagged
 from streaming.common.arguments import (
-    MOST_BUILDERS,
     check_choice,
     check_worker_init_fn,
     checked_flag,
-    checked_int,
     checked_seed,
     checks_names,
     is_number,
@@ -40,7 +38,8 @@ from streaming.run.engine.workers.context import ServerContext, cure_of_refusal
 from streaming.run.engine.workers.fork_server import SHARED, ForkServer
 from streaming.run.engine.workers.main import BeginProcess
 from streaming.run.engine.workers.surroundings import Surroundings
-from streaming.run.replicas.options import Broadcast, Replicas
+from streaming.run.options.loader_options import RULES, LoaderOptions
+from streaming.run.replicas.options import Broadcast
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
 """How an iterable dataset is divided into parts (``ordinary.worker_parts``), or dealt out (``ordinary.dispatch``)."""
@@ -110,38 +109,38 @@ class OrdinaryDataset:
     timeout: float | None = None
     worker_init_fn: Callable[[int], None] | None = None
 
-    def config(
-        self, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, *, iterable: bool, **building: Any
-    ) -> OrdinaryConfig:
+    def config(self, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh, *, iterable: bool) -> OrdinaryConfig:
         """Return the options of a loop over this dataset.
 
         Args:
-            at_the_loader: Options that were given to the loader by torch's names.
+            options: The loader's options; some may be given here or there.
+            shape: Shape of the batches.
             mesh: The mesh, including this process's place in it.
-            replicas: The options about replicas.
             iterable: Whether the dataset is iterable.
-            **building: Further attributes of ``OrdinaryConfig``.
 
         Raises:
             ConfigError: An option does not apply to this dataset, or was given twice with different values.
         """
-        own = [one.name for one in fields(self)[1:]]
-        chosen = {name: value for name in own if (value := getattr(self, name)) is not None}
-        for name, value in at_the_loader.items():
-            if chosen.setdefault(name, value) != value:
+        chosen = {one.name: value for one in fields(self)[1:] if (value := getattr(self, one.name)) is not None}
+        for name in [one.name for one in fields(self)[1:] if one.name in RULES]:
+            if (value := getattr(options, name)) is not None and chosen.setdefault(name, value) != value:
                 raise ConfigError(
                     f"{name}: OrdinaryDataset(…, {name}={chosen[name]!r}) and DataLoader(…, {name}={value!r}) "
                     "contradict each other; give one of them"
                 )
-        says_what_holds = {"shuffle"} if building["shape"].epoch_size is not None else {"shuffle", "persistent_workers"}
+        says_what_holds = {"shuffle"} if shape.epoch_size is not None else {"shuffle", "persistent_workers"}
         for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
             if name in chosen and not (name in says_what_holds and chosen[name] is False):
                 raise ConfigError(f"{name}: {why}")
+        replicas = options.replicas
         replicas.check_plain(dispatch=self.sharding == "dispatch")
-        building["jagged"] = checked_jagged(building.get("jagged"), building.get("collate_fn"))
         if isinstance(replicas.replicate, Broadcast):
-            building["broadcast"] = replicas.replicate
-        return OrdinaryConfig(mesh=mesh, says_sharding="sharding" in chosen, **chosen, **building)
+            chosen["broadcast"] = replicas.replicate
+        return OrdinaryConfig(
+            shape=shape, mesh=mesh, num_workers=options.num_workers, prefetch_factor=options.num_ahead,
+            pin_memory=options.pin_memory, collate_fn=options.collate_fn,
+            jagged=checked_jagged(options.jagged, options.collate_fn), says_sharding="sharding" in chosen, **chosen,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +181,9 @@ class OrdinaryConfig:
     worker_init_fn: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        checked_int("num_workers", self.num_workers, 0, MOST_BUILDERS)
-        checked_int("prefetch_factor", self.prefetch_factor, 1, MOST_BUILDERS)
         checked_seed("seed", self.seed)
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
         self._check_together()
-        for name in ("shuffle", "pin_memory", "persistent_workers"):
+        for name in ("shuffle", "persistent_workers"):
             checked_flag(name, getattr(self, name))
         check_choice("sharding", self.sharding, get_args(Sharding))
         methods, how = multiprocessing.get_all_start_methods(), self.multiprocessing_context

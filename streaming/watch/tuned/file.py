@@ -13,46 +13,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any, Final
 
 from streaming.common.arguments import (
-    MOST_BUILDERS,
-    checked_flag,
-    checked_int,
     did_you_mean,
     format_bytes,
     is_whole,
     json_object,
-    parse_bytes,
     some_names,
 )
 from streaming.errors import ConfigError, shell_place
 from streaming.storage import Storage, redact, redact_text
 from streaming.types import VERSION
+from streaming.watch.tuned.machinery import MACHINERY
 
 DEFAULT_NAME: Final = "tuned.json"
 _MOST_BYTES = 1 << 20
 
 
-def _count(least: int) -> Callable[[str, Any], object]:
-    return lambda name, value: checked_int(name, value, least, MOST_BUILDERS)
-
-
-def _size(name: str, value: Any) -> int:
-    return parse_bytes(value, name=name)
-
-
-MACHINERY: Final[Mapping[str, Callable[[str, Any], object]]] = {
-    "num_workers": _count(0),
-    "num_threads": _count(0),
-    "prefetch_factor": _count(1),
-    "memory_limit": _size,
-    "pin_memory": checked_flag,
-}
-"""Options that a file may set, with the checks of their values: none changes the samples, or their processing."""
 _PARTS = ("shardstream", "machine", "options", "measured")
 
 

@@ -263,7 +263,7 @@ def agreed(places: Places, _classes: str | None) -> Met:
     facts = []
     for folder in (places["first"], changed):
         with DataLoader(StreamingDataset(str(folder)), 2, num_workers=0) as loader:
-            facts.append(loader._check._facts())
+            facts.append(loader._core.check._facts())
     found = differences(dict(enumerate(facts)), facts[0])
     return Met(told=json.dumps(found), refused=bool(found))
 

@@ -143,7 +143,7 @@ def train(address: str, made: dict[str, Any], own: str) -> None:
         if quorum.committed:  # it has come later
             loader.remesh(quorum.rank, quorum.size, at=quorum.committed)
         names["train"](loader, quorum, quorum.step)
-        assert loader._check is not None
+        assert loader._core.check is not None
         loader.check_agreement(60)  # in the last world
     dist.destroy_process_group()
 

@@ -64,7 +64,7 @@ class RemoteGroup:
         return None if self.memory is None else parse_bytes(self.memory, name="memory")
 
 
-def as_remote_group(given: RemoteGroup | str) -> RemoteGroup:
+def as_remote_group(given: object) -> RemoteGroup:
     """Return ``given`` itself, or a group with that name and one actor.
 
     Raises:
@@ -75,12 +75,3 @@ def as_remote_group(given: RemoteGroup | str) -> RemoteGroup:
     if isinstance(given, str):
         return RemoteGroup(name=given)
     raise ConfigError(f"remote_group: expected a name or a streaming.RemoteGroup, got {given!r}")
-
-
-def deal(num_ranks: int, num_actors: int) -> tuple[range, ...]:
-    """Return the data ranks of each actor: consecutive runs whose lengths differ by at most one.
-
-    No actor is without a rank.
-    """
-    count = min(num_ranks, num_actors)
-    return tuple(range(one * num_ranks // count, (one + 1) * num_ranks // count) for one in range(count))

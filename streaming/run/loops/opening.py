@@ -1,0 +1,65 @@
+"""Open the loop over a set of shards, by the options of a loader: ``open_shards``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from infra import DeviceMesh
+from streaming.order.plan.settings import Shape
+from streaming.run.epochs.iterator import Loop
+from streaming.run.loops.epoch_loop import EpochLoop
+from streaming.run.loops.options import streaming_config
+from streaming.run.loops.streamed import StreamedLoop
+from streaming.run.options.loader_options import LoaderOptions
+from streaming.run.replicas.start_check import StartCheck
+from streaming.sets.datasets.face import DataSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenLoop:
+    """A loop that was opened over a dataset in a mesh.
+
+    Attributes:
+        loop: The loop.
+        given: What it is opened over again: the dataset that the user's function made, or, for actors, the function.
+        dataset: What is read.
+        check: Compares it with the loops of other ranks; None: nothing is compared.
+        announces: Whether a line in the log says what an epoch reads.
+    """
+
+    loop: Loop
+    given: Any
+    dataset: Any
+    check: StartCheck | None = None
+    announces: bool = True
+
+
+def open_shards(
+    dataset: DataSet[Any], options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh, *, pin: Callable[[Any], Any]
+) -> OpenLoop:
+    """Open the loop over a set of shards, and the check that compares it with the loops of other ranks.
+
+    Args:
+        dataset: The set.
+        options: Options of the loader.
+        shape: Shape of the batches.
+        mesh: The mesh, including this process's place in it.
+        pin: Page-locks a batch.
+
+    Raises:
+        ConfigError: An option does not go with the dataset, the mesh, or another option.
+    """
+    source, config = dataset.source, streaming_config(dataset, options, shape, mesh, pin)
+    loop: EpochLoop | StreamedLoop
+    if source.indexed:
+        loop = EpochLoop(source, config)
+    else:
+        shape.check_one_size()
+        loop = StreamedLoop(source, config)
+    same: dict[str, Any] = {"global_batch_size": shape.sizes.plain, "last_batch": shape.last_batch}
+    if options.balance is not None:
+        same["balance"] = options.balance
+    check = StartCheck(source, mesh, same, config.replicas, options.agreement_timeout, loop.state)
+    return OpenLoop(loop=loop, given=dataset, dataset=dataset, check=check)
