@@ -18,7 +18,7 @@ from streaming.build.batches.sequence import SequenceSlice
 from streaming.common.arguments import check_worker_init_fn, checked_count, checks_names, seconds_or_none
 from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.errors import ConfigError
-from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of, shape_of
+from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, as_they_are, options_of, shape_of
 from streaming.order.packing.balance import Balance, Cost
 from streaming.order.plan.schedule import Schedule
 from streaming.others.remote import RemoteGroup, open_remote
@@ -44,7 +44,7 @@ from streaming.run.loops.options import (
 )  # fmt: skip
 from streaming.run.replicas.options import Broadcast, Replicas
 from streaming.sets.datasets.face import DataSet
-from streaming.types import BatchT
+from streaming.types import BatchT, override
 from streaming.watch.tuned.chosen import takes_tuned
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ _IN_ACTORS = (
 )
 _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout")
 """Arguments of torch's ``DataLoader`` that apply to an ``OrdinaryDataset`` only."""
+_OF_BATCHES = ("remote_group", "stage_fields", "sequence", "balance")
 
 
 @checks_names(ELSEWHERE)
@@ -251,6 +252,20 @@ class DataLoader(DeviceMeshFetcher[BatchT]):
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
         self._loop = open_ordinary(read, config)
         self._loop.announce = Announcer(read, self._loop, self._finder)
+
+    @override
+    def _uncollated_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        acting = [name for name in _OF_BATCHES if options[name] is not None]
+        if options["replicate"] != "read":
+            acting.append("replicate")
+        if acting:
+            raise ConfigError(
+                f"uncollated: {', '.join(f'{name}=' for name in acting)} acts on whole batches, of which no samples "
+                "come one by one; make the loader without it"
+            )
+        if options["collate_fn"] is not None:
+            _log.info("uncollated: collate_fn is not called, since samples come one by one")
+        return {**super()._uncollated_options(options), "collate_fn": as_they_are, "jagged": None, "pin_memory": False}
 
     def _set_trainers_epoch(self, epoch: int) -> None:
         """See ``EpochSampler.set_epoch``."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 from infra import DeviceMesh, MeshFinder
 from streaming.common.arguments import (
@@ -138,7 +138,7 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         if not isinstance(made, DataSet):
             raise no_dataset(made)
         config = streaming_config(
-            made.source, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
+            made.source, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=as_they_are,
             jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=options["memory_limit"], pin=page_locked,
         )  # fmt: skip
         self._stream(made, config, timeout_s)
@@ -558,6 +558,22 @@ class DeviceMeshFetcher(Closable, Generic[SamplesT]):
         if made["state"] is not None:
             self.load_state_dict(made["state"])
 
+    def uncollated(self) -> Self:
+        """Return another loader of the same batches, from here on, that hands out each as a list of its samples.
+
+        They are decoded and transformed as here. ``Tickets`` reads this one's samples through it.
+
+        Raises:
+            ConfigError: This loader has options that act on whole batches.
+        """
+        made: Self = object.__new__(type(self))
+        given = self.__getstate__()
+        made.__setstate__({**given, "options": self._uncollated_options(given["options"])})
+        return made
+
+    def _uncollated_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {**options, "last_batch": _without_padding(options["last_batch"])}
+
     def _look_again(self, *, to_read: bool = False) -> None:
         """Open the loop anew if this process's place in the mesh has changed since the loader was made."""
         finder, old = self._finder, self._loop
@@ -617,5 +633,10 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
 
 
-def _as_they_are(samples: list[Sample]) -> list[Sample]:
+def _without_padding(last_batch: str) -> str:
+    return "partial" if last_batch == "pad" else last_batch
+
+
+def as_they_are(samples: list[Sample]) -> list[Sample]:
+    """Return the samples of a batch, not collated."""
     return samples
