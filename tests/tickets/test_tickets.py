@@ -18,6 +18,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, Packed, StreamingDataset, Tickets
 from streaming.errors import ConfigError, StateError, TicketError
 from tests.support.models.ticket_histories import RowsLoader
+from tests.support.processes.played_ranks import Play, played
 from tests.support.processes.waiting import ended, started, until
 
 NUM_SAMPLES = 40
@@ -189,7 +190,9 @@ def test_a_bound_makes_the_iterator_wait(caplog: pytest.LogCaptureFixture) -> No
     came: list[int] = []
     with caplog.at_level(logging.WARNING):
         (thread,) = started(lambda: came.append(next(found)[0]))
-        until(lambda: "3 tickets are open, of most_in_flight=3" in caplog.text, "it reports", details=lambda: caplog.text)
+        until(
+            lambda: "3 tickets are open, of most_in_flight=3" in caplog.text, "it reports", details=lambda: caplog.text
+        )
     assert not came
     tickets.ack(held[1])
     ended(thread)
@@ -278,6 +281,54 @@ def test_states_that_do_not_join_are_refused() -> None:
         Tickets.merged([one])
     with pytest.raises(StateError, match="one state per data rank"):
         Tickets.merged([one, two, two])
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    return played(monkeypatch)
+
+
+@pytest.mark.parametrize("settled_twice", [False, True])
+def test_tickets_are_settled_on_any_rank(play: Play, settled_twice: bool) -> None:
+    """Each rank hands out six, and settles those of its neighbor."""
+    handed: dict[int, list[int]] = {}
+    barrier = threading.Barrier(3)
+
+    def work(mesh: DeviceMesh) -> dict[str, Any]:
+        tickets = Tickets(rows(num_rows=30, batch=9, num_ranks=3, rank=mesh.rank))
+        handed[mesh.rank] = [ticket for ticket, _ in taken(tickets, 6)]
+        barrier.wait()
+        for number, ticket in enumerate(handed[(mesh.rank + 1) % 3]):
+            tickets.drop(ticket, "stale") if number == 5 else tickets.ack(ticket)
+        if settled_twice and mesh.rank == 1:
+            tickets.ack(handed[1][0])
+        barrier.wait()
+        state = tickets.sync()
+        assert not tickets.report()["in_flight"]
+        return state
+
+    if settled_twice:
+        with pytest.raises(Exception, match="acknowledged or dropped before"):
+            play(work, dp_size=3)
+        return
+    states = play(work, dp_size=3)
+    assert states[0] == states[1] == states[2]
+    assert states[0]["counts"] == {"acknowledged": 15, "dropped: stale": 3}
+    again = Tickets(rows(num_rows=30, batch=9))
+    again.load_state_dict(states[0])
+    assert names(list(again)) == [str(row) for row in range(18, 30)]
+
+
+def test_states_with_tickets_of_other_ranks_are_not_joined() -> None:
+    one, two = (Tickets(rows(num_ranks=2, rank=rank)) for rank in range(2))
+    ((ticket, _),) = taken(one, 1)
+    two.ack(ticket)
+    with pytest.raises(TicketError, match="settled on this rank before"):
+        two.ack(ticket)
+    with pytest.raises(TicketError, match="was handed out by data rank 0"):
+        two.requeue(ticket)
+    with pytest.raises(StateError, match=r"tickets.sync\(\)"):
+        Tickets.merged([one.state_dict(), two.state_dict()])
 
 
 # --- tickets that are not open ---

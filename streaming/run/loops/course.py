@@ -375,10 +375,8 @@ def no_limits(part: float) -> None:
     """Allow bad samples by the limit of the whole set alone."""
 
 
-def ranks_together(
-    mesh: DeviceMesh, timeout_s: float, *, subject: str = "set_weights"
-) -> tuple[RankGroup, bool]:
-    """Return the ranks that do something together, such as change weights, and whether these are all that read the mixture.
+def ranks_together(mesh: DeviceMesh, timeout_s: float, *, subject: str = "set_weights") -> tuple[RankGroup, bool]:
+    """Return the ranks that change weights, or do another thing, together; and whether these are all that read the set.
 
     They are all processes of the job if the mesh has as many ranks, or those ranks of the job that the mesh names. A
     mesh that is numbered from 0 and smaller than the job may be one of data ranks only, several processes of which are

@@ -1,4 +1,4 @@
-"""Where tickets get their samples: from a loader of ours, by position, or from any iterable with states, by snapshots."""
+"""Where tickets get their samples: a loader of ours, by position, or any iterable with states, by snapshots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
+class Dealt:
     """This rank's rows of one global batch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Feed(Protocol):
     def epoch(self) -> int:
         """The epoch in progress, or the next one."""
 
-    def portions(self) -> Iterator[Portion]:
+    def portions(self) -> Iterator[Dealt]:
         """Yield the portions of the next epoch, or of the rest of the current one."""
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ByPosition:
         """The epoch in progress, or the next one."""
         return int(self._loader.epoch)
 
-    def portions(self) -> Iterator[Portion]:
+    def portions(self) -> Iterator[Dealt]:
         """Yield the portions of the next epoch, or of the rest of the current one."""
         size, batches = self._loader.global_batch_size, self._loader.with_state()
         for batch, after in batches:
@@ -101,8 +101,12 @@ class ByPosition:
             if self._whole:
                 low, high, num_rows = self.rank, self.rank + 1, self.num_ranks
             samples = [batch] if self._whole else list(batch)
-            assert len(samples) == high - low, f"{len(samples)} samples for rows {low} to {high} of {num_rows}"
-            yield Portion(
+            if len(samples) != high - low:
+                raise ConfigError(
+                    f"Tickets: expected {high - low} samples of this rank in the batch at {spot_of(before)}, got "
+                    f"{len(samples)}; the loader deals its rows in another way"
+                )
+            yield Dealt(
                 spot=spot_of(before), state=before, after=after, size=num_rows, low=low, samples=samples
             )  # fmt: skip
             size = self._loader.global_batch_size
@@ -144,7 +148,7 @@ class BySnapshots:
         """The pass in progress, or the next one."""
         return self._epoch
 
-    def portions(self) -> Iterator[Portion]:
+    def portions(self) -> Iterator[Dealt]:
         """Yield the items of the next pass, or of the rest of the current one."""
         items, self._is_iterated, after = iter(self._source), True, self.state()
         while self._is_iterated:
@@ -156,7 +160,7 @@ class BySnapshots:
                 return
             self._count += 1
             after = self.state()
-            yield Portion(spot=spot_of(before), state=before, after=after, size=1, low=0, samples=[item])
+            yield Dealt(spot=spot_of(before), state=before, after=after, size=1, low=0, samples=[item])
 
     def state(self) -> dict[str, Any]:
         """Return the state from which the next item comes."""
@@ -173,7 +177,10 @@ class BySnapshots:
             StateError: It is malformed.
         """
         try:
-            self._epoch, self._count = checked_count("epoch", state["epoch"], 0), checked_count("n", state["samples_seen"], 0)
+            self._epoch, self._count = (
+                checked_count("epoch", state["epoch"], 0),
+                checked_count("n", state["samples_seen"], 0),
+            )
             source = state["source"]
         except (KeyError, TypeError, ConfigError) as error:
             raise StateError(f"state: tickets by snapshots: {error!r} in {state!r}") from error
@@ -200,7 +207,9 @@ def feed_of(loader: Any, *, whole: bool) -> Feed:
     """
     if callable(getattr(loader, "uncollated", None)):
         return ByPosition(loader, whole=whole)
-    lacks = [name for name in ("__iter__", "state_dict", "load_state_dict") if not callable(getattr(loader, name, None))]
+    lacks = [
+        name for name in ("__iter__", "state_dict", "load_state_dict") if not callable(getattr(loader, name, None))
+    ]
     if lacks:
         raise ConfigError(
             f"Tickets: expected a DataLoader, a DeviceMeshFetcher or an iterable with state_dict() and "

@@ -33,7 +33,7 @@ class Open:
     waits: bool = False
 
 
-class Ledger:
+class OpenTickets:
     """Count one rank's tickets, from those that any thread settles to those that the iterating thread hands out.
 
     ``_lock`` guards all fields but ``_tail``. An ordinal is in
@@ -62,11 +62,13 @@ class Ledger:
     def skip(self) -> None:
         """Count a row that was settled before."""
         with self._lock:
+            # The next row is the one after it.
             self._next += 1
 
     def hand_out(self, sample: Any) -> int:
         """Open the next row, and return its ticket."""
         with self._lock:
+            # The row is open, and the next one follows it.
             ordinal, self._next = self._next, self._next + 1
             self._open[ordinal] = Open(sample, time.monotonic(), self._num_handed)
             self._num_handed += 1
@@ -75,6 +77,7 @@ class Ledger:
     def again(self) -> tuple[int, Any] | None:
         """Return a ticket that is to come again, with its sample; None if there is none."""
         with self._lock:
+            # What is returned is open and waits no longer; what was settled meanwhile is left out.
             while self._again:
                 ordinal = self._again.popleft()
                 found = self._open.get(ordinal)
@@ -87,11 +90,13 @@ class Ledger:
     def wait_for_room(self, most: int | None) -> None:
         """Wait until fewer than ``most`` tickets are open (0: until none is), or one is to come again."""
         with self._changed:
+            # Nothing changes here; the caller looks again.
             self._changed.wait_for(lambda: bool(self._again) or most is None or len(self._open) < max(most, 1))
 
     def has_room(self, most: int | None) -> bool:
         """Return whether ``wait_for_room`` would return at once."""
         with self._lock:
+            # A snapshot.
             return bool(self._again) or most is None or len(self._open) < max(most, 1)
 
     # --- any thread ---
@@ -103,6 +108,7 @@ class Ledger:
             TicketError: It is not open.
         """
         with self._changed:
+            # The ticket is open no longer, and counted; or noted for the rank that handed it out.
             if self._is_anothers(ticket):
                 self._note_for_others(ticket, how)
                 return
@@ -118,6 +124,7 @@ class Ledger:
             TicketError: It is not open, belongs to another rank, or waits already.
         """
         with self._changed:
+            # It stays open, and is in line once.
             found = self._found(ticket)
             if found.waits:
                 raise TicketError(f"ticket {ticket} waits to come again already; requeue it once")
@@ -132,6 +139,7 @@ class Ledger:
             TicketError: It is not open, belongs to another rank, or its sample has no key.
         """
         with self._lock:
+            # The last score of a key counts.
             sample = self._found(ticket).sample
             key = sample.get("__key__") if isinstance(sample, dict) else None
             if not isinstance(key, str):
@@ -141,11 +149,13 @@ class Ledger:
     def open_rows(self) -> tuple[list[int], int]:
         """Return the ordinals that are open, ascending, and the number of rows handed out or skipped."""
         with self._lock:
+            # Of one moment: all rows before the second value that are not in the first are settled.
             return sorted(self._open), self._next
 
     def is_open(self, ticket: int) -> bool:
         """Return whether a ticket of this rank is open."""
         with self._lock:
+            # A snapshot.
             return ticket >> RANK_BITS + RUN_BITS in self._open
 
     def is_mine(self, ticket: int) -> bool:
@@ -155,21 +165,25 @@ class Ledger:
     def counted(self) -> Counter[str]:
         """Return how many tickets were settled, by how."""
         with self._lock:
+            # A copy.
             return Counter(self._counts)
 
     def all_scores(self) -> dict[str, float]:
         """Return the scores by key."""
         with self._lock:
+            # A copy.
             return dict(self._scores)
 
     def for_others(self) -> dict[int, str]:
         """Return the tickets of other ranks that were settled here, with how."""
         with self._lock:
+            # A copy.
             return dict(self._for_others)
 
     def delivered(self, tickets: Iterable[int]) -> None:
         """Forget tickets of other ranks, which these have settled."""
         with self._lock:
+            # What was noted meanwhile stays.
             for ticket in tickets:
                 self._for_others.pop(ticket, None)
 
@@ -177,6 +191,7 @@ class Ledger:
         """Return the ticket in flight for longest, its seconds, and how many were handed out since; None: none is."""
         now_s = time.monotonic()
         with self._lock:
+            # A snapshot.
             found = [(one.at, ordinal, one.since_s) for ordinal, one in self._open.items() if not one.waits]
             if not found:
                 return None
@@ -186,6 +201,7 @@ class Ledger:
     def num_open(self) -> tuple[int, int]:
         """Return how many tickets are in flight, and how many of them wait to come again."""
         with self._lock:
+            # A snapshot.
             return len(self._open), sum(one.waits for one in self._open.values())
 
     # --- with the lock held ---

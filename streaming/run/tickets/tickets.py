@@ -18,8 +18,8 @@ from streaming.errors import ConfigError, StateError, TicketError
 from streaming.run.epochs.iterator import Closable
 from streaming.run.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.run.loops.course import ranks_together
-from streaming.run.tickets.feeds import Portion, feed_of, spot_of
-from streaming.run.tickets.ledger import MOST_RANKS, Ledger
+from streaming.run.tickets.feeds import Dealt, feed_of, spot_of
+from streaming.run.tickets.ledger import MOST_RANKS, OpenTickets
 from streaming.run.tickets.records import Handed, Settled, Spot, checked_totals, first_spot, missing
 
 _VERSION = 1
@@ -58,7 +58,8 @@ class Tickets(Closable):
     restart, the open samples come first, in order, each with a new ticket. They come on any number of data ranks, if
     the global batch size is the same.
 
-    Samples are those of the loader, decoded and transformed, in its order, and not collated. Each dict is a copy; its
+    Samples are those of the loader, decoded and transformed, in its order, and not collated. Padding does not come, nor
+    what stands for a bad sample under ``on_error="skip"``. Each dict is a copy; its
     tensors are the ones that come again after ``requeue``, so do not change them in place. Samples stay in memory until
     they are settled.
 
@@ -100,7 +101,7 @@ class Tickets(Closable):
 
     def _begin(self, records: Sequence[Handed], state: Mapping[str, Any]) -> None:
         """Begin to hand out from the feed's place on."""
-        self._ledger = Ledger(self._feed.rank, crc32(json.dumps([state, [one.to_dict() for one in records]],
+        self._ledger = OpenTickets(self._feed.rank, crc32(json.dumps([state, [one.to_dict() for one in records]],
                                                                 default=str).encode()))  # fmt: skip
         self._settled = Settled(records)
         self._kept: deque[_Kept] = deque()
@@ -136,9 +137,10 @@ class Tickets(Closable):
             yield from self._of_portion(portion)
         yield from self._again()
 
-    def _of_portion(self, portion: Portion) -> Iterator[tuple[int, Any]]:
+    def _of_portion(self, portion: Dealt) -> Iterator[tuple[int, Any]]:
         ledger = self._ledger
         with self._placed:
+            # The batch is kept, and what follows it is known, before its first row is handed out.
             earlier = self._settled.rest(portion.spot)
             is_settled = self._settled.of_batch(
                 portion.spot, portion.size, portion.low, portion.low + len(portion.samples)
@@ -148,8 +150,8 @@ class Tickets(Closable):
             self._kept.append(_Kept(portion.spot, portion.state, first, first + len(is_settled), earlier))
             self._after = portion.after
         for row, sample in enumerate(portion.samples):
-            if is_settled[row]:
-                ledger.skip()
+            if is_settled[row] or (isinstance(sample, dict) and sample.get("__valid__") is False):
+                ledger.skip()  # settled before, or it only fills the place of a bad sample
                 continue
             yield from self._again()
             while not ledger.has_room(self._most):
@@ -258,6 +260,7 @@ class Tickets(Closable):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state: a JSON-able dict. With several ranks ``merged`` joins all parts."""
         with self._placed:
+            # Of one place: rows, batches kept and what is known of earlier worlds belong together.
             rows, come_to = self._ledger.open_rows()
             self._forget(rows[0] if rows else come_to)
             if self._kept:
@@ -325,8 +328,8 @@ class Tickets(Closable):
         absent = missing(records)
         if len(worlds) > 1 or absent or len(set(ranks)) < len(ranks):
             raise StateError(
-                f"Tickets.merged: expected one state per data rank of one world, got ranks {sorted(ranks)} of worlds of "
-                f"{sorted(worlds)}" + (f"; absent: {absent}" if absent else "")
+                f"Tickets.merged: expected one state per data rank of one world, got ranks {sorted(ranks)} of worlds "
+                f"of {sorted(worlds)}" + (f"; absent: {absent}" if absent else "")
             )
         for name in ("unit", "sizes"):
             if any(state[name] != first[name] for state in states):
@@ -361,7 +364,9 @@ class Tickets(Closable):
                 "returns, or Tickets.merged(states of all ranks)"
             )
         if state["for_others"]:
-            raise StateError("load_state_dict: tickets of other ranks are settled in it; save what tickets.sync() returns")
+            raise StateError(
+                "load_state_dict: tickets of other ranks are settled in it; save what tickets.sync() returns"
+            )
         if state["unit"] != self._unit:
             raise StateError(f"load_state_dict: unit: expected {state['unit']!r}, as in the state, got {self._unit!r}")
         if not self._feed.is_elastic and world != self._feed.num_ranks:
@@ -372,15 +377,16 @@ class Tickets(Closable):
         sizes = json.loads(json.dumps(self._feed.sizes()))
         if sizes != json.loads(json.dumps(state["sizes"])):
             raise StateError(
-                f"load_state_dict: global batch size: expected {state['sizes']}, as in the state, got {sizes}: rows are "
-                "counted by batches. Give the same global_batch_size"
+                f"load_state_dict: global batch size: expected {state['sizes']}, as in the state, got {sizes}: rows "
+                "are counted by batches. Give the same global_batch_size"
             )
         counts = checked_totals(state["counts"])
-        if spot_of(state["loader"]) > first_spot([*records, *earlier]) and world > 1:
+        if spot_of(state["loader"]) > first_spot([*records, *earlier]):
             raise StateError("load_state_dict: the loader's place is behind open tickets; was the state edited?")
         self._feed.load(state["loader"])
         self._before = Counter(counts if self._feed.rank == 0 else {})
         with self._placed:
+            # Everything is that of the state.
             self._begin([*records, *earlier], state["loader"])
 
     def close(self) -> None:
@@ -426,4 +432,3 @@ def _describe(tickets: weakref.ref[Tickets]) -> str:
         f"{found['in_flight']} tickets are open, of most_in_flight={alive._most}{words}. Call ack, drop or requeue for "
         "each, from another thread than the one that iterates, or raise most_in_flight"
     )
-

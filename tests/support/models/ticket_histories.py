@@ -107,7 +107,8 @@ class History:
             rank.tickets.close()
         size = self._rng.choice(self._worlds)
         self._ranks = [
-            _Rank(Tickets(self._opened(size, rank), group=self._group, most_in_flight=self._most)) for rank in range(size)
+            _Rank(Tickets(self._opened(size, rank), group=self._group, most_in_flight=self._most))
+            for rank in range(size)
         ]
         self.settled = Counter()
         if self._saved is not None:
