@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from streaming.run.device.prefetcher import DevicePrefetcher
     from streaming.run.options.remote_group import RemoteGroup
     from streaming.run.replicas.options import Broadcast
+    from streaming.run.tickets.tickets import Tickets
     from streaming.sets.datasets.balanced import Balanced
     from streaming.sets.datasets.curriculum import Curriculum
     from streaming.sets.datasets.dataset import StreamingDataset
@@ -79,6 +80,7 @@ _HOMES = {
     "StageFields": "streaming.build.batches.portion",
     "StreamingDataset": "streaming.sets.datasets.dataset",
     "TableDataset": "streaming.sets.datasets.table_file",
+    "Tickets": "streaming.run.tickets.tickets",
     "TorchIterable": "streaming.torch_view",
     "Video": "streaming.build.decode.video",
 }
@@ -106,6 +108,7 @@ __all__ = [
     "StageFields",
     "StreamingDataset",
     "TableDataset",
+    "Tickets",
     "TorchIterable",
     "Video",
 ]

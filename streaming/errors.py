@@ -269,6 +269,10 @@ class IteratorSupersededError(IteratorEndedError):
     """An iterator was used after another iterator, ``set_epoch`` or ``load_state_dict`` superseded it."""
 
 
+class TicketError(ShardstreamError, ValueError):
+    """A ticket that is not open: settled before, not handed out yet, of another rank, or of another run."""
+
+
 class ReplicaError(ShardstreamError, RuntimeError):
     """Another rank of the same data share is gone or silent, or left its loop while this one continued."""
 

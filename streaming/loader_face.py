@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 from infra import DeviceMesh
 from streaming.common.arguments import checked_seconds, shows
@@ -410,6 +410,20 @@ class LoaderFace(Closable, Generic[BatchT]):
 
     shutdown = close
     """The same method under the name that torchdata's DataLoader2 used."""
+
+    def uncollated(self) -> Self:
+        """Return another loader of the same batches, from here on, that delivers each as a list of its samples.
+
+        They are decoded and transformed as here; ``collate_fn`` is not called, and padding is left out. ``Tickets``
+        reads samples through it.
+
+        Raises:
+            ConfigError: This loader has options that act on whole batches.
+        """
+        sent = self._core.sent()
+        made: Self = object.__new__(type(self))
+        made.__setstate__({**sent, "options": sent["options"].uncollated()})
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs to continue from here, for example under ``torch.multiprocessing.spawn``.

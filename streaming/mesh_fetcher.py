@@ -15,9 +15,9 @@ from streaming.order.plan.settings import Shape
 from streaming.run.device.copiers import page_locked
 from streaming.run.loops.opening import OpenLoop, open_shards
 from streaming.run.loops.options import no_dataset
-from streaming.run.options.loader_options import LoaderOptions
+from streaming.run.options.loader_options import LoaderOptions, as_they_are
 from streaming.sets.datasets.face import DataSet
-from streaming.types import Sample, SamplesT
+from streaming.types import SamplesT
 
 
 @checks_names()
@@ -64,7 +64,7 @@ class DeviceMeshFetcher(LoaderFace[SamplesT]):
         options: LoaderOptions[Any] = LoaderOptions(
             batch_size, global_batch_size=global_batch_size, device_mesh=device_mesh, last_batch=last_batch,
             epoch_size=epoch_size, memory_limit=memory_limit, agreement_timeout=agreement_timeout,
-            num_threads=0, collate_fn=_as_they_are,
+            num_threads=0, collate_fn=as_they_are,
         )  # fmt: skip
         self._begin(dataset, options)
 
@@ -75,7 +75,3 @@ class DeviceMeshFetcher(LoaderFace[SamplesT]):
         if not isinstance(made, DataSet):
             raise no_dataset(made)
         return open_shards(made, options, shape, mesh, pin=page_locked)
-
-
-def _as_they_are(samples: list[Sample]) -> list[Sample]:
-    return samples

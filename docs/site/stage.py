@@ -43,6 +43,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/curriculum",
         "docs/random",
         "docs/settings",
+        "docs/tickets",
         "docs/dispatch",
         "docs/ray",
         "docs/remesh",

@@ -425,6 +425,17 @@ class Batches(Generic[BatchT]):
         """Where the loop counts, for wrappers that count with it."""
         return self._loop.metrics
 
+    def came_from(self) -> dict[str, Any]:
+        """Return the state from which the batch handed out last comes again.
+
+        Raises:
+            ConfigError: None was handed out.
+        """
+        if self._was is None:
+            raise ConfigError("came_from: no batch was handed out yet; call it after next()")
+        state: dict[str, Any] = self._loop.state_at(self._was).to_dict()
+        return state
+
     @property
     def is_over(self) -> bool:
         """Whether its last batch has been handed out."""

@@ -375,8 +375,8 @@ def no_limits(part: float) -> None:
     """Allow bad samples by the limit of the whole set alone."""
 
 
-def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[RankGroup, bool]:
-    """Return the ranks that change weights together, and whether these are all that read the mixture.
+def ranks_together(mesh: DeviceMesh, timeout_s: float, *, subject: str = "set_weights") -> tuple[RankGroup, bool]:
+    """Return the ranks that change weights, or do another thing, together; and whether these are all that read the set.
 
     They are all processes of the job if the mesh has as many ranks, or those ranks of the job that the mesh names. A
     mesh that is numbered from 0 and smaller than the job may be one of data ranks only, several processes of which are
@@ -385,12 +385,12 @@ def ranks_together(mesh: DeviceMesh, timeout_s: float) -> tuple[RankGroup, bool]
     job, ranks, rank = job_world_size(), mesh.ranks, mesh.rank
     board = None
     if 1 < mesh.world_size <= job:
-        rank, board = job_store("set_weights")
+        rank, board = job_store(subject)
         if job == mesh.world_size:
             ranks = tuple(range(job))
         elif rank != mesh.rank or ranks == tuple(range(len(ranks))):
             board = None
-    together = RankGroup(board, rank, ranks, subject="set_weights", timeout_s=timeout_s)
+    together = RankGroup(board, rank, ranks, subject=subject, timeout_s=timeout_s)
     return together, board is not None or mesh.world_size == 1
 
 

@@ -34,8 +34,9 @@ from streaming.watch.tuned.machinery import MACHINERY
 
 _PREFETCH_FACTOR = 2  # as in torch
 
-Where: TypeAlias = Literal["anywhere", "shards", "torch", "actors"]
-"""Where an option may be refused: with any dataset, one of shards, one of torch's, in actors of a ``remote_group``."""
+Where: TypeAlias = Literal["anywhere", "shards", "torch", "actors", "samples"]
+"""Where an option may be refused: with any dataset, one of shards, one of torch's, in actors of a ``remote_group``, or
+where samples are delivered one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,9 @@ _OWN_SAMPLER = (
     "RetrySampler where they help; for part of the data use torch's Subset, or dataset[a:b] of a StreamingDataset; to "
     'weight classes, as WeightedRandomSampler does, use Balanced(dataset, by="cls")'
 )
+_OF_BATCHES = NoEffect(
+    "it acts on whole batches, and samples are delivered one by one here; make the loader without it"
+)
 _ONE_OBJECT = (
     "not with remote_group, where all replicas share one object; take your part of what BatchHandle.get() returns"
 )
@@ -160,13 +164,20 @@ class LoaderOptions(Generic[BatchT]):
     stall_report_s: float | None = field(
         default=STALL_REPORT_S, metadata=_rule(_seconds("no reports"), local=True, fixed=False)
     )
-    remote_group: RemoteGroup | str | None = field(default=None, metadata=_rule(_or_none(_group), local=True))
-    replicate: Literal["read", "broadcast"] | Broadcast = field(
-        default="read", metadata=_rule(actors=NoEffect(_ONE_OBJECT, harmless=("read",)))
+    remote_group: RemoteGroup | str | None = field(
+        default=None, metadata=_rule(_or_none(_group), local=True, samples=_OF_BATCHES)
     )
-    stage_fields: StageFields | None = field(default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT)))
-    sequence: SequenceSlice | None = field(default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT)))
+    replicate: Literal["read", "broadcast"] | Broadcast = field(default="read", metadata=_rule(
+        actors=NoEffect(_ONE_OBJECT, harmless=("read",)), samples=NoEffect(_OF_BATCHES.why, harmless=("read",))
+    ))  # fmt: skip
+    stage_fields: StageFields | None = field(
+        default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT), samples=_OF_BATCHES)
+    )
+    sequence: SequenceSlice | None = field(
+        default=None, metadata=_rule(actors=NoEffect(_ONE_OBJECT), samples=_OF_BATCHES)
+    )
     balance: Balance | None = field(default=None, metadata=_rule(
+        samples=_OF_BATCHES,
         torch=NoEffect("expected a Packed(…), or a Mixture of them, got a {kind}"),
         actors=NoEffect(
             'with remote_group, whose actors have no process group, use "local"; got {value!r}',
@@ -281,6 +292,16 @@ class LoaderOptions(Generic[BatchT]):
         """Return the same with the batch sizes of a shape, over all ranks: right for any number of them."""
         return replace(self, batch_size=None, global_batch_size=shape.sizes.option)
 
+    def uncollated(self) -> Self:
+        """Return the same for a loader that delivers lists of samples: without ``collate_fn``, padding or pinning.
+
+        Raises:
+            ConfigError: One acts on whole batches.
+        """
+        self.refuse("samples")
+        last_batch = "partial" if self.last_batch == "pad" else self.last_batch
+        return replace(self, collate_fn=as_they_are, jagged=None, pin_memory=False, last_batch=last_batch)
+
     def in_actors(self) -> Self:
         """Return the options of the loaders in the actors of the ``remote_group``.
 
@@ -290,6 +311,11 @@ class LoaderOptions(Generic[BatchT]):
         self.refuse("actors")
         defaults: dict[str, Any] = {one.name: one.default for one in fields(self) if RULES[one.name].is_local}
         return replace(self, **defaults)
+
+
+def as_they_are(samples: list[Any]) -> Any:
+    """Return the samples of a batch, not collated."""
+    return samples
 
 
 RULES: dict[str, Rule] = {one.name: one.metadata.get("rule", Rule()) for one in fields(LoaderOptions)}

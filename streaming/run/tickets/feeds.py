@@ -1,0 +1,225 @@
+"""Where tickets get their samples: a loader of ours, by position, or any iterable with states, by snapshots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from streaming.common.arguments import checked_count
+from streaming.errors import ConfigError, StateError
+from streaming.run.tickets.records import Spot, share
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """This rank's rows of one global batch.
+
+    Attributes:
+        spot: The place of the batch.
+        state: The state from which it comes again.
+        after: The state from which the next one comes.
+        size: Rows of the batch over all ranks.
+        low: The first of this rank's rows in it.
+        samples: The rows, or one batch.
+    """
+
+    spot: Spot
+    state: dict[str, Any]
+    after: dict[str, Any]
+    size: int
+    low: int
+    samples: list[Any]
+
+
+class Feed(Protocol):
+    """Portions of a run, one epoch after another. For one thread.
+
+    Attributes:
+        rank: This data rank.
+        num_ranks: The data ranks of the world.
+        mesh: The mesh of the loader; None: there is none.
+        is_elastic: Whether another number of ranks continues from a state.
+    """
+
+    rank: int
+    num_ranks: int
+    mesh: Any
+    is_elastic: bool
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one."""
+
+    def portions(self) -> Iterator[Dealt]:
+        """Yield the portions of the next epoch, or of the rest of the current one."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state from which the next portion comes."""
+
+    def sizes(self) -> Any:
+        """Return the sizes of portions over all ranks."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+
+    def close(self) -> None:
+        """Free what the feed has opened."""
+
+
+class ByPosition:
+    """The samples or batches of a loader of ours: what a row is follows from its position, on any number of ranks.
+
+    Args:
+        loader: The loader.
+        whole: Whether a portion is one batch, as the loader hands it out; otherwise its samples, not collated.
+    """
+
+    def __init__(self, loader: Any, *, whole: bool) -> None:
+        mesh = loader.device_mesh
+        self.rank, self.num_ranks = mesh.data_rank, mesh.data_world_size
+        self.mesh, self.is_elastic = mesh, not whole
+        self._whole = whole
+        self._loader: Any = loader if whole else loader.uncollated()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one."""
+        return int(self._loader.epoch)
+
+    def portions(self) -> Iterator[Dealt]:
+        """Yield the portions of the next epoch, or of the rest of the current one."""
+        size, batches = self._loader.global_batch_size, self._loader.with_state()
+        for batch, after in batches:
+            before = batches.came_from()
+            num_rows = min(size, after["samples_seen"] - before["samples_seen"])
+            low, high = share(num_rows, self.rank, self.num_ranks)
+            if self._whole:
+                low, high, num_rows = self.rank, self.rank + 1, self.num_ranks
+            samples = [batch] if self._whole else list(batch)
+            if len(samples) != high - low:
+                raise ConfigError(
+                    f"Tickets: expected {high - low} samples of this rank in the batch at {spot_of(before)}, got "
+                    f"{len(samples)}; the loader deals its rows in another way"
+                )
+            yield Dealt(
+                spot=spot_of(before), state=before, after=after, size=num_rows, low=low, samples=samples
+            )  # fmt: skip
+            size = self._loader.global_batch_size
+
+    def state(self) -> dict[str, Any]:
+        """Return the state from which the next portion comes."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def sizes(self) -> Any:
+        """Return the sizes of global batches, which ordinals of rows count on."""
+        return self._loader.state_dict().get("batch_sizes") or self._loader.global_batch_size
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close the loader."""
+        self._loader.close()
+
+
+class BySnapshots:
+    """The items of any iterable with states: a state is taken before each item, and kept while the item is open.
+
+    Args:
+        source: The iterable.
+    """
+
+    rank, num_ranks, mesh, is_elastic = 0, 1, None, False
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._epoch = self._count = 0
+        self._is_iterated = False
+
+    @property
+    def epoch(self) -> int:
+        """The pass in progress, or the next one."""
+        return self._epoch
+
+    def portions(self) -> Iterator[Dealt]:
+        """Yield the items of the next pass, or of the rest of the current one."""
+        items, self._is_iterated, after = iter(self._source), True, self.state()
+        while self._is_iterated:
+            before = after
+            try:
+                item = next(items)
+            except StopIteration:
+                self._epoch, self._count, self._is_iterated = self._epoch + 1, 0, False
+                return
+            self._count += 1
+            after = self.state()
+            yield Dealt(spot=spot_of(before), state=before, after=after, size=1, low=0, samples=[item])
+
+    def state(self) -> dict[str, Any]:
+        """Return the state from which the next item comes."""
+        return {"epoch": self._epoch, "samples_seen": self._count, "source": deepcopy(self._source.state_dict())}
+
+    def sizes(self) -> Any:
+        """Return 1: items come one by one."""
+        return 1
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            StateError: It is malformed.
+        """
+        try:
+            self._epoch, self._count = (
+                checked_count("epoch", state["epoch"], 0),
+                checked_count("n", state["samples_seen"], 0),
+            )
+            source = state["source"]
+        except (KeyError, TypeError, ConfigError) as error:
+            raise StateError(f"state: tickets by snapshots: {error!r} in {state!r}") from error
+        self._is_iterated = False
+        self._source.load_state_dict(source)
+
+    def close(self) -> None:
+        """Close the iterable, if it can be."""
+        self._is_iterated = False
+        if callable(close := getattr(self._source, "close", None)):
+            close()
+
+
+def spot_of(state: Mapping[str, Any]) -> Spot:
+    """Return the place of a state."""
+    return state["epoch"], state["samples_seen"]
+
+
+def feed_of(loader: Any, *, whole: bool) -> Feed:
+    """Return what feeds tickets from ``loader``.
+
+    Raises:
+        ConfigError: It is neither a loader of ours nor an iterable with states.
+    """
+    if callable(getattr(loader, "uncollated", None)):
+        return ByPosition(loader, whole=whole)
+    lacks = [
+        name for name in ("__iter__", "state_dict", "load_state_dict") if not callable(getattr(loader, name, None))
+    ]
+    if lacks:
+        raise ConfigError(
+            f"Tickets: expected a DataLoader, a DeviceMeshFetcher or an iterable with state_dict() and "
+            f"load_state_dict(); got a {type(loader).__name__} without {', '.join(lacks)}"
+        )
+    if whole:
+        raise ConfigError('Tickets: unit="batch" is for a DataLoader; each item of another iterable is one ticket')
+    _log.info(
+        "tickets by snapshots: %s is no loader of shardstream, so its state is taken before each item, and kept while "
+        "the item is open; it continues on this rank only",
+        type(loader).__name__,
+    )
+    return BySnapshots(loader)

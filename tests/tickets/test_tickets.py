@@ -1,0 +1,409 @@
+"""Tickets one by one: what comes, what is refused, and the public failure stories, which a yielded cursor fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infra import DeviceMesh
+from shard_tools import ShardWriter
+from streaming import DataLoader, Packed, StreamingDataset, Tickets
+from streaming.errors import ConfigError, StateError, TicketError
+from tests.support.models.ticket_histories import RowsLoader
+from tests.support.processes.played_ranks import Play, played
+from tests.support.processes.waiting import ended, started, until
+
+NUM_SAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("prompts"))
+    with ShardWriter(f"{folder}/{{:02d}}.tar", max_samples=8, columns={"tokens": lambda _: 5}) as writer:
+        for row in range(NUM_SAMPLES):
+            tokens = np.full(5, row, np.uint16)
+            writer.write({"__key__": f"{row:03d}", "txt": f"prompt {row}".encode(), "tok": tokens.tobytes()})
+    return folder
+
+
+def loader(url: str, num_ranks: int = 1, rank: int = 0, **changed: Any) -> DataLoader[Any]:
+    mesh = DeviceMesh.from_sizes(dp_size=num_ranks, rank=rank)
+    options: dict[str, Any] = {"global_batch_size": 8, "device_mesh": mesh, "agreement_timeout": None, **changed}
+    return DataLoader(StreamingDataset(url, shuffle=False), **options)
+
+
+def rows(num_rows: int = 24, batch: int = 8, num_ranks: int = 1, rank: int = 0) -> RowsLoader:
+    return RowsLoader(num_rows, batch, num_ranks, rank)
+
+
+def names(found: list[tuple[int, Any]]) -> list[str]:
+    return [sample["row"].partition(":")[2] for _, sample in found]
+
+
+def taken(tickets: Tickets, number: int) -> list[tuple[int, Any]]:
+    found = iter(tickets)
+    return [next(found) for _ in range(number)]
+
+
+def restarted(tickets: Tickets, num_ranks: int = 1, rank: int = 0, **changed: Any) -> Tickets:
+    again = Tickets(rows(num_ranks=num_ranks, rank=rank), **changed)
+    again.load_state_dict(json.loads(json.dumps(tickets.state_dict())))
+    return again
+
+
+# --- the failure stories ---
+
+
+def test_order_0_to_7_with_late_tails() -> None:
+    """Two rollouts of eight are late when the job is killed. A yielded cursor goes on at row 8 and never has them."""
+    tickets = Tickets(rows())
+    found = taken(tickets, 8)
+    for number in (0, 1, 2, 4, 5, 7):
+        tickets.ack(found[number][0])
+    assert names(list(restarted(tickets)))[:3] == ["3", "6", "8"]
+
+
+def test_stale_gaps() -> None:
+    """Rollouts that are given up as stale do not come again, and are counted; a yielded cursor knows no reasons."""
+    tickets = Tickets(rows())
+    found = taken(tickets, 12)
+    for number, (ticket, _) in enumerate(found):
+        tickets.drop(ticket, "stale") if number % 3 == 0 else tickets.ack(ticket)
+    again = restarted(tickets)
+    assert names(list(again))[:2] == ["12", "13"]
+    assert again.report() | {"oldest": None} == {
+        "acknowledged": 8, "dropped": {"stale": 4}, "in_flight": 12, "requeued": 0, "oldest": None
+    }  # fmt: skip
+
+
+def test_the_longest_rollouts_are_not_lost() -> None:
+    """What takes longest is always in flight at a save: with a yielded cursor it is what training never sees."""
+    rng, tickets, trained = random.Random(1), Tickets(rows(num_rows=200)), []
+    for _ in range(20):
+        found = iter(tickets)
+        in_flight = [pair for pair in (next(found, None) for _ in range(24)) if pair is not None]
+        longest = max(in_flight, key=lambda pair: int(pair[1]["row"].partition(":")[2]) % 7, default=None)
+        for pair in rng.sample(in_flight, len(in_flight)):
+            if pair is not longest:
+                tickets.ack(pair[0])
+                trained.append(pair[1]["row"])
+        state = tickets.state_dict()
+        tickets = Tickets(rows(num_rows=200))
+        tickets.load_state_dict(json.loads(json.dumps(state)))
+        if tickets.epoch:
+            break
+    trained += [sample["row"] for _, sample in tickets] if not tickets.epoch else []
+    assert sorted(set(trained)) == sorted(trained), "none twice"
+    assert {f"0:{row}" for row in range(200)} == {row for row in trained if row.startswith("0:")}
+
+
+def test_failed_generations_make_count_and_position_differ() -> None:
+    """A trainer that counts trained samples goes on too early by as many as failed; a ticket is a position."""
+    tickets = Tickets(rows())
+    for number, (ticket, _) in enumerate(taken(tickets, 10)):
+        tickets.drop(ticket, "failed") if number in (2, 5) else tickets.ack(ticket)
+    assert names(list(restarted(tickets)))[0] == "10"  # and not "8"
+
+
+# --- what comes ---
+
+
+def test_samples_come_decoded_and_not_collated(url: str) -> None:
+    found = list(Tickets(loader(url, num_workers=0), group=2))
+    assert [sample["__key__"] for _, sample in found] == [f"{row:03d}" for row in range(NUM_SAMPLES) for _ in range(2)]
+    assert found[0][1]["txt"] == "prompt 0"
+    assert found[0][1] is not found[1][1]
+
+
+def test_batches_come_as_the_loader_makes_them(url: str) -> None:
+    tickets = Tickets(loader(url), unit="batch")
+    found = taken(tickets, 4)
+    assert found[0][1]["txt"] == [f"prompt {row}" for row in range(8)]
+    for ticket, _ in found[1:3]:
+        tickets.ack(ticket)
+    again = Tickets(loader(url), unit="batch")
+    again.load_state_dict(tickets.state_dict())
+    assert [batch["__key__"][0] for _, batch in again] == ["000", "024", "032"]
+
+
+def packs(url: str, rank: int = 0, num_ranks: int = 1, **changed: Any) -> DataLoader[Any]:
+    dataset = Packed(StreamingDataset(url, shuffle=False), length=20)
+    mesh = DeviceMesh.from_sizes(dp_size=num_ranks, rank=rank)
+    return DataLoader(dataset, global_batch_size=2, device_mesh=mesh, agreement_timeout=None, **changed)
+
+
+def test_a_ticket_of_packs_is_a_pack(url: str) -> None:
+    tickets, whole = Tickets(packs(url)), list(Tickets(packs(url)))
+    for ticket, _ in (found := taken(tickets, 5))[::2]:
+        tickets.ack(ticket)
+    again = Tickets(packs(url))
+    again.load_state_dict(tickets.state_dict())
+    came = [sample["input_ids"].tolist() for _, sample in again]
+    assert came == [sample["input_ids"].tolist() for number, (_, sample) in enumerate(whole) if number not in (0, 2, 4)]
+    assert len(found[0][1]["input_ids"]) == 20
+
+
+def test_what_is_requeued_comes_before_new_ones_and_as_it_was() -> None:
+    tickets = Tickets(rows())
+    found = iter(tickets)
+    first, second, third = (next(found) for _ in range(3))
+    first[1]["row"] = "changed by the program"
+    tickets.requeue(second[0])
+    tickets.requeue(first[0])
+    assert [next(found)[0] for _ in range(2)] == [second[0], first[0]]
+    tickets.requeue(first[0])
+    assert next(found)[1]["row"] == "0:0"
+    tickets.requeue(third[0])
+    tickets.ack(third[0])  # its rollout came after all
+    assert names([next(found)]) == ["3"]
+
+
+def test_the_rest_waits_for_what_is_in_flight() -> None:
+    tickets = Tickets(rows(num_rows=3))
+    (a, _), (b, _), (c, _) = list(tickets)
+    tickets.requeue(b)
+    tickets.ack(a)
+    came: list[int] = []
+    (thread,) = started(lambda: came.extend(ticket for ticket, _ in tickets.rest()))
+    until(lambda: came == [b], "the requeued one comes")
+    tickets.requeue(c)
+    until(lambda: came == [b, c], "another one comes")
+    assert thread.is_alive()
+    tickets.ack(b)
+    tickets.ack(c)
+    ended(thread)
+    assert came == [b, c]
+
+
+def test_a_bound_makes_the_iterator_wait(caplog: pytest.LogCaptureFixture) -> None:
+    tickets = Tickets(rows(), most_in_flight=3, stall_report_s=0.01)
+    found = iter(tickets)
+    held = [next(found)[0] for _ in range(3)]
+    came: list[int] = []
+    with caplog.at_level(logging.WARNING):
+        (thread,) = started(lambda: came.append(next(found)[0]))
+        until(
+            lambda: "3 tickets are open, of most_in_flight=3" in caplog.text, "it reports", details=lambda: caplog.text
+        )
+    assert not came
+    tickets.ack(held[1])
+    ended(thread)
+    assert len(came) == 1
+
+
+def test_many_threads_settle() -> None:
+    tickets = Tickets(rows(num_rows=900, batch=30))
+    lock = threading.Lock()
+
+    def work(rng: random.Random) -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                ticket = waiting.pop(rng.randrange(len(waiting)))
+            tickets.ack(ticket)
+
+    waiting = [ticket for ticket, _ in tickets]
+    ended(*started(*[partial(work, random.Random(seed)) for seed in range(4)]))
+    assert tickets.report()["acknowledged"] == 900
+    assert not tickets.report()["in_flight"]
+
+
+# --- states ---
+
+
+def test_a_state_is_small() -> None:
+    """At most 8 bytes per open ticket: runs of settled ones between them are one number."""
+    tickets = Tickets(rows(num_rows=6000, batch=100))
+    found = taken(tickets, 5000)
+    few = len(json.dumps(tickets.state_dict()))
+    for number, (ticket, _) in enumerate(found):
+        if number % 5:
+            tickets.ack(ticket)
+    size = len(json.dumps(tickets.state_dict()))
+    assert size - 700 < 8 * 1000, size
+    assert few - 700 < 8 * 5000, few
+    for ticket, _ in found[::5]:
+        tickets.ack(ticket)
+    assert len(json.dumps(tickets.state_dict())) < 700
+
+
+def test_states_of_ranks_join(url: str) -> None:
+    both = [Tickets(loader(url, 2, rank)) for rank in range(2)]
+    done = set()
+    for rank, tickets in enumerate(both):
+        for ticket, sample in taken(tickets, 7 + 6 * rank)[::2]:
+            tickets.ack(ticket)
+            done.add(sample["__key__"])
+    state = Tickets.merged([tickets.state_dict() for tickets in both])
+    came: list[str] = []
+    for rank in range(3):
+        tickets = Tickets(loader(url, 3, rank))
+        tickets.load_state_dict(state)
+        came += [sample["__key__"] for _, sample in tickets]
+    assert sorted([*came, *done]) == [f"{row:03d}" for row in range(NUM_SAMPLES)]
+
+
+REFUSED_STATES = {
+    "one rank of two": (lambda states: states[0], "data ranks [1] is missing"),
+    "of a loader": (lambda _: {"version": 1}, "expected what state_dict() or sync() of Tickets returned"),
+    "another unit": (lambda states: {**Tickets.merged(states), "unit": "batch"}, "unit: expected 'batch'"),
+    "another batch size": (lambda states: {**Tickets.merged(states), "sizes": 16}, "global batch size: expected 16"),
+    "an open row beyond": (
+        lambda states: {**Tickets.merged(states), "earlier": [{**states[0]["ranks"][0], "open": [99]}]},
+        "row 99 is open",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_STATES)
+def test_states_that_do_not_fit_are_refused(case: str) -> None:
+    both = [Tickets(rows(num_ranks=2, rank=rank)) for rank in range(2)]
+    for tickets in both:
+        taken(tickets, 3)
+    make, words = REFUSED_STATES[case]
+    with pytest.raises(StateError) as error:
+        Tickets(rows(num_ranks=2)).load_state_dict(make([tickets.state_dict() for tickets in both]))
+    assert words in str(error.value)
+
+
+def test_states_that_do_not_join_are_refused() -> None:
+    one, two = (Tickets(rows(num_ranks=2, rank=rank)).state_dict() for rank in range(2))
+    with pytest.raises(StateError, match=r"absent: \[1\]"):
+        Tickets.merged([one])
+    with pytest.raises(StateError, match="one state per data rank"):
+        Tickets.merged([one, two, two])
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    return played(monkeypatch)
+
+
+@pytest.mark.parametrize("settled_twice", [False, True])
+def test_tickets_are_settled_on_any_rank(play: Play, settled_twice: bool) -> None:
+    """Each rank hands out six, and settles those of its neighbor."""
+    handed: dict[int, list[int]] = {}
+    barrier = threading.Barrier(3)
+
+    def work(mesh: DeviceMesh) -> dict[str, Any]:
+        tickets = Tickets(rows(num_rows=30, batch=9, num_ranks=3, rank=mesh.rank))
+        handed[mesh.rank] = [ticket for ticket, _ in taken(tickets, 6)]
+        barrier.wait()
+        for number, ticket in enumerate(handed[(mesh.rank + 1) % 3]):
+            tickets.drop(ticket, "stale") if number == 5 else tickets.ack(ticket)
+        if settled_twice and mesh.rank == 1:
+            tickets.ack(handed[1][0])
+        barrier.wait()
+        state = tickets.sync()
+        assert not tickets.report()["in_flight"]
+        return state
+
+    if settled_twice:
+        with pytest.raises(Exception, match="acknowledged or dropped before"):
+            play(work, dp_size=3)
+        return
+    states = play(work, dp_size=3)
+    assert states[0] == states[1] == states[2]
+    assert states[0]["counts"] == {"acknowledged": 15, "dropped: stale": 3}
+    again = Tickets(rows(num_rows=30, batch=9))
+    again.load_state_dict(states[0])
+    assert names(list(again)) == [str(row) for row in range(18, 30)]
+
+
+def test_states_with_tickets_of_other_ranks_are_not_joined() -> None:
+    one, two = (Tickets(rows(num_ranks=2, rank=rank)) for rank in range(2))
+    ((ticket, _),) = taken(one, 1)
+    two.ack(ticket)
+    with pytest.raises(TicketError, match="settled on this rank before"):
+        two.ack(ticket)
+    with pytest.raises(TicketError, match="was handed out by data rank 0"):
+        two.requeue(ticket)
+    with pytest.raises(StateError, match=r"tickets.sync\(\)"):
+        Tickets.merged([one.state_dict(), two.state_dict()])
+
+
+# --- tickets that are not open ---
+
+
+def test_tickets_that_are_not_open_are_refused() -> None:
+    tickets = Tickets(rows())
+    found = [ticket for ticket, _ in taken(tickets, 4)]
+    tickets.ack(found[0])
+    tickets.requeue(found[1])
+    other = Tickets(rows(num_rows=30))
+    for call, ticket, words in [
+        (tickets.ack, found[0], "acknowledged or dropped before"),
+        (tickets.requeue, found[1], "waits to come again already"),
+        (tickets.ack, found[3] + (1 << 22), "was not handed out yet"),
+        (other.ack, found[2], "is of another run|was not handed out"),
+        (restarted(tickets).ack, found[2], "before the last restart|was not handed out yet"),
+        (tickets.ack, "7", "expected an integer"),
+    ]:
+        with pytest.raises(TicketError, match=words):
+            call(ticket)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="why: expected a reason"):
+        tickets.drop(found[2], "")
+
+
+def test_only_whole_batches_are_balanced(url: str) -> None:
+    with pytest.raises(ConfigError, match="balance: it acts on whole batches"):
+        Tickets(packs(url, balance="local"))
+
+
+# --- scores ---
+
+
+def test_scores_are_kept_by_key(url: str, tmp_path: Any) -> None:
+    tickets = Tickets(loader(url))
+    for ticket, sample in taken(tickets, 5):
+        tickets.score(ticket, int(sample["__key__"]) / 2)
+        tickets.ack(ticket)
+    path = tmp_path / "scores.jsonl"
+    assert tickets.write_scores(path) == 5
+    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {"key": "001", "score": 0.5}
+
+
+# --- other iterables ---
+
+
+class Stateful:
+    """An iterable with states, as torchdata's loader is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        while self.at < 10:
+            self.at += 1
+            yield {"n": self.at - 1}
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_any_iterable_with_states(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        tickets = Tickets(Stateful())
+    assert "Stateful is no loader of shardstream" in caplog.text
+    found = taken(tickets, 6)
+    for number in (0, 2, 3):
+        tickets.ack(found[number][0])
+    again = Tickets(Stateful())
+    again.load_state_dict(json.loads(json.dumps(tickets.state_dict())))
+    assert [sample["n"] for _, sample in again] == [1, 4, 5, 6, 7, 8, 9]
+    assert [sample["n"] for _, sample in again] == list(range(10))
+    with pytest.raises(ConfigError, match="without state_dict, load_state_dict"):
+        Tickets([1, 2])
