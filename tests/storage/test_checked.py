@@ -35,7 +35,7 @@ from streaming.shards.fetch.read import FetchRange
 from streaming.storage import Checked, DifferentSumError
 from streaming.storage.base import checked as checked_module
 from tests.support.code.source_tree import modules, nodes, report
-from tests.support.contracts.source_contract import DictSource
+from tests.support.contracts.own_kinds import DictSource
 
 DATA = random.Random(3).randbytes(1000)
 VIEW = memoryview(DATA)
