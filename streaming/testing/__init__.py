@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
 
     def __getattr__(name: str) -> object:
-        """Import a battery on first use, so that tests of a decoder import no loader."""
+        """Import a battery on first use, so that tests of a store import no loader."""
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -22,7 +22,7 @@ from streaming.types import Decoder, ReadBuffer
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenDecoder:
     """A decoder, the name of a field that it decodes, and the bytes of some values."""
 
     spec: FieldSpec
@@ -85,15 +85,15 @@ class DecoderTests:
                 yield data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :]
 
     @pytest.fixture
-    def given(self) -> Given:
-        return Given(self.spec(), self.field, self.values())
+    def given(self) -> GivenDecoder:
+        return GivenDecoder(self.spec(), self.field, self.values())
 
-    def test_the_same_bytes_give_the_same_object_and_others_another(self, given: Given) -> None:
+    def test_the_same_bytes_give_the_same_object_and_others_another(self, given: GivenDecoder) -> None:
         found = [given.decoded(data) for data in given.values]
         assert same([given.decoded(bytes(data)) for data in given.values], found)
         assert any(not same(one, found[0]) for one in found[1:]), "give values() that differ"
 
-    def test_nothing_that_is_returned_lies_in_the_buffer(self, given: Given) -> None:
+    def test_nothing_that_is_returned_lies_in_the_buffer(self, given: GivenDecoder) -> None:
         for data in given.values:
             buffer = bytearray(data)
             lent = memoryview(buffer)
@@ -103,12 +103,12 @@ class DecoderTests:
             buffer[:] = bytes(len(buffer))
             assert same(found, given.decoded(data)), "the value changed with the buffer: copy what is kept of ``data``"
 
-    def test_a_copy_in_another_process_decodes_the_same(self, given: Given) -> None:
+    def test_a_copy_in_another_process_decodes_the_same(self, given: GivenDecoder) -> None:
         copied: Decoder = pickle.loads(pickle.dumps(given.decoder))
         for data in given.values:
             assert same(decode_field(copied, data, url="a.tar", key="k", field=given.field), given.decoded(data))
 
-    def test_several_threads_may_call_it(self, given: Given) -> None:
+    def test_several_threads_may_call_it(self, given: GivenDecoder) -> None:
         decoder, expected = given.decoder, [given.decoded(data) for data in given.values]
         if draws_numbers(resolve_decoders({given.field: given.spec}).decoder_for(given.field)):
             return  # each value has one of its own
@@ -118,12 +118,12 @@ class DecoderTests:
             )
         assert same(found, 16 * expected)
 
-    def test_damaged_bytes_are_decoded_or_refused(self, given: Given) -> None:
+    def test_damaged_bytes_are_decoded_or_refused(self, given: GivenDecoder) -> None:
         for data in self.damaged(given.values):
             with suppress(DecodeError):
                 given.decoded(data)
 
-    def test_a_file_gives_what_its_bytes_give(self, given: Given) -> None:
+    def test_a_file_gives_what_its_bytes_give(self, given: GivenDecoder) -> None:
         if not getattr(given.decoder, "reads_ranges", False):
             pytest.skip("it does not read ranges of large members")
         for data in given.values:
@@ -137,7 +137,7 @@ class DecoderTests:
             assert same(found, given.decoded(data))
 
     @pytest.mark.parametrize("builders", [{"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1}], ids=str)
-    def test_batches_have_what_it_decodes(self, given: Given, tmp_path: Path, builders: dict[str, int]) -> None:
+    def test_batches_have_what_it_decodes(self, given: GivenDecoder, tmp_path: Path, builders: dict[str, int]) -> None:
         with ShardWriter(f"{tmp_path}/set/{{:06d}}.tar", max_samples=3) as writer:
             for number, data in enumerate(given.values):
                 writer.write({"__key__": f"{number:03d}", given.field: data})

@@ -223,10 +223,11 @@ class RowTests:
         assert self.whole(dataset, world, state=state, **ramp) == whole[3:]
 
     def test_batches_travel_to_other_ranks_as_they_are(self, folder: Path) -> None:
+        def room(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+
         whole = self.batches(self.make(folder))
-        assert same(
-            [decode(encode(batch, lambda size: torch.empty(size, dtype=torch.uint8))) for batch in whole], whole
-        )
+        assert same([decode(encode(batch, room)) for batch in whole], whole)
 
     def test_one_rank_reads_for_its_replicas(self, folder: Path, play: Play) -> None:
         dataset = self.make(folder)

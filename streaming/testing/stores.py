@@ -19,7 +19,7 @@ PART = 5 << 20
 
 
 @dataclass(frozen=True)
-class Store:
+class GivenStore:
     """A store, and an empty folder or prefix in it."""
 
     storage: Storage
@@ -54,10 +54,10 @@ class StoreTests:
         raise NotImplementedError(f"{type(self).__name__}.base: return the URL of an empty folder of your store")
 
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return Store(self.storage(), self.base(tmp_path))
+    def store(self, tmp_path: Path) -> GivenStore:
+        return GivenStore(self.storage(), self.base(tmp_path))
 
-    def test_what_is_put_is_read_back_in_any_range(self, store: Store) -> None:
+    def test_what_is_put_is_read_back_in_any_range(self, store: GivenStore) -> None:
         url = join_url(store.base, "x.bin")
         store.storage.put(url, DATA)
         for start, stop in ((0, None), (0, 1), (1, 2), (17, 2_999_000), (2_999_999, None), (len(DATA) - 1, len(DATA))):
@@ -66,14 +66,14 @@ class StoreTests:
             assert got.format == "B"
             assert bytes(got) == DATA[start:stop]
 
-    def test_an_empty_range_costs_no_request_and_an_empty_object_is_whole(self, store: Store) -> None:
+    def test_an_empty_range_costs_no_request_and_an_empty_object_is_whole(self, store: GivenStore) -> None:
         url = join_url(store.base, "empty")
         store.storage.put(url, b"")
         assert store.storage.info(url).size_bytes == 0
         assert bytes(store.storage.read(url)) == b""
         assert bytes(store.storage.read(join_url(store.base, "missing"), 5, 5)) == b""
 
-    def test_read_into_fills_exactly_the_given_memory(self, store: Store) -> None:
+    def test_read_into_fills_exactly_the_given_memory(self, store: GivenStore) -> None:
         url = join_url(store.base, "x.bin")
         store.storage.put(url, DATA)
         arena = bytearray(b"\xee" * 1000)
@@ -83,7 +83,7 @@ class StoreTests:
         store.storage.read_into(url, 8, words.data)
         assert words.tobytes() == DATA[8:88]
 
-    def test_a_range_past_the_end_is_a_transfer_error_with_the_numbers(self, store: Store) -> None:
+    def test_a_range_past_the_end_is_a_transfer_error_with_the_numbers(self, store: GivenStore) -> None:
         url = join_url(store.base, "short")
         store.storage.put(url, b"0123456789")
         with pytest.raises(TransferError, match=r"\[5, 20\).*got 5 bytes, expected 15"):
@@ -91,7 +91,7 @@ class StoreTests:
         with pytest.raises(TransferError):
             store.storage.read(url, 50, 60)
 
-    def test_no_other_version_is_read_than_the_one_that_is_asked_for(self, store: Store) -> None:
+    def test_no_other_version_is_read_than_the_one_that_is_asked_for(self, store: GivenStore) -> None:
         url = join_url(store.base, "x.bin")
         store.storage.put(url, b"one")
         version = store.storage.info(url).version
@@ -102,7 +102,7 @@ class StoreTests:
                 store.storage.read(url, 0, 2, version=version)
         assert bytes(store.storage.read(url, 0, 2)) == b"tw"
 
-    def test_info_tells_size_and_a_version_that_changes_with_the_content(self, store: Store) -> None:
+    def test_info_tells_size_and_a_version_that_changes_with_the_content(self, store: GivenStore) -> None:
         url = join_url(store.base, "x.bin")
         store.storage.put(url, b"one")
         first = store.storage.info(url)
@@ -112,7 +112,7 @@ class StoreTests:
         assert store.storage.info(url).size_bytes == 5
         assert first.version not in {None, store.storage.info(url).version}
 
-    def test_missing_objects(self, store: Store) -> None:
+    def test_missing_objects(self, store: GivenStore) -> None:
         url = join_url(store.base, "dir/missing.tar")
         assert store.storage.exists(url) is False
         for call in (store.storage.info, store.storage.read, lambda u: store.storage.read(u, 3, 9)):
@@ -121,7 +121,7 @@ class StoreTests:
             assert isinstance(caught.value, FileNotFoundError)
         store.storage.delete(url)
 
-    def test_list_is_recursive_sorted_and_complete(self, store: Store) -> None:
+    def test_list_is_recursive_sorted_and_complete(self, store: GivenStore) -> None:
         names = ["b.tar", "a.tar", "a/z.tar", "a/b/c.tar", "a-1.tar", "ä ö+%20.tar", "_shardstream/chunks.parquet"]
         for name in names:
             store.storage.put(join_url(store.base, name), name.encode())
@@ -137,7 +137,7 @@ class StoreTests:
             b"a/b/c.tar", b"a/z.tar"]  # fmt: skip
         assert list(store.storage.list(join_url(store.base, "nothing"))) == []
 
-    def test_expand_finds_the_shards_below_a_prefix(self, store: Store) -> None:
+    def test_expand_finds_the_shards_below_a_prefix(self, store: GivenStore) -> None:
         for name in ("0.tar", "sub/1.tar.gz", "2.tgz", "readme.txt", "_shardstream/x.tar", "3.tar.idx"):
             store.storage.put(join_url(store.base, name), b"x")
         wanted = [join_url(store.base, name) for name in ("0.tar", "2.tgz", "sub/1.tar.gz")]
@@ -146,14 +146,14 @@ class StoreTests:
         with pytest.raises(NotFoundError, match="no shards below"):
             expand_urls(join_url(store.base, "none/"), store.storage)
 
-    def test_deleted_object_is_gone(self, store: Store) -> None:
+    def test_deleted_object_is_gone(self, store: GivenStore) -> None:
         url = join_url(store.base, "x")
         store.storage.put(url, b"x")
         store.storage.delete(url)
         assert not store.storage.exists(url)
 
     @pytest.mark.parametrize("num_bytes", [0, 10, PART, 2 * PART + 1])
-    def test_a_writer_publishes_on_close_and_not_before(self, store: Store, num_bytes: int) -> None:
+    def test_a_writer_publishes_on_close_and_not_before(self, store: GivenStore, num_bytes: int) -> None:
         url, left = join_url(store.base, "w.tar"), num_bytes
         store.storage.put(url, b"before")
         with store.storage.open_write(url, PART) as writer:
@@ -170,7 +170,7 @@ class StoreTests:
             writer.write(b"more")
 
     @pytest.mark.parametrize("num_bytes", [10, 2 * PART + 1])
-    def test_an_aborted_writer_leaves_nothing(self, store: Store, num_bytes: int) -> None:
+    def test_an_aborted_writer_leaves_nothing(self, store: GivenStore, num_bytes: int) -> None:
         url = join_url(store.base, "aborted/w.tar")
 
         def fail(writer: StoreWriter) -> None:
@@ -183,7 +183,7 @@ class StoreTests:
         assert list(store.storage.list(store.base)) == []
         assert not store.storage.exists(url)
 
-    def test_many_threads_and_a_pickled_copy_read_the_same(self, store: Store) -> None:
+    def test_many_threads_and_a_pickled_copy_read_the_same(self, store: GivenStore) -> None:
         url = join_url(store.base, "x.bin")
         store.storage.put(url, DATA)
         copy = store.copy()
@@ -192,7 +192,7 @@ class StoreTests:
             got = pool.map(lambda start: bytes(copy.read(url, start, start + 777)), starts)
             assert list(got) == [DATA[start : start + 777] for start in starts]
 
-    def test_bad_arguments(self, store: Store) -> None:
+    def test_bad_arguments(self, store: GivenStore) -> None:
         url = join_url(store.base, "x")
         for start, stop in ((-1, 5), (5, 4)):
             with pytest.raises(ConfigError, match="not a range"):

@@ -25,7 +25,7 @@ from webdataset.autodecode import gzfilter
 from streaming import decode
 from streaming.errors import ConfigError, DecodeError
 from streaming.testing import DecoderTests
-from streaming.testing.decoders import Given
+from streaming.testing.decoders import GivenDecoder
 from tests.support.sources.image_files import auto, saved, smooth
 from tests.support.tiers import first_here
 
@@ -381,7 +381,7 @@ class TestContract(DecoderTests):
     @pytest.fixture(params=first_here(_SAMPLES, 6))
     def given(self, request):
         field = request.param
-        return Given(SPECS.get(field, "auto"), field, [_SAMPLES[field], _OTHERS[field]])
+        return GivenDecoder(SPECS.get(field, "auto"), field, [_SAMPLES[field], _OTHERS[field]])
 
 
 def test_errors_name_the_sample_and_keep_the_cause():

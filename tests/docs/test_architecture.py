@@ -37,7 +37,7 @@ WINGS = {
     "streaming": ("others", "run", "sets", "shards", "build", "order", "watch", "common"),
     "shard_tools": ("look", "change", "make"),
 }
-"""Wings with rooms; the others are one room: storage, integrations, running, the face, the terminal, infra."""
+"""Wings with rooms; the others are one room: testing, contracts, storage, integrations, running, the face, …"""
 WORDS = ("streaming.errors", "streaming.types")  # public by these names, so they lie beside the wings
 
 MOST_ROOMS = 12  # modules in one folder, so that the room of a line is found by reading names
@@ -138,7 +138,8 @@ def wing_of(module: str) -> str:
         return "common"
     if top == "shard_tools":
         return name if name in (*WINGS[top], "running") else "terminal"
-    return name if name in (*WINGS["streaming"], "storage", "integrations") else {"streaming": "face"}.get(top, top)
+    ours_too = (*WINGS["streaming"], "storage", "integrations", "contracts", "testing")
+    return name if name in ours_too else {"streaming": "face"}.get(top, top)
 
 
 @cache

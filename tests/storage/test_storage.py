@@ -24,13 +24,13 @@ from streaming.storage.adapters.object import ObjectAdapter
 from streaming.storage.base.options import parse_options
 from streaming.storage.requests.transfer import Transfer
 from streaming.testing import StoreTests
-from streaming.testing.stores import DATA, PART, Store
+from streaming.testing.stores import DATA, PART, GivenStore
 from tests.support.servers.on_loopback import HttpServer, fresh_name
 from tests.support.tiers import first_here
 
 
 @dataclass(frozen=True)
-class ClosedStore(Store):
+class ClosedStore(GivenStore):
     """One whose copies are closed at the end of the test."""
 
     close: Callable[[Storage], Storage]
@@ -44,33 +44,35 @@ STORES = ("local", "s3-mini", "s3-in-place", "s3fs", "azure", "gcs", "file-url",
 
 class TestContract(StoreTests):
     @pytest.fixture(params=first_here(STORES, 6))
-    def store(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    def store(
+        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[GivenStore]:
         kind = request.param
         if kind == "s3-in-place":  # the smallest ranges, too
             monkeypatch.setattr(in_place, "LEAST_BYTES", 1)
         if kind == "local":
-            yield Store(Storage(), f"{tmp_path}/base dir")
+            yield GivenStore(Storage(), f"{tmp_path}/base dir")
         elif kind == "file-url":
-            yield Store(Storage(), f"file://{tmp_path}/base")
+            yield GivenStore(Storage(), f"file://{tmp_path}/base")
         elif kind == "memory":
-            yield Store(Storage(), f"memory://{fresh_name()}/base")
+            yield GivenStore(Storage(), f"memory://{fresh_name()}/base")
         elif kind == "s3-moto":
-            yield Store(
+            yield GivenStore(
                 Storage(request.getfixturevalue("moto").storage_options),
                 request.getfixturevalue("moto_bucket") + "/a/base",
             )
         elif kind in {"s3-mini", "s3-in-place"}:
-            yield Store(
+            yield GivenStore(
                 Storage(request.getfixturevalue("mini_s3").storage_options),
                 request.getfixturevalue("s3_bucket") + "/a/base",
             )
         elif kind == "gcs":
-            yield Store(
+            yield GivenStore(
                 Storage(request.getfixturevalue("mini_gcs").storage_options),
                 request.getfixturevalue("gcs_bucket") + "/a/base",
             )
         elif kind == "azure":
-            yield Store(
+            yield GivenStore(
                 Storage(request.getfixturevalue("azurite").storage_options),
                 request.getfixturevalue("azure_container") + "/a/base",
             )
