@@ -19,6 +19,8 @@ MODULES: dict[str, str] = {
     "streaming.integrations.checkpoint": "torch.distributed.checkpoint",
     "streaming.integrations.gpu_decoders": "Decoders on the GPU",
     "streaming.storage": "Stores: options, and bytes by URL",
+    "streaming.contracts": "What may be implemented: stores, sources, decoders, rows, orders, layouts",
+    "streaming.testing": "Batteries of tests for them",
 }
 """Modules whose public names are documented, with what they are for."""
 

@@ -282,6 +282,8 @@ class SourceTests:
             found = read_unit(source, wanted)
             assert wanted.lead + int(source.samples_of(every[number : number + 1], np.zeros(1, np.int64))[0]) >= 0
             assert len(found) == wanted.num_samples
+            offsets = np.arange(source.chunk_samples[number])
+            assert (wanted.lead + source.samples_of(np.full_like(offsets, number), offsets) < wanted.num_samples).all()
             for inside in range(wanted.num_samples - wanted.lead):
                 place = source.locate(number, inside)
                 assert place is None or place.key == found[wanted.lead + inside][0]

@@ -16,7 +16,7 @@ from streaming.build.batches.build import OnError, RowKind, Samples, SourceRecip
 from streaming.build.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.build.decode import DecodeSpec, FieldDecoder, decode_field, draws_numbers, raw, resolve_decoders
 from streaming.common.arrays import sums
-from streaming.errors import DecodeError, IndexMissingError
+from streaming.errors import DecodeError, IndexMismatchError, IndexMissingError
 from streaming.order.plan.settings import ShuffleConfig
 from streaming.sets.sources.keys import KeysOfShards
 from streaming.shards.catalog.source import OneOrder
@@ -99,8 +99,8 @@ class CustomSource(SampleRows):
     A kind says what chunks there are, and fetches them; the rest is as for shards without tables of their samples: a
     chunk is read whole, with all fields, and lost if a part of it is. Override what it can do better: ``slice`` with
     ``has_sample_tables``, ``locate`` and ``span_borders``; ``reads_whole`` with ``unit_bytes``. It must be thread-safe,
-    and picklable for worker processes; ``DataSet(source)`` is what a ``DataLoader`` gets. CONTRIBUTING.md has an
-    example, ``tests/support/contracts/source_contract.py`` a battery of what loops rely on.
+    and picklable for worker processes; ``DataSet(source)`` is what a ``DataLoader`` gets. docs/extending.md has an
+    example; ``streaming.testing.SourceTests`` is a battery of what loops rely on.
 
     Args:
         fields, decode, transform, shuffle, seed, on_error, max_bad_samples, bad_samples_file: See ``StreamingDataset``.
@@ -159,8 +159,10 @@ class CustomSource(SampleRows):
 
         Raises:
             DataError: The chunk is lost.
+            IndexMismatchError: ``fill`` gave other samples than the range holds, or fields that are not in ``out``.
         """
         layout = self.fill(wanted, out)
+        _check_filled(type(self).__name__, wanted, layout, len(out))
         return Fetched(checked=None if layout.damage else checked_range(wanted, out[: layout.num_bytes]), found=layout)
 
     @property
@@ -270,6 +272,29 @@ class CustomSource(SampleRows):
                 where = {"url": wanted.shown_url, "key": layout.keys[row], "field": name}
                 sample[name] = value if decoder is raw else decode_field(decoder, value, **where)
         return sample
+
+
+def _check_filled(kind: str, wanted: FetchRange, layout: UnitLayout, room: int) -> None:
+    """Check that a layout is one of the samples of a range, in memory of ``room`` bytes.
+
+    Raises:
+        IndexMismatchError: It is not: others' samples would be delivered under its keys.
+    """
+    shape = (wanted.num_samples, len(layout.fields))
+    if len(layout.keys) != wanted.num_samples or layout.starts.shape != shape or layout.sizes.shape != shape:
+        raise IndexMismatchError(
+            f"{wanted.shown_url}: {kind}.fill: expected {wanted.num_samples} samples, as its chunk() says, with "
+            f"{len(layout.fields)} fields each, got {len(layout.keys)} keys, starts of shape {layout.starts.shape} and "
+            f"sizes of shape {layout.sizes.shape}; return one row for each sample of the range, -1 for a field that "
+            "is missing"
+        )
+    ends = np.where(layout.starts >= 0, layout.starts + layout.sizes, 0)
+    last = int(ends.max(initial=0))
+    if not last <= layout.num_bytes <= room:
+        raise IndexMismatchError(
+            f"{wanted.shown_url}: {kind}.fill: fields end at byte {last}, num_bytes is {layout.num_bytes}, and there is "
+            f"room for {room} bytes; count starts from the beginning of `out`, and let chunk() ask for enough"
+        )
 
 
 class LocatedKeys:
