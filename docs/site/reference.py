@@ -38,16 +38,18 @@ _MODULE = """# `{name}`
 .. automodule:: {name}
    :members:
    :imported-members:
-   :show-inheritance:
+   :show-inheritance:{more}
 ```
 """
+_DOORS = ("streaming.contracts",)
+"""Modules whose names are described elsewhere, too."""
 _OUTER = "Dataset, IterableDataset, Sampler, tuple, object"
 
 
 def pages() -> Made:
     """Return the list of all public names, and a page for each."""
     classes = {name: _CLASS.format(name=name, outer=_OUTER) for name in streaming.__all__}
-    modules = {name: _MODULE.format(name=name) for name in MODULES}
+    modules = {name: _MODULE.format(name=name, more="\n   :no-index:" if name in _DOORS else "") for name in MODULES}
     rows = [(f"[`{name}`](/docs/api/{name}.md)", _first(getattr(streaming, name))) for name in classes]
     others = [(f"[`{name}`](/docs/api/{name}.md)", what) for name, what in MODULES.items()]
     text = f"## `streaming`\n\n{table(('name', ''), rows)}\n## Modules\n\n{table(('module', ''), others)}"

@@ -1,13 +1,15 @@
 """Name what others may implement, and what they need for it; no code of its own, and nothing imports it but users.
 
-| of your own | implement | enter it | battery |
-|---|---|---|---|
-| store | ``Adapter`` | ``ADAPTERS["shelf"] = ShelfAdapter`` | ``StoreTests`` |
-| source | ``CustomSource``, a ``Source`` | ``DataLoader(DataSet(source), …)`` | ``SourceTests`` |
-| decoder | ``Decoder`` | ``decode={"wav": wav}`` | ``DecoderTests`` |
-| kind of row | ``RowKind`` | ``items`` of a source | ``RowTests`` |
-| order | ``Orders`` | ``orders`` of a source | ``OrderTests`` |
-| layout of ``convert`` | ``ConvertSource`` | ``LAYOUTS["fasta"] = Layout(…)`` | ``LayoutTests`` |
+======================  ============================  ========================================  ================
+of your own             implement                     enter it                                  battery
+======================  ============================  ========================================  ================
+store                   ``Adapter``                   ``ADAPTERS["shelf"] = ShelfAdapter``      ``StoreTests``
+source                  ``CustomSource``              ``DataLoader(DataSet(source), …)``        ``SourceTests``
+decoder                 ``Decoder``                   ``decode={"wav": wav}``                   ``DecoderTests``
+kind of row             ``RowKind``                   ``items`` of a source                     ``RowTests``
+order                   ``Orders``                    ``orders`` of a source                    ``OrderTests``
+layout of ``convert``   ``ConvertSource``             ``LAYOUTS["fasta"] = Layout(…)``          ``LayoutTests``
+======================  ============================  ========================================  ================
 
 Batteries are in ``streaming.testing``. Each contract stands where its callers and the values in its signatures are;
 docs/design/0056 says why. Names are imported on first use.

@@ -19,7 +19,8 @@ Play = Callable[..., list[Any]]
 
 def played(monkeypatch: pytest.MonkeyPatch) -> Play:
     """Return ``play(function, **sizes)``: the function's results for the mesh of each rank, each in its own thread."""
-    store, own = dist.HashStore(), threading.local()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    own = threading.local()
     for module in (replica_group, course):
         monkeypatch.setattr(module, "job_store", lambda _: (own.rank, store))
     monkeypatch.setattr(course, "job_world_size", lambda: own.world_size)

@@ -98,7 +98,11 @@ class RowTests:
     # --- reading ---
 
     def loader(self, dataset: Any, world: int = 1, rank: int = 0, **options: Any) -> DataLoader:
-        chosen = {"global_batch_size": _GLOBAL_BATCH, "num_threads": 0, "last_batch": "partial"} | options
+        chosen: dict[str, Any] = {
+            "global_batch_size": _GLOBAL_BATCH,
+            "num_threads": 0,
+            "last_batch": "partial",
+        } | options
         chosen |= {"collate_fn": list} if self.as_list else {}
         return DataLoader(dataset, **{"device_mesh": mesh_of(world, rank), **chosen})
 
@@ -216,7 +220,8 @@ class RowTests:
 
     @pytest.mark.parametrize("world", [2])
     def test_batches_that_grow_are_the_same_on_any_world_and_after_a_resume(self, folder: Path, world: int) -> None:
-        dataset, ramp = self.make(folder), {"global_batch_size": Schedule.steps({0: 2, 4: 4, 12: 6})}
+        dataset = self.make(folder)
+        ramp: dict[str, Any] = {"global_batch_size": Schedule.steps({0: 2, 4: 4, 12: 6})}
         whole = self.whole(dataset, **ramp)
         assert [len(batch) for batch in whole[:4]] == [2, 2, 4, 4][: len(whole)]
         state = self.state(dataset, 3, **ramp)

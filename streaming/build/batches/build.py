@@ -133,7 +133,7 @@ class RowKind(ABC):
     """What a row of a batch is: all that loops, the engine and ranks know of it.
 
     A frozen value without data, equal on all ranks, that travels to worker processes. Which samples a row is made of,
-    the dataset says: ``Source.packs``.
+    the dataset says: ``Source.rows``.
 
     Attributes:
         group_rows: Most samples looked up together, if batches are only copied from memory; 0: each batch by itself.
@@ -240,7 +240,7 @@ class RowKind(ABC):
         return {}
 
     def budget(self, limit_bytes: int) -> Budget:
-        """Return how ``memory_limit`` is divided; see ``Source.keep_at_most``."""
+        """Return how ``memory_limit`` is divided; see ``RowSamples.keep_at_most``."""
         return Budget.of(limit_bytes, packs=False)
 
     def fate(self, on_error: OnError) -> str:

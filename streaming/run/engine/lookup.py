@@ -36,7 +36,7 @@ class Lookup:
         self.source: Any = source
         self.seed = plan.settings.seed
         self._plan, self._source, self._store, self._recipe, self._fields = plan, source, store, recipe, fields
-        self._read_distant = source.read_distant if source.has_distant else None
+        self._read_distant = source.read_distant
         self._epoch_start = plan.epoch * plan.num_samples
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
         self._damage: dict[int, DataError] = {}

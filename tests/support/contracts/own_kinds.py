@@ -90,11 +90,6 @@ class DictSource(CustomSource):
     def chunk_bytes(self) -> Int64Array:
         return np.diff(self._starts[self._firsts])
 
-    @property
-    def byte_starts(self) -> Int64Array:
-        chunks = np.arange(len(self._firsts) - 1)
-        return self._starts[self._firsts[chunks]] - self._starts[self._firsts[chunks // 2 * 2]]
-
     def chunk(self, chunk_id: int) -> FetchRange:
         low, high = self._firsts[chunk_id : chunk_id + 2].tolist()
         return self._range(chunk_id // 2, low, high)
@@ -142,16 +137,14 @@ class DictSource(CustomSource):
         first = int(url.rpartition("/")[2]) * 2 * self._per_chunk
         return range(first, min(first + 2 * self._per_chunk, len(self.keys)))
 
-    def reads_whole(self, wanted: FetchRange) -> bool:
-        return wanted.fields is None
-
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         read = [self.fields is None or name in self.fields for name in self._names]
         sizes = sums(self._sizes[:, read].sum(axis=1))[self._firsts]
         return np.diff(sizes)[chunk_ids]
 
-    def has_sample_tables(self) -> bool:
-        return True
+    @property
+    def slices(self) -> Self:
+        return self
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
         samples = np.arange(len(self.keys))
@@ -217,6 +210,7 @@ class WindowSource(SampleSource):
     """The sliding windows of ``size`` samples over each chunk of a source."""
 
     size: int
+    slices = None
 
     @classmethod
     def over(cls, source: SampleSource, size: int) -> Self:
@@ -236,14 +230,21 @@ class WindowSource(SampleSource):
     def fingerprint(self) -> str:
         return f"{super().fingerprint}-{self.size}"
 
+    @property
+    def rows(self) -> Self:
+        return self
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        return True
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Keep nothing."""
+
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         inside = (offsets[:, None] + np.arange(self.size)).reshape(-1)
         return PackRows.of_samples(
             self.samples_of(chunk_ids.repeat(self.size), inside), self.size * np.arange(len(offsets) + 1)
         )
-
-    def has_sample_tables(self) -> bool:
-        return False  # no slices
 
     def expected_samples(self, num_rows: float) -> float:
         return num_rows * self.size

@@ -95,7 +95,7 @@ class TokenPacks(PieceItems):
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
         """See ``RowKind``: never pack, or wait for a column of lengths, under the engine's lock."""
-        if not stock.source.has_packs(of.chunk_ids, of.passes, stock.seed):
+        if not stock.source.rows.has_packs(of.chunk_ids, of.passes, stock.seed):
             return None
         if not self.parts.is_constant:
             begins = stock.begins(of)
