@@ -71,8 +71,8 @@ class Lookup:
 
     def rows_at_once(self, block: Block, span: slice) -> Rows | None:
         """Return the samples of a group of batches; None: they are to be built one by one."""
-        rows = self.planned(block, span)
-        return None if (rows.first_rows < 0).any() else self._recipe.items.rows_at_once(self, rows)
+        kind, rows = self._recipe.items.grouped, self.planned(block, span)
+        return None if kind is None or (rows.first_rows < 0).any() else kind.rows_at_once(self, rows)
 
     # --- in any thread ---
 

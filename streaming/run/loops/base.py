@@ -107,7 +107,8 @@ def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tupl
         )  # fmt: skip
         config = replace(config, num_workers=1)
     sharing = Sharing.of_replicas(
-        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanges, metrics=metrics,
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.recipe.items.exchanged is not None,
+        metrics=metrics,
         batch_bytes=config.memory.batches_bytes,
     )  # fmt: skip
     return replace(config, recipe=recipe), (sharing,)

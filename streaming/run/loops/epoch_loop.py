@@ -58,10 +58,11 @@ def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tup
     payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
-    if not recipe.items.exchanges or recipe.portion.is_count:
+    exchanged = recipe.items.exchanged
+    if exchanged is None or recipe.portion.is_count:
         return config, ()
     keeps_all = config.replicas.portion(config.mesh).is_whole
-    peers = RowExchange(config.mesh, recipe.items, recipe.cut, metrics, keeps_all=keeps_all)
+    peers = RowExchange(config.mesh, exchanged, recipe.cut, metrics, keeps_all=keeps_all)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), (peers,)
 
 
