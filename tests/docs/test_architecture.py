@@ -305,6 +305,21 @@ def test_functions_are_short() -> None:
     report(findings, f"A function has at most {MOST_LINES} lines without its docstring. Part it by what it does:")
 
 
+def test_no_method_only_refuses() -> None:
+    """What only some kinds can do is a value that others lack (docs/design/0056); batteries say what to override."""
+    findings = []
+    for module in modules():
+        for node in nodes(module):
+            if not isinstance(node, ast.FunctionDef) or is_under(module, ("streaming.testing",)):
+                continue
+            body = [one for one in node.body if not isinstance(one, ast.Expr)]
+            if len(body) == 1 and isinstance(body[0], ast.Raise) and body[0].exc is not None:
+                error = ast.unparse(body[0].exc).partition("(")[0]
+                if error in {"NotImplementedError", "AssertionError"}:
+                    findings.append(f"{module}:{node.lineno} {node.name}")
+    report(findings, "A method whose body is a refusal is no method of this kind; hold what only some can do:")
+
+
 def is_lock(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute | ast.Name) and bool(re.search(r"(lock|changed)$", ast.unparse(node)))
 

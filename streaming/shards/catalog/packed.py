@@ -74,7 +74,7 @@ class PackedSource(OneOrder):
         fits: Known fits of groups that were counted here.
     """
 
-    can_grow = has_gaps = can_be_cut = has_distant = False
+    can_grow = has_gaps = can_be_cut = False
     fields: tuple[str, ...] | None
 
     slices = read_distant = None  # groups are read whole
