@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from shard_tools.make.convert.base.records import Record, SourceOptions
     from shard_tools.make.convert.base.records import Source as ConvertSource
     from shard_tools.make.convert.sources import LAYOUTS, Layout
-    from streaming.build.batches.build import BatchBuilder, Mask, RowKind, Samples
+    from streaming.build.batches.build import BatchBuilder, ExchangedRows, GroupedRows, Mask, RowKind, Samples
     from streaming.build.batches.items.pieces import PieceItems
     from streaming.build.batches.rows import Rows
     from streaming.build.decode.registry import FieldDecoder
-    from streaming.order.packing.layout import PackRows
+    from streaming.order.packing.layout import PackRows, RowSamples
     from streaming.order.plan.order import EpochOrders, LaidOrder, LaneParts, Order, Orders, OrderSettings
     from streaming.run.engine.source import Source
     from streaming.sets.datasets.face import DataSet
     from streaming.sets.sources.own import CustomSource
+    from streaming.shards.fetch.chunks import Bytes, InPlace, Slices, Table
     from streaming.shards.fetch.layout import UnitLayout
     from streaming.shards.fetch.read import FetchRange
     from streaming.shards.index.sample_table import SampleLocation
@@ -58,15 +59,19 @@ _HOMES = {
     "ADAPTERS": "streaming.storage.store",
     "Adapter": "streaming.storage.base.adapter",
     "BatchBuilder": "streaming.build.batches.build",
+    "Bytes": "streaming.shards.fetch.chunks",
     "ChangedError": "streaming.storage.base.adapter",
     "ConvertSource": "shard_tools.make.convert.base.records",
     "CustomSource": "streaming.sets.sources.own",
     "DataSet": "streaming.sets.datasets.face",
     "Decoder": "streaming.types",
     "EpochOrders": "streaming.order.plan.order",
+    "ExchangedRows": "streaming.build.batches.build",
     "FetchRange": "streaming.shards.fetch.read",
     "FieldDecoder": "streaming.build.decode.registry",
     "FileSource": "shard_tools.make.convert.base.files",
+    "GroupedRows": "streaming.build.batches.build",
+    "InPlace": "streaming.shards.fetch.chunks",
     "Int64Array": "streaming.types",
     "LAYOUTS": "shard_tools.make.convert.sources",
     "LaidOrder": "streaming.order.plan.order",
@@ -83,14 +88,17 @@ _HOMES = {
     "ReadBuffer": "streaming.types",
     "Record": "shard_tools.make.convert.base.records",
     "RowKind": "streaming.build.batches.build",
+    "RowSamples": "streaming.order.packing.layout",
     "Rows": "streaming.build.batches.rows",
     "SampleLocation": "streaming.shards.index.sample_table",
     "Samples": "streaming.build.batches.build",
     "Sink": "streaming.storage.base.adapter",
+    "Slices": "streaming.shards.fetch.chunks",
     "Source": "streaming.run.engine.source",
     "SourceOptions": "shard_tools.make.convert.base.records",
     "StorageOptions": "streaming.storage.base.options",
     "StoreWriter": "streaming.storage.base.adapter",
+    "Table": "streaming.shards.fetch.chunks",
     "Target": "streaming.storage.base.adapter",
     "ThrottledError": "streaming.storage.base.adapter",
     "TransientError": "streaming.storage.base.adapter",
@@ -106,15 +114,19 @@ __all__ = [
     "LAYOUTS",
     "Adapter",
     "BatchBuilder",
+    "Bytes",
     "ChangedError",
     "ConvertSource",
     "CustomSource",
     "DataSet",
     "Decoder",
     "EpochOrders",
+    "ExchangedRows",
     "FetchRange",
     "FieldDecoder",
     "FileSource",
+    "GroupedRows",
+    "InPlace",
     "Int64Array",
     "LaidOrder",
     "LaneParts",
@@ -130,14 +142,17 @@ __all__ = [
     "ReadBuffer",
     "Record",
     "RowKind",
+    "RowSamples",
     "Rows",
     "SampleLocation",
     "Samples",
     "Sink",
+    "Slices",
     "Source",
     "SourceOptions",
     "StorageOptions",
     "StoreWriter",
+    "Table",
     "Target",
     "ThrottledError",
     "TransientError",
