@@ -16,7 +16,10 @@ import pytest
 
 import streaming.contracts
 import streaming.testing
+from streaming import DataLoader
 from streaming.contracts import ADAPTERS, DataSet, OrderSettings
+from streaming.errors import ConfigError, IndexMismatchError
+from streaming.storage import Storage
 from streaming.testing import DecoderTests, OrderTests, SourceTests, StoreTests
 from streaming.testing.children import in_child
 from streaming.testing.sources import LOST, SAMPLES
@@ -168,6 +171,17 @@ class Fills(DictSource):
         )  # fmt: skip
 
 
+class Outside(DictSource):
+    """Fields lie behind the memory that there is."""
+
+    def fill(self, wanted: Any, out: memoryview) -> Any:
+        found = super().fill(wanted, out)
+        return type(found)(
+            keys=found.keys, fields=found.fields, starts=found.starts + len(out), sizes=found.sizes,
+            num_bytes=found.num_bytes,
+        )  # fmt: skip
+
+
 class Blind(DictSource):
     """Damage goes unnoticed."""
 
@@ -223,7 +237,8 @@ NOTICED: dict[str, tuple[type[BaseException], Callable[[Path], None]]] = {
     "nothing decoded": (AssertionError, decoder(Forgets(), SAME)),
     "a function in a function": (Exception, decoder(Forgets(), "test_a_copy_in_another_process_decodes_the_same")),
     "a count": (AssertionError, source(Counts, "test_chunks_slices_places_and_spans_agree_with_the_bytes")),
-    "a row": (Exception, source(Fills, "test_chunks_slices_places_and_spans_agree_with_the_bytes")),
+    "a row": (IndexMismatchError, source(Fills, "test_chunks_slices_places_and_spans_agree_with_the_bytes")),
+    "a place": (IndexMismatchError, source(Outside, "test_chunks_slices_places_and_spans_agree_with_the_bytes")),
     "damage": (pytest.fail.Exception, source(Blind, "test_damage_raises_if_asked_to_and_names_the_shard")),
     "an order": (AssertionError, lambda _: Twice().test_each_pass_holds_each_sample_once()),
 }
@@ -234,6 +249,22 @@ def test_a_battery_notices(what: str, tmp_path: Path) -> None:
     error, run = NOTICED[what]
     with pytest.raises(error):
         run(tmp_path)
+
+
+def test_what_a_stranger_meets_first_says_what_to_write() -> None:
+    """The messages that the page lists; those of ``fill`` stop a run, too, and not only the battery."""
+    with pytest.raises(ConfigError, match=r"DataLoader\(DataSet\(source\), …\), with DataSet of streaming\.contracts"):
+        DataLoader(DictSource(SAMPLES, per_chunk=5), batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="import the module that enters a store of your own in ADAPTERS"):
+        Storage().read("shelf:///tmp/shelf.db!/a")
+    for kind, said in ((Fills, r"Fills\.fill: expected 5 samples, .* got 4 keys"), (Outside, r"is room for \d+ bytes")):
+        with (
+            DataLoader(DataSet(kind(SAMPLES, per_chunk=5, on_error="skip")), batch_size=4, num_threads=0) as loader,
+            pytest.raises(IndexMismatchError, match=said),
+        ):
+            next(iter(loader))
+    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## What you may meet")[2], re.MULTILINE)
+    assert len(quoted) == 7
 
 
 def test_a_battery_that_is_not_filled_in_says_what_to_override(tmp_path: Path) -> None:

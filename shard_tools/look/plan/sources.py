@@ -57,7 +57,7 @@ class TableSet(OfTable):
 
     @property
     def slices(self) -> Self | None:
-        """See ``Table``: as told, with spans that are chunks."""
+        """See ``Table``: as ``sliced`` says, with spans that are chunks."""
         return self if self._sliced else None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
