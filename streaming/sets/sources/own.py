@@ -132,6 +132,7 @@ class CustomSource(SampleRows):
         self._order_by(shuffle, seed)
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
         self.bad_samples_file = bad_samples_file
+        self._counted: set[int] = set()
 
     # --- what a kind says ---
 
@@ -165,6 +166,24 @@ class CustomSource(SampleRows):
         """
 
     # --- what follows ---
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Table``: the offsets, as nothing is left out.
+
+        Raises:
+            IndexMismatchError: ``chunk_samples`` counts more samples than ``chunk`` has: others would take their place.
+        """
+        if new := set(np.unique(chunk_ids).tolist()) - self._counted:
+            counts = self.chunk_samples
+            for chunk in sorted(new):
+                wanted = self.chunk(chunk)
+                if wanted.num_samples - wanted.lead < counts[chunk]:
+                    raise IndexMismatchError(
+                        f"{wanted.shown_url}: {type(self).__name__}.chunk_samples: {counts[chunk]} samples in chunk "
+                        f"{chunk}, got a chunk({chunk}) of {wanted.num_samples - wanted.lead}; let both count the same"
+                    )
+            self._counted |= new
+        return offsets
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """See ``Source``.
