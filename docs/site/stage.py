@@ -49,6 +49,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/remesh",
         "docs/tools",
         "docs/show",
+        "docs/extending",
     ),
     "Coming from": (
         "docs/coming-from/webdataset",

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import numpy as np
@@ -25,7 +24,10 @@ from webdataset.autodecode import gzfilter
 
 from streaming import decode
 from streaming.errors import ConfigError, DecodeError
+from streaming.testing import DecoderTests
+from streaming.testing.decoders import GivenDecoder
 from tests.support.sources.image_files import auto, saved, smooth
+from tests.support.tiers import first_here
 
 
 def npy_bytes(array, **options):
@@ -347,20 +349,39 @@ _SAMPLES = {
     "png": saved(smooth(), "PNG"),
     "jpg": saved(smooth(), "JPEG"),
     "small": saved(smooth(), "JPEG"),
+    "crop": saved(smooth(), "JPEG"),
 }
 
 
-@pytest.mark.parametrize("field", _SAMPLES)
-def test_no_decoder_keeps_its_buffer(field):
-    spec = {"tokens": "array:uint16->int64", "words": "array:uint8", "small": "rgb8:9x9"}
-    decoder = decode.resolve_decoders(spec).decoder_for(field)
-    buffer = bytearray(_SAMPLES[field])
-    view = memoryview(buffer)
-    result = decoder(view)
-    view.release()  # fails while anything holds an export of it
-    buffer.extend(b"resizing fails while anything exports the memory")
-    buffer[:] = bytes(len(buffer))
-    np.testing.assert_equal(result, decoder(_SAMPLES[field]))
+SPECS = {
+    "tokens": "array:uint16->int64",
+    "words": "array:uint8",
+    "small": "rgb8:9x9",
+    "crop": decode.random_crop("rgb8", (9, 9)),
+}
+_OTHERS = {
+    "txt": b"abd",
+    "cls": b"4",
+    "json": b"[1, null]",
+    "bin": b"",
+    "npy": npy_bytes(np.arange(4.0)),
+    "npz": npz_bytes(b=np.arange(5)),
+    "mp": msgpack.packb({"a": 3}),
+    "sft": safetensors.numpy.save({"a": np.arange(4)}),
+    "tokens": bytes(6),
+    "words": bytes(6),
+    "png": saved(smooth()[:20], "PNG"),
+    "jpg": saved(smooth()[:20], "JPEG"),
+    "small": saved(smooth()[:20], "JPEG"),
+    "crop": saved(smooth()[:20], "JPEG"),
+}
+
+
+class TestContract(DecoderTests):
+    @pytest.fixture(params=first_here(_SAMPLES, 6))
+    def given(self, request):
+        field = request.param
+        return GivenDecoder(SPECS.get(field, "auto"), field, [_SAMPLES[field], _OTHERS[field]])
 
 
 def test_errors_name_the_sample_and_keep_the_cause():
@@ -393,13 +414,6 @@ def test_damaged_bytes_decode_or_raise_a_decode_error(extra, field, position, by
             decode.decode_field(decoder, damaged, url="u", key="k", field=field)
         except DecodeError as error:
             assert "'k'" in str(error)  # noqa: PT017 - decoding may also succeed
-
-
-def test_decoders_may_run_on_several_threads():
-    decoders = decode.resolve_decoders("rgb8:20x20")
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: decoders.decoder_for("jpg")(_SAMPLES["jpg"]), range(64)))
-    assert all((result == results[0]).all() for result in results)
 
 
 # --- webdataset ---

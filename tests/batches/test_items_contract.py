@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from shutil import copytree
 from types import MappingProxyType
 from typing import Any
 
-import pytest
-
-from streaming import Schedule, StreamingDataset
-from tests.support.contracts.items_contract import KEYS, ItemsContract, PackedContract, windows, write_documents
-from tests.support.processes.played_ranks import Play, played
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("items") / "docs")
+from streaming import Packed, Schedule, StreamingDataset
+from streaming.testing import RowTests
+from streaming.testing.rows import KEYS
+from tests.support.contracts.own_kinds import windows
 
 
-@pytest.fixture
-def documents(written: Path, tmp_path: Path) -> Path:
-    return Path(copytree(written, tmp_path / "docs"))
+class PackedRows(RowTests):
+    """Rows by ``Packed``, whose documents are of tokens."""
+
+    field = ""
+    packed: Mapping[str, Any] = MappingProxyType({})
+
+    def make(self, folder: Path, **options: Any) -> Packed:
+        return Packed(StreamingDataset(str(folder), **options), **self.packed)
 
 
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    return played(monkeypatch)
-
-
-class TestSamples(ItemsContract):
+class TestSamples(RowTests):
     def make(self, folder: Path, **options: Any) -> StreamingDataset:
         return StreamingDataset(str(folder), **options)
 
 
-class TestPacks(PackedContract):
+class TestPacks(PackedRows):
     packed = MappingProxyType({"length": 24})
 
 
-class TestPacksInGrowingRows(PackedContract):
+class TestPacksInGrowingRows(PackedRows):
     packed = MappingProxyType({"length": Schedule.steps({0: 8, 6: 12, 14: 24})})
 
     def rows(self, batch: Any) -> list[tuple[str, ...]]:
@@ -50,18 +44,18 @@ class TestPacksInGrowingRows(PackedContract):
         return [tuple(dict.fromkeys(key for row in rows for key in row)) for rows in packs]
 
 
-class TestPaddedDocuments(PackedContract):
+class TestPaddedDocuments(PackedRows):
     packed = MappingProxyType({"length": 24, "padded": True})
     as_list = True
 
 
-class TestWholeSamples(PackedContract):
+class TestWholeSamples(PackedRows):
     packed = MappingProxyType({"length": 30, "padded": True, "field": None})
     as_list = True
     field = "cls"
 
 
-class TestWindows(ItemsContract):
+class TestWindows(RowTests):
     def make(self, folder: Path, **options: Any) -> StreamingDataset:
         return windows(folder, 3, **options)
 

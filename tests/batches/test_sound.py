@@ -18,6 +18,7 @@ from streaming.build.decode.sound import resampled_length, to_int16
 from streaming.build.decode.streams import mpeg
 from streaming.build.decode.streams.files import WatchedFile, opened
 from streaming.errors import ConfigError, DecodeError
+from streaming.testing import DecoderTests
 from tests.support.sources import drawn_sounds, streams
 
 ALL = sorted(streams.KINDS)
@@ -28,6 +29,18 @@ worst case. All others are the same bit by bit."""
 
 def drawn(decoder, data, seed):
     return decoder.with_rng(np.random.default_rng(seed))(data)
+
+
+class TestContract(DecoderTests):
+    """Clips of members that are read in ranges, at a place drawn for each."""
+
+    field = "flac"
+
+    def spec(self):
+        return Sound(seconds=0.5)
+
+    def values(self):
+        return [streams.sound("flac", seconds) for seconds in (1.0, 2.0)]
 
 
 # --- equal to all ---

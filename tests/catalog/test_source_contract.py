@@ -11,19 +11,15 @@ import pytest
 from streaming import Balanced, Curriculum, Mixture, Packed, Schedule, StreamingDataset
 from streaming.sets.datasets.face import DataSet
 from streaming.storage import Storage
-from tests.support.contracts.items_contract import windows
-from tests.support.contracts.source_contract import (
-    KEYS,
-    LOST,
-    NUM,
-    SHARD,
-    DictSource,
-    SourceContract,
-    fields_of,
-    write_samples,
-)
-from tests.support.processes.played_ranks import Play, played
+from streaming.testing import SourceTests
+from streaming.testing.sources import LOST, PAIRS, SAMPLES, Case
+from tests.support.contracts.own_kinds import SHARD, DictSource, windows, write_samples
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.tiers import first_here
+
+KEYS = [*SAMPLES]
+LOST_NUMBER = KEYS.index(LOST)
+LOST_FILE = f"{LOST_NUMBER // SHARD:06d}.tar"
 
 
 @pytest.fixture(scope="module")
@@ -31,42 +27,60 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_samples(tmp_path_factory.mktemp("sources") / "set")
 
 
-@pytest.fixture
-def samples(written: Path, tmp_path: Path) -> Path:
-    return Path(copytree(written, tmp_path / "set"))
+class Ours(SourceTests):
+    """Two thirds of the cells here, the rest by ``make test-all``."""
+
+    @pytest.mark.parametrize("case", first_here(PAIRS, 8), ids=lambda case: "-".join(map(str, case)))
+    def test_batches_are_the_same_whoever_reads_and_builds_them(self, folder: Path, tmp_path: Path, case: Case) -> None:
+        super().test_batches_are_the_same_whoever_reads_and_builds_them(folder, tmp_path, case)
 
 
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    return played(monkeypatch)
+class OfShards(Ours):
+    """Sets over the five shards that ``write_samples`` writes."""
+
+    has_cache = True
+    lost_shard = LOST_FILE
+
+    @pytest.fixture
+    def folder(self, written: Path, tmp_path: Path) -> Path:
+        return Path(copytree(written, tmp_path / "set"))
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        path = folder / LOST_FILE
+        if is_missing:
+            path.unlink()
+        else:
+            data = bytearray(path.read_bytes())
+            data[data.index(SAMPLES[LOST]["tok"])] ^= 1
+            path.write_bytes(data)
 
 
-class TestLocal(SourceContract):
+class TestLocal(OfShards):
     def make(self, folder: Path, **options: Any) -> Any:
         return StreamingDataset(str(folder), **options)
 
 
 @pytest.mark.thorough
-class TestS3(SourceContract):
+class TestS3(OfShards):
     @pytest.fixture(autouse=True)
-    def _bucket(self, mini_s3: MiniS3Server, samples: Path) -> None:
+    def _bucket(self, mini_s3: MiniS3Server, folder: Path) -> None:
         self.url, self.access = mini_s3.create_bucket(fresh_name()), mini_s3.storage_options
         self.storage = Storage(self.access)
-        for path in filter(Path.is_file, samples.rglob("*")):
-            self.storage.put(f"{self.url}/set/{path.relative_to(samples)}", path.read_bytes())
+        for path in filter(Path.is_file, folder.rglob("*")):
+            self.storage.put(f"{self.url}/set/{path.relative_to(folder)}", path.read_bytes())
 
     def make(self, folder: Path, **options: Any) -> Any:
         return StreamingDataset(f"{self.url}/set/", storage_options=self.access, **options)
 
     def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
         super().hurt(dataset, folder, is_missing=is_missing)
-        url = f"{self.url}/set/{LOST // SHARD:06d}.tar"
+        url = f"{self.url}/set/{LOST_FILE}"
         self.storage.delete(url)
         if not is_missing:
-            self.storage.put(url, (folder / f"{LOST // SHARD:06d}.tar").read_bytes())
+            self.storage.put(url, (folder / LOST_FILE).read_bytes())
 
 
-class TestRange(SourceContract):
+class TestRange(OfShards):
     def make(self, folder: Path, **options: Any) -> Any:
         return StreamingDataset(str(folder), **options)[3:35]
 
@@ -74,7 +88,7 @@ class TestRange(SourceContract):
         return KEYS[3:35]
 
 
-class TestEveryOther(SourceContract):
+class TestEveryOther(OfShards):
     def make(self, folder: Path, **options: Any) -> Any:
         return StreamingDataset(str(folder), **options)[1::2]
 
@@ -82,7 +96,7 @@ class TestEveryOther(SourceContract):
         return KEYS[1::2]
 
 
-class TestWhere(SourceContract):
+class TestWhere(OfShards):
     def make(self, folder: Path, **options: Any) -> Any:
         return StreamingDataset(str(folder), where="kind < 2", exclude=[KEYS[6], KEYS[30]], **options)
 
@@ -90,7 +104,7 @@ class TestWhere(SourceContract):
         return [key for number, key in enumerate(KEYS) if number % 3 < 2 and number not in (6, 30)]
 
 
-class TestPacked(SourceContract):
+class TestPacked(OfShards):
     has_fields = False
 
     def make(self, folder: Path, **options: Any) -> Any:
@@ -104,13 +118,13 @@ class TestPacked(SourceContract):
         return list(row["__key__"])
 
 
-class TestMixtureBySize(SourceContract):
+class TestMixtureBySize(OfShards):
     def make(self, folder: Path, **options: Any) -> Any:
         whole = StreamingDataset(str(folder), **options)
         return Mixture({"a": whole[:24], "b": whole[24:]}, shuffle=options.get("shuffle", True))
 
 
-class TestMixtureByWeights(SourceContract):
+class TestMixtureByWeights(OfShards):
     epoch_size = 40
     is_passed = False
 
@@ -121,7 +135,7 @@ class TestMixtureByWeights(SourceContract):
         )
 
 
-class TestBalanced(SourceContract):
+class TestBalanced(OfShards):
     epoch_size = 40
     is_passed = False
 
@@ -129,7 +143,7 @@ class TestBalanced(SourceContract):
         return Balanced(StreamingDataset(str(folder), **options), by="kind")
 
 
-class TestCurriculum(SourceContract):
+class TestCurriculum(OfShards):
     epoch_size = 40
     is_passed = False
 
@@ -138,24 +152,22 @@ class TestCurriculum(SourceContract):
         return Curriculum(StreamingDataset(str(folder), **options), "tokens", schedule, buckets=3)
 
 
-class TestDict(SourceContract):
+class TestDict(Ours):
     """A kind of source that streaming/ does not know."""
 
-    has_cache = False
-    lost_shard = f"dict://{LOST // 10}"
+    lost_shard = f"dict://{LOST_NUMBER // 10}"
 
     def make(self, folder: Path, **options: Any) -> DataSet[Any]:
-        samples = {KEYS[number]: fields_of(number) for number in range(NUM)}
-        return DataSet(DictSource(samples, per_chunk=5, **options))
+        return DataSet(DictSource(SAMPLES, per_chunk=5, **options))
 
     def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
-        dataset.source.hurt(KEYS[LOST], is_missing=is_missing)
+        dataset.source.hurt(LOST, is_missing=is_missing)
 
     def hurt_too(self, dataset: Any) -> None:
-        dataset.source.hurt(KEYS[LOST], is_missing=False)
+        dataset.source.hurt(LOST, is_missing=False)
 
 
-class TestWindows(SourceContract):
+class TestWindows(OfShards):
     """Rows of a kind that streaming/ does not know: the tools know them, too."""
 
     is_passed = False

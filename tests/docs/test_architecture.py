@@ -37,7 +37,7 @@ WINGS = {
     "streaming": ("others", "run", "sets", "shards", "build", "order", "watch", "common"),
     "shard_tools": ("look", "change", "make"),
 }
-"""Wings with rooms; the others are one room: storage, integrations, running, the face, the terminal, infra."""
+"""Wings with rooms; the others are one room: testing, contracts, storage, integrations, running, the face, …"""
 WORDS = ("streaming.errors", "streaming.types")  # public by these names, so they lie beside the wings
 
 MOST_ROOMS = 12  # modules in one folder, so that the room of a line is found by reading names
@@ -138,7 +138,8 @@ def wing_of(module: str) -> str:
         return "common"
     if top == "shard_tools":
         return name if name in (*WINGS[top], "running") else "terminal"
-    return name if name in (*WINGS["streaming"], "storage", "integrations") else {"streaming": "face"}.get(top, top)
+    ours_too = (*WINGS["streaming"], "storage", "integrations", "contracts", "testing")
+    return name if name in ours_too else {"streaming": "face"}.get(top, top)
 
 
 @cache
@@ -302,6 +303,21 @@ def test_functions_are_short() -> None:
     sizes = [one for module in modules() for one in functions(module)]
     findings = [f"{name}: {lines} lines" for name, lines in sizes if lines > MOST_LINES]
     report(findings, f"A function has at most {MOST_LINES} lines without its docstring. Part it by what it does:")
+
+
+def test_no_method_only_refuses() -> None:
+    """What only some kinds can do is a value that others lack (docs/design/0056); batteries say what to override."""
+    findings = []
+    for module in modules():
+        for node in nodes(module):
+            if not isinstance(node, ast.FunctionDef) or is_under(module, ("streaming.testing",)):
+                continue
+            body = [one for one in node.body if not isinstance(one, ast.Expr)]
+            if len(body) == 1 and isinstance(body[0], ast.Raise) and body[0].exc is not None:
+                error = ast.unparse(body[0].exc).partition("(")[0]
+                if error in {"NotImplementedError", "AssertionError"}:
+                    findings.append(f"{module}:{node.lineno} {node.name}")
+    report(findings, "A method whose body is a refusal is no method of this kind; hold what only some can do:")
 
 
 def is_lock(node: ast.expr) -> bool:

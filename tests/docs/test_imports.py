@@ -34,6 +34,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "Video",
     ),
     "streaming.metrics": ("prometheus", "opentelemetry", "flat", "headspace", "serve"),
+    "streaming.contracts": ("Adapter", "CustomSource", "Decoder", "RowKind", "Orders", "Source"),
+    "streaming.testing": ("StoreTests", "SourceTests", "DecoderTests", "RowTests", "OrderTests", "LayoutTests"),
     "shard_tools": ("ShardWriter", "lines", "optimize", "select"),
 }
 COMING: dict[str, tuple[str, ...]] = {}
@@ -116,7 +118,7 @@ def test_imports_have_no_side_effects() -> None:
     steps = [step("infra", without_torch=True), step("shard_tools", without_torch=True)]
     steps.append(step("streaming", without_torch=False))
     stubs = {name for module in modules() for name in imports(module) if name.split(".")[0] in NOT_DECLARED}
-    code = PROBE % {"root": str(ROOT), "steps": steps, "stubs": sorted(stubs)}
+    code = PROBE % {"root": str(ROOT), "steps": steps, "stubs": sorted(stubs - {"pytest"})}
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr

@@ -95,7 +95,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(*args, **options)
 
     monkeypatch.setattr("streaming.shards.catalog.source.fetch_unit", slow)
-    monkeypatch.setattr("streaming.shards.catalog.source.ChunkSource.can_be_mapped", False)
+    monkeypatch.setattr("streaming.shards.catalog.source.ChunkSource.in_place", None)
 
 
 CAUSES: dict[str, tuple[dict[str, Any], float, str, str]] = {

@@ -486,7 +486,7 @@ def test_a_file_that_fails_ends_and_says_why() -> None:
 def test_only_members_of_8_mib_are_distant_by_default(monkeypatch: pytest.MonkeyPatch, clips: str) -> None:
     monkeypatch.undo()
     dataset = opened(clips)
-    assert dataset.source.has_distant
+    assert dataset.source.read_distant is not None
     assert all(dataset.source.reads_whole(dataset.source.chunk(chunk)) for chunk in range(3))
 
 

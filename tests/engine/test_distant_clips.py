@@ -280,9 +280,9 @@ def test_clips_of_a_batch_are_read_at_the_same_time(
 
 
 def test_whole_streams_are_read_whole(opened: Any) -> None:
-    assert opened().source.has_distant
-    assert not opened(decode={"flac": "sound", "mp4": "video", "txt": "text"}).source.has_distant
-    assert not opened(decode=WHOLE).source.has_distant
+    assert opened().source.read_distant is not None
+    assert opened(decode={"flac": "sound", "mp4": "video", "txt": "text"}).source.read_distant is None
+    assert opened(decode=WHOLE).source.read_distant is None
 
 
 @pytest.mark.parametrize("more", [0, -1])

@@ -29,8 +29,8 @@ from streaming.others.remote import wire
 from streaming.run.engine.memory import mapped
 from streaming.run.replicas import batch_codec
 from streaming.storage.requests.retry import MOST_WRONG
+from streaming.testing.children import in_child
 from streaming.torch_view import TorchIterable
-from tests.support.processes.children import in_child
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets import packed_sets

@@ -22,7 +22,7 @@ from streaming.run.replicas.broadcast import Sharing, _left_behind
 from streaming.run.replicas.options import Broadcast
 from streaming.storage import Storage
 from streaming.storage.adapters import obstore_client
-from tests.support.processes.children import Child, in_child
+from streaming.testing.children import Child, in_child
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import SampleSet, make_sample, write_set
 

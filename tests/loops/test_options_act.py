@@ -222,7 +222,7 @@ def test_what_a_loader_may_hold_is_no_more_than_its_limit(kind: str, tmp_path: P
 
     with (
         mock.patch("streaming.run.engine.builders.BatchRing", ring),
-        mock.patch.object(type(data.source), "keep_at_most", lambda _self, num_bytes: kept(num_bytes)),
+        mock.patch.object(type(data.source.rows), "keep_at_most", lambda _self, num_bytes: kept(num_bytes)),
         mock.patch.object(epoch_loop, "ChunkStore", side_effect=StopIteration),
         DataLoader(data, 1, memory_limit=limit, num_workers=1, collate_fn=list, epoch_size=8) as loader,
         pytest.raises((StopIteration, RuntimeError)),

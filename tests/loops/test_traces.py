@@ -458,7 +458,7 @@ class SlowStore:
             return real(*args, **options)
 
         monkeypatch.setattr("streaming.shards.catalog.source.fetch_unit", fetch)
-        monkeypatch.setattr("streaming.shards.catalog.source.ChunkSource.can_be_mapped", False)
+        monkeypatch.setattr("streaming.shards.catalog.source.ChunkSource.in_place", None)
 
     def wait_for(self, count: int) -> None:
         until(lambda: self.num_begun >= count, f"{count} fetches begin")

@@ -130,10 +130,10 @@ def test_mixtures_ask_their_sources(folder: Path) -> None:
     mixed = Mixture({"a": packed_of(folder), "b": packed_of(folder)}, weights={"a": 2, "b": 1})
     groups = np.arange(len(mixed.source.chunk_samples))
     passes = np.ones_like(groups)
-    assert not mixed.source.has_packs(groups, passes, 3)
-    mixed.source.packs(groups, np.zeros_like(groups), passes, 3)
-    assert mixed.source.has_packs(groups, passes, 3)
-    assert not mixed.source.has_packs(groups, passes, 4)
+    assert not mixed.source.rows.has_packs(groups, passes, 3)
+    mixed.source.rows.packs(groups, np.zeros_like(groups), passes, 3)
+    assert mixed.source.rows.has_packs(groups, passes, 3)
+    assert not mixed.source.rows.has_packs(groups, passes, 4)
 
 
 def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:

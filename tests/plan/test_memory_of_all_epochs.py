@@ -49,20 +49,20 @@ class UnevenSet:
         has_slices: Samples can be read without the rest of their chunk; packs cannot.
     """
 
-    can_be_mapped = False
+    in_place = None
 
     def __init__(self, sample_bytes: list[Int64Array], *, has_slices: bool) -> None:
         self._starts = [sums(sizes) for sizes in sample_bytes]
         self._has_slices = has_slices
         self.chunk_samples = np.array([len(sizes) for sizes in sample_bytes], np.int64)
         self.chunk_bytes = np.array([int(starts[-1]) for starts in self._starts], np.int64)
-        self.byte_starts = np.zeros(len(sample_bytes), np.int64)
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         return self.chunk_bytes[chunk_ids]
 
-    def has_sample_tables(self) -> bool:
-        return self._has_slices
+    @property
+    def slices(self) -> UnevenSet | None:
+        return self if self._has_slices else None
 
     def span_borders(self, room_bytes: Int64Array) -> budget.Spans:
         bases = sums(room_bytes).tolist()
@@ -105,7 +105,7 @@ class Case:
         )  # fmt: skip
 
     def rooms(self, limit_bytes: int) -> ChunkMemory:
-        return ChunkMemory(self.chunks, Budget.of(limit_bytes, packs=not self.chunks.has_sample_tables()))
+        return ChunkMemory(self.chunks, Budget.of(limit_bytes, packs=self.chunks.slices is None))
 
 
 def mixed(make: Callable[[Sources, dict[str, int], int], Orders]) -> Callable[[Int64Array, OrderSettings, int], Orders]:
@@ -170,7 +170,7 @@ def drawn(number: int) -> Case:
 
 def needed_by_batch(case: Case, plan: Plan, dp_rank: int, rooms: ChunkMemory) -> dict[int, int]:
     """Return the memory for the units of each batch, held in turns; check that they hold the samples of the plan."""
-    has_slices = case.chunks.has_sample_tables()
+    has_slices = case.chunks.slices is not None
     units = ChunksInTurns(
         plan, dp_rank, case.chunks, sizes=rooms.room_bytes, room_bytes=rooms.memory.chunks_bytes,
         slice_room=rooms.slice_room if has_slices else None,

@@ -17,9 +17,10 @@ from streaming.order.mixing.quotas import BatchPasses, ExactPasses
 from streaming.order.plan.order import EpochOrders, OrderSettings
 from streaming.order.plan.state import LoaderState
 from streaming.sets.datasets.face import DataSet
-from tests.support.contracts.order_contract import OrderContract, ReversedBits
-from tests.support.contracts.source_contract import KEYS, NUM, DictSource, fields_of, write_samples
-from tests.support.sets.data_sets import mesh_of
+from streaming.testing import OrderTests
+from streaming.testing.ranks import mesh_of
+from streaming.testing.sources import SAMPLES
+from tests.support.contracts.own_kinds import DictSource, ReversedBits, write_samples
 
 CHUNKS = [7, 5, 9, 1, 6, 8, 5, 7]
 LANED = OrderSettings(seed=3, lanes=4, window=6)
@@ -33,67 +34,67 @@ def weights() -> list[Weights]:
     return [Weights(start=0, weights={"code": 1, "web": 2}), Weights(start=20, weights={"code": 2, "web": 1})]
 
 
-class TestStored(OrderContract):
+class TestStored(OrderTests):
     def orders(self) -> Any:
         return EpochOrders(CHUNKS, OrderSettings.unshuffled())
 
 
-class TestLanes(OrderContract):
+class TestLanes(OrderTests):
     def orders(self) -> Any:
         return EpochOrders(CHUNKS, LANED)
 
 
-class TestLanesOfTheirOwn(OrderContract):
+class TestLanesOfTheirOwn(OrderTests):
     def orders(self) -> Any:
         return EpochOrders(CHUNKS, OrderSettings(seed=3, lanes=4, window=6, scope="lane"))
 
 
-class TestLanesThatDoNotDivideTheBatch(OrderContract):
+class TestLanesThatDoNotDivideTheBatch(OrderTests):
     batch_size = 7
 
     def orders(self) -> Any:
         return EpochOrders(CHUNKS, OrderSettings(seed=3, lanes=5, window=0))
 
 
-class TestMixedPasses(OrderContract):
+class TestMixedPasses(OrderTests):
     def orders(self) -> Any:
         return MixedPasses(sources(), quotas={"code": sum(CHUNKS[:3]), "web": sum(CHUNKS[3:])})
 
 
-class TestExactPasses(OrderContract):
+class TestExactPasses(OrderTests):
     def orders(self) -> Any:
         return ExactPasses(sources(), quotas={"code": sum(CHUNKS[:3]), "web": sum(CHUNKS[3:])})
 
 
-class TestPassesOfOneSource(OrderContract):
+class TestPassesOfOneSource(OrderTests):
     is_passed = False
 
     def orders(self) -> Any:
         return BatchPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
 
 
-class TestMixedLanes(OrderContract):
+class TestMixedLanes(OrderTests):
     is_passed = False
 
     def orders(self) -> Any:
         return MixedLanes(sources(), weights())
 
 
-class TestEvenLanes(OrderContract):
+class TestEvenLanes(OrderTests):
     is_passed = False
 
     def orders(self) -> Any:
         return EvenLanes(Sources({"code": CHUNKS[:3], "web": CHUNKS[3:]}, LANED, even={"code": "runs"}), weights())
 
 
-class TestLanesOfOneSource(OrderContract):
+class TestLanesOfOneSource(OrderTests):
     is_passed = False
 
     def orders(self) -> Any:
         return BatchLanes(sources(), weights(), batch_size=12)
 
 
-class TestExactLanes(OrderContract):
+class TestExactLanes(OrderTests):
     """Those of a curriculum, too: its buckets are sources whose weights change."""
 
     is_passed = False
@@ -102,7 +103,7 @@ class TestExactLanes(OrderContract):
         return ExactLanes(sources(), weights())
 
 
-class TestCurriculum(OrderContract):
+class TestCurriculum(OrderTests):
     is_passed = False
 
     @pytest.fixture(autouse=True, scope="class")
@@ -116,7 +117,7 @@ class TestCurriculum(OrderContract):
         return self.source.orders(LANED)
 
 
-class TestReversedBits(OrderContract):
+class TestReversedBits(OrderTests):
     def orders(self) -> Any:
         return ReversedBits(np.array(CHUNKS), LANED)
 
@@ -130,7 +131,7 @@ class OrderedSource(DictSource):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_source_in_an_order_of_its_own_is_read_planned_and_looked_up_in_it(world: int) -> None:
-    source = OrderedSource({KEYS[number]: fields_of(number) for number in range(NUM)}, per_chunk=5)
+    source = OrderedSource(SAMPLES, per_chunk=5)
     shape = {"global_batch_size": 8, "last_batch": "partial"}
     report = plan_opened(source, options=PlanOptions(mesh=mesh_of(world, 0), **shape))  # type: ignore[arg-type]
     ranks = []
@@ -142,12 +143,12 @@ def test_a_source_in_an_order_of_its_own_is_read_planned_and_looked_up_in_it(wor
         assert told["arena_limit_bytes"] == report.loads[rank].limit_bytes
         assert told["arena_peak_bytes"] <= report.loads[rank].held_bytes
     run = PlannedRun(planned=source, state=LoaderState.from_dict(state), num_ranks=world, **shape)  # type: ignore[arg-type]
-    found = run.who(range(NUM // 8)).rows
+    found = run.who(range(len(SAMPLES) // 8)).rows
     for step, parts in enumerate(zip(*ranks, strict=True)):
         for rank, keys in enumerate(parts):
             assert [row.key for row in found if (row.step, row.dp_rank) == (step, rank)] == keys
-    assert sorted(str(row.key) for row in found) == KEYS
+    assert sorted(str(row.key) for row in found) == [*SAMPLES]
     for row in found[::7]:
-        assert [(one.step, one.dp_rank) for one in run.when(str(row.key), range(NUM // 8)).rows] == [
+        assert [(one.step, one.dp_rank) for one in run.when(str(row.key), range(len(SAMPLES) // 8)).rows] == [
             (row.step, row.dp_rank)
         ]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
-from shard_tools.make.convert import ConvertOptions, ImageOptions, SourceOptions, convert, elsewhere, open_source
+from shard_tools.make.convert import ConvertOptions, ImageOptions, SourceOptions, convert, elsewhere
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
+from streaming.testing import LayoutTests
+from streaming.testing.layouts import Input
 from tests.support.processes.forked import Forked
 from tests.support.processes.killed_programs import stopping
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
@@ -44,18 +44,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make(root / name, COUNT) for name, make in MAKE.items()}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_from_any_position(sources: dict[str, Path], name: str) -> None:
-    for seed in (None, 4):
-        options = SourceOptions(shuffle_seed=seed, num_threads=3)
-        source = open_source(str(sources[name]), Storage(), kind=kind_of(name), options=options)
-        whole = list(source.records(0))
-        assert source.num_records == len(whole) == COUNT
-        assert len({record.key for record in whole}) == COUNT
-        for start in (0, 1, 7, COUNT - 1, COUNT, COUNT + 1):
-            assert list(source.records(start)) == whole[start:]
-        elsewhere_too = pickle.loads(cloudpickle.dumps(source))  # as a task on another node gets it
-        assert list(elsewhere_too.records(COUNT - 9)) == whole[COUNT - 9 :]
+class TestLayouts(LayoutTests):
+    @pytest.fixture(params=[*KINDS, "jsonl"])
+    def source(self, request: pytest.FixtureRequest, sources: dict[str, Path], tmp_path: Path) -> Input:
+        name = request.param
+        if name != "jsonl":
+            return Input({"zip": "images"}.get(name, name), str(sources[name]))
+        (tmp_path / "a.jsonl").write_text("".join(f'{{"id": {number}, "text": "t"}}\n' for number in range(COUNT)))
+        return Input(name, str(tmp_path / "a.jsonl"), SourceOptions(key_field="id"))
 
 
 @pytest.mark.parametrize("name", KINDS)

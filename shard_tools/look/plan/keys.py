@@ -58,7 +58,7 @@ class Places:
             passes: The pass that it is read in.
             seed: Seed of the order.
         """
-        rows = source.packs(chunk_ids, offsets, passes, seed)
+        rows = source.rows.packs(chunk_ids, offsets, passes, seed)
         chunks, which = np.unique(chunk_ids[rows.packs], return_inverse=True)
         ranges = [(number_of(chunk, one.url), one.first_sample + one.lead)
                   for chunk, one in ((chunk, source.chunk(chunk)) for chunk in chunks.tolist())]  # fmt: skip

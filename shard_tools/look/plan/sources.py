@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class TableSet(OfTable):
         sliced: There are sample tables: in storage order, ranks read slices of chunks if that saves bytes.
     """
 
-    can_be_mapped = False
+    in_place = None
 
     def __init__(self, table: ChunkTable, *, sliced: bool) -> None:
         self._table, self._sliced = table, sliced
@@ -55,9 +55,10 @@ class TableSet(OfTable):
         """See ``Source``: all bytes."""
         return self.chunk_bytes[chunk_ids]
 
-    def has_sample_tables(self) -> bool:
-        """See ``Source``."""
-        return self._sliced
+    @property
+    def slices(self) -> Self | None:
+        """See ``Table``: as ``sliced`` says, with spans that are chunks."""
+        return self if self._sliced else None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
         """See ``Source``: where chunks begin."""

@@ -129,19 +129,64 @@ class RowColumns(Protocol):
         """
 
 
+class GroupedRows(Protocol):
+    """How the rows of several batches are looked up and cut together: those that are only copied from memory.
+
+    Attributes:
+        group_rows: Most samples looked up together.
+    """
+
+    @property
+    def group_rows(self) -> int: ...  # noqa: D102
+
+    def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
+        """Return the samples of planned rows of a group, under the engine's lock; None: build batches one by one.
+
+        That is if there is damage, something to wait for, or another ``rows_each`` in some of them.
+        """
+
+    def columns(
+        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None,
+        draws: BatchDraws | None = None,
+    ) -> RowColumns:  # fmt: skip
+        """Return rows, none of them damaged, as columns from which plain batches are cut."""
+
+
+class ExchangedRows(Protocol):
+    """How ranks pass rows of a global batch to each other."""
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """Return the rows of a batch one by one, without what is said of the batch."""
+
+    def sent(self, row: Batch) -> Batch:
+        """Return a row that was split off in a smaller form, which ``joined`` takes too."""
+
+    def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
+        """Return the batch of rows that were split off; wide tensors lie in memory from ``allocate``."""
+
+
 class RowKind(ABC):
     """What a row of a batch is: all that loops, the engine and ranks know of it.
 
     A frozen value without data, equal on all ranks, that travels to worker processes. Which samples a row is made of,
-    the dataset says: ``Source.packs``.
+    the dataset says: ``Source.rows``. What only some kinds can do is a value that others lack: ``grouped``,
+    ``exchanged``.
 
     Attributes:
-        group_rows: Most samples looked up together, if batches are only copied from memory; 0: each batch by itself.
         balance: How the rows of a global batch are balanced over its ranks; None: not at all.
     """
 
-    group_rows: int = 0
     balance: BalanceRules | None = None
+
+    @property
+    def grouped(self) -> GroupedRows | None:
+        """How several batches are built together; None: each is built by itself."""
+        return None
+
+    @property
+    def exchanged(self) -> ExchangedRows | None:
+        """How ranks exchange the rows of a global batch; None: each keeps its own."""
+        return None
 
     # --- which samples, for the engine ---
 
@@ -156,14 +201,6 @@ class RowKind(ABC):
     @abstractmethod
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
         """Return the samples of planned rows; of those in ``lost`` nothing is in memory."""
-
-    def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
-        """Return the same for a group of batches, under the engine's lock; None: they are to be built one by one.
-
-        That is if there is damage, something to wait for, or another ``rows_each`` in some of them.
-        """
-        rows = self.rows(stock, of, {})
-        return None if rows.damage else rows
 
     def row_of(self, rows: Rows, i: int) -> int:  # noqa: ARG002
         """Return which row of the batch sample i is in."""
@@ -187,13 +224,6 @@ class RowKind(ABC):
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
         """Return the batch of no rows; see ``BatchBuilder.empty``."""
 
-    def columns(
-        self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None,
-        draws: BatchDraws | None = None,
-    ) -> RowColumns:  # fmt: skip
-        """Return rows, none of them damaged, as columns from which plain batches are cut, if there are groups."""
-        raise NotImplementedError
-
     def exclude(self, batch: Batch, valid: npt.NDArray[np.bool_]) -> None:  # noqa: B027  not all have to
         """Take rows that do not count out of whatever a batch says about all of them, in place.
 
@@ -213,25 +243,6 @@ class RowKind(ABC):
         """Return what a state of the run says of its rows; behind ``state``, also what held before its row."""
         return {}
 
-    # --- between ranks, if rows are balanced ---
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether rows of a global batch are redistributed over its ranks."""
-        return self.balance is not None and self.balance.how == "exchange"
-
-    def split(self, batch: Batch) -> list[Batch]:
-        """Return the rows of a batch one by one, without what is said of the batch."""
-        raise NotImplementedError
-
-    def sent(self, row: Batch) -> Batch:
-        """Return a row that was split off in a smaller form, which ``joined`` takes too."""
-        return row
-
-    def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
-        """Return the batch of rows that were split off; wide tensors lie in memory from ``allocate``."""
-        raise NotImplementedError
-
     # --- options ---
 
     @property
@@ -240,7 +251,7 @@ class RowKind(ABC):
         return {}
 
     def budget(self, limit_bytes: int) -> Budget:
-        """Return how ``memory_limit`` is divided; see ``Source.keep_at_most``."""
+        """Return how ``memory_limit`` is divided; see ``RowSamples.keep_at_most``."""
         return Budget.of(limit_bytes, packs=False)
 
     def fate(self, on_error: OnError) -> str:
@@ -285,11 +296,21 @@ class Samples(RowKind):
 
     group_rows = 2_048
 
+    @property
+    @override
+    def grouped(self) -> GroupedRows | None:
+        return self
+
     @override
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
         return replace(
             stock.rows(of.first_rows + of.within, of.chunk_ids, lost), numbers=stock.numbers(of), positions=of.positions
         )
+
+    def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
+        """See ``GroupedRows``."""
+        rows = self.rows(stock, of, {})
+        return None if rows.damage else rows
 
     @override
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:
@@ -298,7 +319,7 @@ class Samples(RowKind):
     @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         mask = builder.recipe.mask_of(len(rows.keys), valid)
-        copied = builder.copied(rows, mask)
+        copied = builder.copied(self, rows, mask)
         return self.one_by_one(builder, rows, mask) if copied is None else copied
 
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
@@ -319,11 +340,11 @@ class Samples(RowKind):
         """Return what ``collate_fn`` gets for a row that consists of one sample."""
         return sample
 
-    @override
     def columns(
         self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None,
         draws: BatchDraws | None = None,
     ) -> Columns:  # fmt: skip
+        """See ``GroupedRows``."""
         decoders, names = [part.decoders for part in recipe.parts], [part.name for part in recipe.parts]
         return Columns(rows, decoders, allocate, place, names, recipe.jagged, draws)
 
@@ -505,12 +526,12 @@ class BatchBuilder:
 
     # --- what items are built with ---
 
-    def copied(self, rows: Rows, mask: Mask) -> Any | None:
+    def copied(self, kind: GroupedRows, rows: Rows, mask: Mask) -> Any | None:
         """Return the batch of plain columns; None: to be made row by row, where damage and user functions count."""
         recipe = self.recipe
         if recipe.is_plain and not rows.damage and not self._draws.seeds and not rows.has_distant:
             try:
-                columns = recipe.items.columns(recipe, rows, self.allocate, self.place, self._draws)
+                columns = kind.columns(recipe, rows, self.allocate, self.place, self._draws)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
             except (DecodeError, ChecksumError):  # building row by row will find out which value
                 if self.allocate is not None:

@@ -7,22 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from streaming.build.decode import DistantMember
+from streaming.build.decode import DistantMember, ReadDistant
 from streaming.errors import DataError
 from streaming.order.packing.layout import PackRows
-from streaming.types import Int64Array, ReadBuffer
+from streaming.types import Int64Array
 
 Index: TypeAlias = "Int64Array | slice"
 """Chooses rows: their numbers, or all as they are."""
 Lend: TypeAlias = "Callable[[Int64Array, Int64Array], list[memoryview | None]]"
 """Returns bytes of a buffer, by their starts and sizes (int64 [n] each), as read-only views that users may keep; None
 where a size is negative."""
-
-
-class ReadDistant(Protocol):
-    """Read bytes of the shard of a chunk, of members that are in no buffer; see ``Source.read_distant``."""
-
-    def __call__(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,15 @@ from streaming.build.decode.images import (
     random_crop,
     use_one_thread,
 )
-from streaming.build.decode.member_file import DistantMember, MemberFile, Outcome, ReadRange, decode_member, together
+from streaming.build.decode.member_file import (
+    DistantMember,
+    MemberFile,
+    Outcome,
+    ReadDistant,
+    ReadRange,
+    decode_member,
+    together,
+)
 from streaming.build.decode.registry import (
     DecodeSpec,
     FieldDecoder,
@@ -54,6 +62,7 @@ __all__ = [
     "RandomCropDecoder",
     "RandomPart",
     "RawFields",
+    "ReadDistant",
     "ReadRange",
     "array",
     "bounded",

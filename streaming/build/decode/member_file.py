@@ -36,6 +36,12 @@ class ReadRange(Protocol):
     def __call__(self, start: int, stop: int, *, whole: bool) -> ReadBuffer: ...  # noqa: D102
 
 
+class ReadDistant(Protocol):
+    """Read bytes of the shard of a chunk, of members that are in no buffer; see ``Bytes.read_distant``."""
+
+    def __call__(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer: ...  # noqa: D102
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistantMember:
     """A member that was left in the store.

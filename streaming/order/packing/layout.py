@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -171,3 +173,41 @@ def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackSha
         replace(shape, length=shape.multiple, multiple=1, max_docs=None),
         widths.repeat(np.diff(packs.splits)),
     )
+
+
+class RowSamples(Protocol):
+    """Say which samples the rows of a set are made of; thread-safe."""
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """Return the samples inside that make the rows at offsets of chunks in these passes (int64 [B] each)."""
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """Tell whether the result of ``packs`` for these chunks and passes (int64 [B] each) is already computed.
+
+        Never blocks.
+        """
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Limit the memory for what ``packs`` keeps (packs of groups, lengths of documents) from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleSamples:
+    """Rows of one sample each, the same in all passes. ``RowSamples``.
+
+    Attributes:
+        samples_of: Returns the sample inside each chunk at an offset.
+    """
+
+    samples_of: Callable[[Int64Array, Int64Array], Int64Array]
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
+        """Return one sample for each row."""
+        return PackRows.of_samples(self.samples_of(chunk_ids, offsets), np.arange(len(offsets) + 1))
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002
+        """Tell that there is nothing to compute."""
+        return True
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Do nothing, since nothing is kept."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -32,23 +32,37 @@ RANKS_LOOKED_AT = 16
 """Number of ranks, evenly spaced, that decide whether a run is refused; a millisecond each. Others are similar."""
 
 
+class ByteStarts(Protocol):
+    """Where chunks lie in files that are mapped."""
+
+    @property
+    def byte_starts(self) -> Int64Array: ...  # noqa: D102
+
+
+class SpanBorders(Protocol):
+    """Where parts of chunks that are read alone begin."""
+
+    def span_borders(self, room_bytes: Int64Array) -> budget.Spans:
+        """Return the borders of checksummed spans, in samples and in bytes of chunks laid end to end.
+
+        Args:
+            room_bytes: int64 [C], room that each chunk takes there.
+        """
+
+
 class Chunks(Protocol):
-    """The sizes of a dataset's chunks; see ``streaming.run.engine.source.Source``."""
+    """The sizes of a dataset's chunks; see ``streaming.run.engine.source.Table``."""
 
     @property
     def chunk_bytes(self) -> Int64Array: ...  # noqa: D102
 
     @property
-    def can_be_mapped(self) -> bool: ...  # noqa: D102
+    def in_place(self) -> ByteStarts | None: ...  # noqa: D102
 
     @property
-    def byte_starts(self) -> Int64Array: ...  # noqa: D102
+    def slices(self) -> SpanBorders | None: ...  # noqa: D102
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array: ...  # noqa: D102
-
-    def has_sample_tables(self) -> bool: ...  # noqa: D102
-
-    def span_borders(self, room_bytes: Int64Array) -> budget.Spans: ...  # noqa: D102
 
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str: ...  # noqa: D102
 
@@ -69,7 +83,8 @@ class ChunkMemory:
     def __init__(self, chunks: Chunks, memory: Budget, *, is_shared: bool = False) -> None:
         self.chunks, self.memory = chunks, memory
         self._latest: Demand | None = None
-        self.align_bytes = budget.PAGE_BYTES if chunks.can_be_mapped and not is_shared else 1
+        self.in_place = None if is_shared else chunks.in_place
+        self.align_bytes = 1 if self.in_place is None else budget.PAGE_BYTES
 
     @property
     def chunk_bytes(self) -> Int64Array:
@@ -90,7 +105,7 @@ class ChunkMemory:
     def room_bytes(self) -> Int64Array:
         """int64 [C], memory that each chunk takes."""
         sizes = self.chunks.chunk_bytes
-        skews = self.chunks.byte_starts % self.align_bytes
+        skews = 0 if self.in_place is None else self.in_place.byte_starts % self.align_bytes
         return budget.whole_pages(sizes + np.where(sizes < budget.LEAST_MAPPED_BYTES, 0, skews))
 
     @cached_property
@@ -99,8 +114,14 @@ class ChunkMemory:
 
         Reads all sample tables.
         """
-        _, begins = self.chunks.span_borders(self.room_bytes)
+        _, begins = self.borders()
         return budget.whole_pages(np.diff(begins, append=self.all_bytes) + self.align_bytes - 1)
+
+    def borders(self) -> budget.Spans:
+        """Return where spans begin, in samples and in memory of chunks laid end to end; reads all sample tables."""
+        slices = self.chunks.slices
+        assert slices is not None, "chunks are read whole"  # noqa: S101
+        return slices.span_borders(self.room_bytes)
 
     def slice_room(self, num_bytes: int) -> int:
         """Return the most memory that a slice of this many bytes takes."""
@@ -136,7 +157,7 @@ class ChunkMemory:
         return max([first, *(self.demand(start, rank) for rank in ranks)], key=lambda one: one.live_bytes)
 
     def _kind(self, plan: Plan) -> type[Demand]:
-        if budget.reads_slices(plan, self.chunk_bytes, self.memory) and self.chunks.has_sample_tables():
+        if budget.reads_slices(plan, self.chunk_bytes, self.memory) and self.chunks.slices is not None:
             return SlicesDemand
         return KeptDemand if self.memory.holds(self.all_bytes) else LiveDemand
 
@@ -241,8 +262,7 @@ class SlicesDemand(Demand):
     def live_bytes(self) -> int:
         """See ``Demand``: the same for every rank, epoch and start."""
         rooms = self.rooms
-        spans = partial(rooms.chunks.span_borders, rooms.room_bytes)
-        return budget.slices_bytes(self.plan, rooms.room_bytes, spans, rooms.memory)
+        return budget.slices_bytes(self.plan, rooms.room_bytes, rooms.borders, rooms.memory)
 
     @property
     @override
@@ -328,7 +348,7 @@ class LiveDemand(Demand):
         Chunks that do not fit are read in part, if possible.
         """
         num_bytes = budget.most_of_a_batch(self.plan, self.sizes)
-        if num_bytes <= self.rooms.memory.chunks_bytes or not self.rooms.chunks.has_sample_tables():
+        if num_bytes <= self.rooms.memory.chunks_bytes or self.rooms.chunks.slices is None:
             return num_bytes
         return min(num_bytes, budget.most_of_rows(self.plan, self.rooms.span_rooms))
 
@@ -350,7 +370,7 @@ class LiveDemand(Demand):
         if self.is_short:
             lanes = -(-plan.settings.lanes // plan.dp_world_size)
             find_cures = budget.cures_of_resumed if resumed else budget.cures_of_lanes
-            whole = not self.rooms.chunks.has_sample_tables()
+            whole = self.rooms.chunks.slices is None
             cures = find_cures(plan, room_bytes, self.dp_rank, memory.chunks_bytes, whole=whole)
             cures += self.rooms.chunks.memory_cure(lanes, memory.recommended_bytes, resumed=resumed)
             raise MemoryLimitError(

@@ -63,6 +63,11 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
         return (DispatchLoop if config.sharding == "dispatch" else IterableLoop)(dataset, config)
     if is_map_style(dataset):
         return MapLoop(dataset, config)
+    if hasattr(dataset, "fetch_unit"):
+        raise ConfigError(
+            f"dataset: expected what users hold of a source, got the {type(dataset).__name__} itself; write "
+            "DataLoader(DataSet(source), …), with DataSet of streaming.contracts"
+        )
     raise ConfigError(
         f"dataset: expected a StreamingDataset, or a map-style (__getitem__ and __len__) or iterable (__iter__) torch "
         f"data set, or a function that makes one; got {dataset!r}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from streaming.build.batches.build import Mask, Recipe, RowColumns
+from streaming.build.batches.build import GroupedRows, Mask, Recipe, RowColumns
 from streaming.build.batches.jagged import Allocate
 from streaming.build.batches.rows import Rows
 from streaming.run.engine.builders import is_trivial
@@ -20,7 +20,7 @@ from streaming.run.engine.units import Block
 
 _GROUP_BYTES = 16 << 20
 """Bound on a group: what is looked up should still be in the CPU caches when it is copied, as with
-``RowKind.group_rows``."""
+``GroupedRows.group_rows``."""
 _SHARE = 16
 """A group also takes at most this part of the arena, because its units are released only at its end."""
 
@@ -63,7 +63,7 @@ class BatchGroups:
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
         self._padded = padded
-        self._max_rows = recipe.items.group_rows
+        self._kind = recipe.items.grouped
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # in the next group; 0: the samples are too different for groups
 
@@ -76,7 +76,7 @@ class BatchGroups:
         rows, do not form groups. Each planned row makes ``each`` rows of a batch, in all batches of a group.
         """
         last = min(first + self._num_batches, block.last, frontier)
-        if last == first:
+        if last == first or self._kind is None:
             return None
         splits = block.rows.row_splits[first - block.first : last - block.first + 1]
         span = slice(int(splits[0]), int(splits[-1]))
@@ -89,7 +89,7 @@ class BatchGroups:
             self._num_batches = 0
             return None
         num_bytes = sum(int(where.sizes.sum()) for where in rows.fields.values())
-        fitting = min(self._max_rows / len(rows.keys), self._max_bytes / max(1, num_bytes))
+        fitting = min(self._kind.group_rows / len(rows.keys), self._max_bytes / max(1, num_bytes))
         self._num_batches = max(1, int((last - first) * fitting))
         return Group(
             first=first,
@@ -97,14 +97,14 @@ class BatchGroups:
             splits=((splits - splits[0]) * each).tolist(),
             rows=rows,
             allocate=allocate,
-            columns=self._columns(rows, allocate),
+            columns=self._columns(self._kind, rows, allocate),
             valid=block.rows.valid[span].repeat(each) if self._padded else None,
         )
 
     def moved(self, group: Group, allocate: Allocate | None) -> Group:
         """Return the same group with another allocator for its batches."""
-        return replace(group, allocate=allocate, columns=self._columns(group.rows, allocate))
+        assert self._kind is not None, "it was opened"  # noqa: S101
+        return replace(group, allocate=allocate, columns=self._columns(self._kind, group.rows, allocate))
 
-    def _columns(self, rows: Rows, allocate: Allocate | None) -> RowColumns:
-        recipe = self._recipe
-        return recipe.items.columns(recipe, rows, allocate if recipe.portion.is_whole else None)
+    def _columns(self, kind: GroupedRows, rows: Rows, allocate: Allocate | None) -> RowColumns:
+        return kind.columns(self._recipe, rows, allocate if self._recipe.portion.is_whole else None)

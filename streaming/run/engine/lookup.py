@@ -36,7 +36,7 @@ class Lookup:
         self.source: Any = source
         self.seed = plan.settings.seed
         self._plan, self._source, self._store, self._recipe, self._fields = plan, source, store, recipe, fields
-        self._read_distant = source.read_distant if source.has_distant else None
+        self._read_distant = source.read_distant
         self._epoch_start = plan.epoch * plan.num_samples
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
         self._damage: dict[int, DataError] = {}
@@ -71,8 +71,8 @@ class Lookup:
 
     def rows_at_once(self, block: Block, span: slice) -> Rows | None:
         """Return the samples of a group of batches; None: they are to be built one by one."""
-        rows = self.planned(block, span)
-        return None if (rows.first_rows < 0).any() else self._recipe.items.rows_at_once(self, rows)
+        kind, rows = self._recipe.items.grouped, self.planned(block, span)
+        return None if kind is None or (rows.first_rows < 0).any() else kind.rows_at_once(self, rows)
 
     # --- in any thread ---
 

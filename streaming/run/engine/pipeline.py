@@ -290,7 +290,7 @@ class Pipeline(Delivery):
         return value
 
     def _open_group(self, first: int) -> Group | None:
-        if self._builds_ahead or not self._items.group_rows:
+        if self._builds_ahead or self._items.grouped is None:
             return None
         allocate, each = self._builder.allocate, self._items.rows_each(self._plan.row_of(first))
         return self._groups.open(

@@ -216,7 +216,7 @@ class PlanReader:
         _log.warning("%s", demand.shortage())
         return ChunksInTurns(
             plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=self.rooms.most_bytes,
-            slice_room=self.rooms.slice_room if self.source.has_sample_tables() else None,
+            slice_room=self.rooms.slice_room,
         )  # fmt: skip
 
     def _first_units(self, plan: Plan, limit_bytes: int) -> Iterator[FetchRange]:

@@ -13,7 +13,8 @@ from typing import Self
 
 import numpy as np
 
-from streaming.build.batches.rows import Lend, ReadDistant, Rows
+from streaming.build.batches.rows import Lend, Rows
+from streaming.build.decode import ReadDistant
 from streaming.errors import DataError, IndexFormatError
 from streaming.order.plan.plan import Plan
 from streaming.run.engine.memory.chunk_store import ChunkStore, Unit
@@ -90,7 +91,7 @@ class Substitutes:
         arena, table = self._store.arena, self._store.rows
         lead = wanted.lead
         chunk_ids, passes = np.full_like(offsets, chunk), np.full_like(offsets, pass_number)
-        inside = self._source.packs(chunk_ids, offsets, passes, self._plan.settings.seed).samples
+        inside = self._source.rows.packs(chunk_ids, offsets, passes, self._plan.settings.seed).samples
         numbers = None if self._chunk_starts is None else self._chunk_starts[chunk] + offsets
         for at, place in enumerate(inside.tolist()):
             number = None if numbers is None else numbers[at : at + 1]

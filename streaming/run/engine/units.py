@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from streaming.order.plan.plan import Plan, RankBatches
+from streaming.shards.fetch.chunks import Table
 from streaming.shards.fetch.read import FetchRange
 from streaming.types import Int64Array
 
@@ -49,19 +50,6 @@ class Block:
     within: Int64Array
 
 
-class Ranges(Protocol):
-    """The part of ``Source`` that units need."""
-
-    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``."""
-
-    def chunk(self, chunk_id: int) -> FetchRange:
-        """See ``Source``."""
-
-    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """See ``Source``."""
-
-
 class Units(Protocol):
     """The pieces that are fetched for one rank's share of a plan. Not thread-safe.
 
@@ -81,7 +69,7 @@ class Units(Protocol):
 class WholeChunks:
     """Units are whole chunks, in the order in which the lanes reach them."""
 
-    def __init__(self, plan: Plan, dp_rank: int, source: Ranges) -> None:
+    def __init__(self, plan: Plan, dp_rank: int, source: Table) -> None:
         self._plan = plan
         self._dp_rank = dp_rank
         self._source = source
@@ -112,10 +100,11 @@ class BatchSlices:
     For plans in storage order over several ranks, where whole chunks would be read by every rank that needs a slice.
     """
 
-    def __init__(self, plan: Plan, dp_rank: int, source: Ranges) -> None:
+    def __init__(self, plan: Plan, dp_rank: int, source: Table) -> None:
+        assert source.slices is not None, "a demand is sliced only where parts of chunks can be read"  # noqa: S101
         self._plan = plan
         self._dp_rank = dp_rank
-        self._source = source
+        self._source, self._slices = source, source.slices
         self._first_unit: dict[int, int] = {}
         self._runs: list[tuple[int, int, int]] = []
         rows_per_batch = max(1, plan.global_batch_size // plan.dp_world_size)
@@ -142,7 +131,7 @@ class BatchSlices:
 
     def wanted(self, unit: int) -> FetchRange:
         """See ``Units``."""
-        return self._source.slice(*self._runs[unit])
+        return self._slices.slice(*self._runs[unit])
 
     def _slice(self, batch: int, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the unit of each row of one batch and its place there; the same batch always gets the same units."""
@@ -171,16 +160,16 @@ class ChunksInTurns:
         source: The dataset.
         sizes: int64 [C], memory that each chunk takes.
         room_bytes: Memory for the units of a batch.
-        slice_room: Returns the memory that a slice takes, given its bytes; None: the source has no slices.
+        slice_room: Returns the memory that a slice takes, given its bytes.
     """
 
     def __init__(
-        self, plan: Plan, dp_rank: int, source: Ranges, *, sizes: Int64Array, room_bytes: int,
-        slice_room: Callable[[int], int] | None,
+        self, plan: Plan, dp_rank: int, source: Table, *, sizes: Int64Array, room_bytes: int,
+        slice_room: Callable[[int], int],
     ) -> None:  # fmt: skip
         self._plan, self._dp_rank, self._source = plan, dp_rank, source
         self._sizes, self._room_bytes = sizes, room_bytes
-        self._has_slices, self._slice_room = slice_room is not None, slice_room or int
+        self._slices, self._slice_room = source.slices, slice_room
         self._num_chunks = len(sizes)
         self._samples: list[tuple[int, int]] = []
         self._slice_of: dict[tuple[int, int], int] = {}
@@ -210,12 +199,15 @@ class ChunksInTurns:
         """See ``Units``."""
         if unit < self._num_chunks:
             return self._source.chunk(unit)
-        chunk, sample = self._samples[unit - self._num_chunks]
-        return self._source.slice(chunk, sample, sample + 1)
+        return self._slice(*self._samples[unit - self._num_chunks])
+
+    def _slice(self, chunk: int, sample: int) -> FetchRange:
+        assert self._slices is not None, "only chunks that have parts are cut"  # noqa: S101
+        return self._slices.slice(chunk, sample, sample + 1)
 
     def _crowded(self, rows: RankBatches) -> list[int]:
         """Return the batches of these rows whose chunks do not fit, by their number among the rows' batches."""
-        if not self._has_slices:
+        if self._slices is None:
             return []
         batches = np.repeat(np.arange(len(rows.row_splits) - 1), np.diff(rows.row_splits))
         pairs = np.unique(batches * self._num_chunks + rows.chunk_ids)
@@ -231,7 +223,7 @@ class ChunksInTurns:
             if left <= 0:
                 break
             rows = np.flatnonzero(chunk_ids == chunk)
-            found = [self._source.slice(chunk, sample, sample + 1) for sample in inside[rows].tolist()]
+            found = [self._slice(chunk, sample) for sample in inside[rows].tolist()]
             saved = int(self._sizes[chunk]) - sum({one.key: self._slice_room(one.num_bytes) for one in found}.values())
             if saved > 0:
                 units[rows] = [self._slice_of_sample(chunk, sample) for sample in inside[rows].tolist()]

@@ -98,7 +98,8 @@ def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tupl
     pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
     sharing = Sharing.of_replicas(
         config.replicas, broadcast, config.mesh, pin=pin, metrics=metrics,
-        reads_inline=config.recipe.items.exchanges or bool(not config.num_workers and recipe.functions_of_user),
+        reads_inline=config.recipe.items.exchanged is not None
+        or bool(not config.num_workers and recipe.functions_of_user),
         batch_bytes=config.memory.batches_bytes,
     )  # fmt: skip
     return replace(config, recipe=recipe), (sharing,)

@@ -26,7 +26,7 @@ from streaming.order.plan.state import LoaderState
 from streaming.run.engine.builders import Crew, is_surely_trivial
 from streaming.run.engine.memory.arena import keep_freed_memory
 from streaming.run.engine.memory.chunk_store import ChunkStore
-from streaming.run.engine.memory.mapped import maps_of
+from streaming.run.engine.memory.mapped import FileMaps, NoMaps
 from streaming.run.engine.pipeline import Settings
 from streaming.run.engine.reading import PlanReader
 from streaming.run.engine.source import Source
@@ -58,10 +58,11 @@ def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tup
     payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
-    if not recipe.items.exchanges or recipe.portion.is_count:
+    exchanged = recipe.items.exchanged
+    if exchanged is None or recipe.portion.is_count:
         return config, ()
     keeps_all = config.replicas.portion(config.mesh).is_whole
-    peers = RowExchange(config.mesh, recipe.items, recipe.cut, metrics, keeps_all=keeps_all)
+    peers = RowExchange(config.mesh, exchanged, recipe.cut, metrics, keeps_all=keeps_all)
     return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), (peers,)
 
 
@@ -94,7 +95,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             recipe = replace(config.recipe, worker_init_fn=None)
             config = replace(config, num_workers=0, recipe=recipe)  # they would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
-        dataset.keep_at_most(config.memory.packs_bytes)
+        dataset.rows.keep_at_most(config.memory.packs_bytes)
         self.samples_per_epoch = self.shape.epoch_size or self.course.samples_per_pass
         self._is_resumed = False
         self._sizes = self.shape.sizes
@@ -406,14 +407,15 @@ def _open_store(
     """Return the builders of batches and the chunk store, for all runs."""
     keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order
     crew = open_crew(config, rooms.most_bytes, metrics, pace)
+    in_place = None if rooms.in_place is None else source.in_place
     return crew, ChunkStore(
         fetch=source.fetch_unit,
-        apart=source.apart,
+        apart=None if in_place is None else in_place.apart,
         arena=crew.arena,
         num_threads=min(FETCH_THREADS, num_cores() if source.is_local else FETCH_THREADS),
         metrics=metrics,
         changed=Monitor(),
-        maps=maps_of(crew.arena, source.reads_whole, rooms.align_bytes),
+        maps=NoMaps() if in_place is None else FileMaps(crew.arena, in_place.reads_whole),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infra import DeviceMesh
-from streaming.build.batches.build import RowKind
+from streaming.build.batches.build import ExchangedRows
 from streaming.build.batches.jagged import Allocate, fresh, int64s
 from streaming.common.counters import Metrics
 from streaming.common.forks import in_children
@@ -46,7 +46,7 @@ class RowExchange:
 
     Args:
         mesh: The position of this process.
-        items: What rows are.
+        rows: How they are passed on.
         cut: Called with each batch and its number of packs; returns this rank's portion, possibly page-locked.
         metrics: Where bytes and waits are counted.
         keeps_all: Whether that portion is the whole batch, so that it can lie in page-locked memory.
@@ -56,9 +56,15 @@ class RowExchange:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, items: RowKind, cut: Callable[[Any, int], Any], metrics: Metrics, *, keeps_all: bool
+        self,
+        mesh: DeviceMesh,
+        rows: ExchangedRows,
+        cut: Callable[[Any, int], Any],
+        metrics: Metrics,
+        *,
+        keeps_all: bool,
     ) -> None:
-        self.items, self.cut, self.metrics, self._keeps_all = items, cut, metrics, keeps_all
+        self.rows, self.cut, self.metrics, self._keeps_all = rows, cut, metrics, keeps_all
         self.allocate: Allocate | None = None
         self._group: Any = None
         self._rank, self.place = mesh.rank, mesh.data_rank
@@ -172,20 +178,20 @@ class _ExchangedRun(RunOver):
 
     def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
         """Exchange packs with the other ranks; pack n of the global batch is from the rank whose share contains n."""
-        peers, rows = self._peers, self._peers.items.split(batch)
+        peers, rows = self._peers, self._peers.rows.split(batch)
         place, ends = peers.place, np.cumsum(shares)
         first = int(ends[place] - shares[place])
         # To each rank its packs, in its order; to this one nothing, they are here.
         mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
         messages = [
-            _EMPTY if rank == place or not packs else encode([peers.items.sent(pack) for pack in packs], _allocated)
+            _EMPTY if rank == place or not packs else encode([peers.rows.sent(pack) for pack in packs], _allocated)
             for rank, packs in enumerate(mine)
         ]
         got = [decode(message) if len(message) else [] for message in peers.swap(messages)]
         got[place] = mine[place]
         coming = [iter(packs) for packs in got]
         owners = np.searchsorted(ends, dealt[place], side="right")
-        return peers.items.joined([next(coming[owner]) for owner in owners.tolist()], peers.allocate)
+        return peers.rows.joined([next(coming[owner]) for owner in owners.tolist()], peers.allocate)
 
 
 def _allocated(size: int) -> torch.Tensor:

@@ -151,7 +151,7 @@ class GroupedSource(MixedSource):
             return 1.0
         used = self.chunk_bytes * (self.chunk_samples / whole.num_samples[chunks])
         factor = float(self.chunk_bytes.sum() / used.sum())
-        if factor <= LARGE_AMPLIFICATION or not self.has_sample_tables():
+        if factor <= LARGE_AMPLIFICATION or self.slices is None:
             return factor
         shards = np.unique(whole.shard[chunks])
         looked_at = shards[np.unique(np.linspace(0, len(shards) - 1, _SHARDS_LOOKED_AT).astype(np.int64))]

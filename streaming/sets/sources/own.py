@@ -14,13 +14,22 @@ import numpy as np
 
 from streaming.build.batches.build import OnError, RowKind, Samples, SourceRecipe
 from streaming.build.batches.draws import BatchDraws, Chain, as_chain, epoch_key
-from streaming.build.decode import DecodeSpec, FieldDecoder, decode_field, draws_numbers, raw, resolve_decoders
+from streaming.build.decode import (
+    DecodeSpec,
+    FieldDecoder,
+    ReadDistant,
+    decode_field,
+    draws_numbers,
+    raw,
+    resolve_decoders,
+)
 from streaming.common.arrays import sums
-from streaming.errors import DecodeError, IndexMissingError
+from streaming.errors import DecodeError, IndexMismatchError, IndexMissingError
 from streaming.order.plan.settings import ShuffleConfig
 from streaming.sets.sources.keys import KeysOfShards
 from streaming.shards.catalog.source import OneOrder
-from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
+from streaming.shards.fetch.chunks import InPlace, Slices
+from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange, checked_range
 from streaming.shards.index.keys import key_array
 from streaming.shards.index.sample_table import SampleLocation
@@ -97,16 +106,19 @@ class CustomSource(SampleRows):
     """Read chunks of samples from anywhere: a ``streaming.run.engine.source.Source`` that lacks what is its own.
 
     A kind says what chunks there are, and fetches them; the rest is as for shards without tables of their samples: a
-    chunk is read whole, with all fields, and lost if a part of it is. Override what it can do better: ``slice`` with
-    ``has_sample_tables``, ``locate`` and ``span_borders``; ``reads_whole`` with ``unit_bytes``. It must be thread-safe,
-    and picklable for worker processes; ``DataSet(source)`` is what a ``DataLoader`` gets. CONTRIBUTING.md has an
-    example, ``tests/support/contracts/source_contract.py`` a battery of what loops rely on.
+    chunk is read whole, with all fields, and lost if a part of it is. Override what it can do better: ``slices`` (parts
+    of chunks), ``unit_bytes`` (fewer bytes for fewer ``fields``), ``locate`` (keys without reading). It must be
+    thread-safe, and picklable for worker processes; ``DataSet(source)`` is what a ``DataLoader`` gets.
+    docs/extending.md has an example; ``streaming.testing.SourceTests`` is a battery of what loops rely on.
 
     Args:
         fields, decode, transform, shuffle, seed, on_error, max_bad_samples, bad_samples_file: See ``StreamingDataset``.
     """
 
-    can_be_mapped = is_local = has_distant = False
+    is_local = False
+    in_place: InPlace | None = None
+    read_distant: ReadDistant | None = None
+    slices: Slices | None = None
     max_bad_samples: float
 
     def __init__(
@@ -120,6 +132,7 @@ class CustomSource(SampleRows):
         self._order_by(shuffle, seed)
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
         self.bad_samples_file = bad_samples_file
+        self._counted: set[int] = set()
 
     # --- what a kind says ---
 
@@ -154,51 +167,42 @@ class CustomSource(SampleRows):
 
     # --- what follows ---
 
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Table``: the offsets, as nothing is left out.
+
+        Raises:
+            IndexMismatchError: ``chunk_samples`` counts more samples than ``chunk`` has: others would take their place.
+        """
+        if new := set(np.unique(chunk_ids).tolist()) - self._counted:
+            counts = self.chunk_samples
+            for chunk in sorted(new):
+                wanted = self.chunk(chunk)
+                if wanted.num_samples - wanted.lead < counts[chunk]:
+                    raise IndexMismatchError(
+                        f"{wanted.shown_url}: {type(self).__name__}.chunk_samples: {counts[chunk]} samples in chunk "
+                        f"{chunk}, got a chunk({chunk}) of {wanted.num_samples - wanted.lead}; let both count the same"
+                    )
+            self._counted |= new
+        return offsets
+
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """See ``Source``.
 
         Raises:
             DataError: The chunk is lost.
+            IndexMismatchError: ``fill`` gave other samples than the range holds, or fields that are not in ``out``.
         """
         layout = self.fill(wanted, out)
+        _check_filled(type(self).__name__, wanted, layout, len(out))
         return Fetched(checked=None if layout.damage else checked_range(wanted, out[: layout.num_bytes]), found=layout)
-
-    @property
-    def byte_starts(self) -> Int64Array:
-        """See ``Source``; only mapped chunks have to lie at multiples of pages."""
-        return np.zeros_like(self.chunk_bytes)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """See ``Source``."""
         return [redact(self.chunk(chunk_id).url) for chunk_id in chunk_ids.tolist()]
 
-    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:  # noqa: ARG002  as Source has it
-        """See ``Source``: there are none."""
-        raise AssertionError("chunks are read whole")
-
-    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
-        """See ``Source``: nothing is mapped."""
-        raise AssertionError(f"{wanted.shown_url}: not mapped")
-
-    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:  # noqa: ARG002
-        """See ``Source``: nothing is left in the store."""
-        raise AssertionError(f"chunk {chunk_id}: read whole")
-
-    def reads_whole(self, wanted: FetchRange) -> bool:  # noqa: ARG002  as Source has it
-        """See ``Source``: always."""
-        return True
-
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: all bytes."""
         return self.chunk_bytes[chunk_ids]
-
-    def has_sample_tables(self) -> bool:
-        """See ``Source``: no slices."""
-        return False
-
-    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """See ``Source``: where chunks begin."""
-        return sums(self.chunk_samples)[:-1], sums(room_bytes)[:-1]
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:  # noqa: ARG002  as Source has it
         """See ``Source``: unknown."""
@@ -270,6 +274,29 @@ class CustomSource(SampleRows):
                 where = {"url": wanted.shown_url, "key": layout.keys[row], "field": name}
                 sample[name] = value if decoder is raw else decode_field(decoder, value, **where)
         return sample
+
+
+def _check_filled(kind: str, wanted: FetchRange, layout: UnitLayout, room: int) -> None:
+    """Check that a layout is one of the samples of a range, in memory of ``room`` bytes.
+
+    Raises:
+        IndexMismatchError: It is not: others' samples would be delivered under its keys.
+    """
+    shape = (wanted.num_samples, len(layout.fields))
+    if len(layout.keys) != wanted.num_samples or layout.starts.shape != shape or layout.sizes.shape != shape:
+        raise IndexMismatchError(
+            f"{wanted.shown_url}: {kind}.fill: expected {wanted.num_samples} samples, as its chunk() says, with "
+            f"{len(layout.fields)} fields each, got {len(layout.keys)} keys, starts of shape {layout.starts.shape} and "
+            f"sizes of shape {layout.sizes.shape}; return one row for each sample of the range, -1 for a field that "
+            "is missing"
+        )
+    ends = np.where(layout.starts >= 0, layout.starts + layout.sizes, 0)
+    last = int(ends.max(initial=0))
+    if not last <= layout.num_bytes <= room:
+        raise IndexMismatchError(
+            f"{wanted.shown_url}: {kind}.fill: fields end at byte {last}, num_bytes is {layout.num_bytes}, and there "
+            f"is room for {room} bytes; count starts from the beginning of `out`, and let chunk() ask for enough"
+        )
 
 
 class LocatedKeys:

@@ -237,7 +237,7 @@ class PackedDocuments(PackedSource):
         return self.documents.recipe_parts
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """See ``Source``: half is for packs, half for lengths."""
+        """See ``RowSamples``: half is for packs, half for lengths."""
         super().keep_at_most(num_bytes // 2)
         self._lengths.keep_at_most(num_bytes // 2)
 

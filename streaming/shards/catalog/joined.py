@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from streaming.build.decode import ReadDistant
 from streaming.common.arrays import rows_by, sums
 from streaming.order.packing.layout import KeptPacks, PackRows
 from streaming.shards.catalog.packed import PackedSource
@@ -20,7 +21,7 @@ from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
 from streaming.storage import ActiveRequest, Storage
-from streaming.types import Int64Array, override
+from streaming.types import Int64Array, ReadBuffer, override
 
 
 class JoinedSource(OneOrder):
@@ -78,9 +79,9 @@ class JoinedSource(OneOrder):
         return all(one.is_local for one in self._joined)
 
     @property
-    def can_be_mapped(self) -> bool:
-        """Whether chunks can be mapped where they lie."""
-        return all(one.can_be_mapped for one in self._joined)
+    def in_place(self) -> Self | None:
+        """See ``Bytes``: if those of all sets are."""
+        return self if all(one.in_place is not None for one in self._joined) else None
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
         """Return which of ``names`` each chunk belongs to."""
@@ -105,31 +106,36 @@ class JoinedSource(OneOrder):
         """Return the pass numbers that determine which documents share a pack, for these passes."""
         return passes
 
+    @property
     @override
+    def rows(self) -> Self:
+        return self
+
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """See ``RowSamples``."""
         sources, passes = self.source_of(chunk_ids), self.pack_passes(passes)
         within = chunk_ids - self._starts[sources]
         if len(sources) and (sources == sources[0]).all():
-            alone: PackRows = self._joined[sources[0]].packs(within, offsets, passes, seed)
+            alone: PackRows = self._joined[sources[0]].rows.packs(within, offsets, passes, seed)
             return replace(alone, sources=sources)
         parts: dict[int, tuple[KeptPacks, int]] = {}
         for source, rows in rows_by(sources):
-            found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed).kept()
+            found = self._joined[source].rows.packs(within[rows], offsets[rows], passes[rows], seed).kept()
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
 
-    @override
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """See ``RowSamples``."""
         passes = self.pack_passes(passes)
         return all(
-            self._joined[source].has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)
+            self._joined[source].rows.has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)
             for source, rows in rows_by(self.source_of(chunk_ids))
         )
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """See ``Source``: all sets get an equal part."""
+        """See ``RowSamples``: all sets get an equal part."""
         for one in self._joined:
-            one.keep_at_most(num_bytes // len(self._joined))
+            one.rows.keep_at_most(num_bytes // len(self._joined))
 
     @property
     def is_packed(self) -> bool:
@@ -153,16 +159,16 @@ class JoinedSource(OneOrder):
         return replace(self._joined[source].chunk(within), source=source)
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """Return the bytes of samples ``[first, stop)`` of a chunk."""
+        """See ``Slices``."""
         source, within = self._place(chunk_id)
-        return replace(self._joined[source].slice(within, first, stop), source=source)
+        return replace(_sliced(self._joined[source]).slice(within, first, stop), source=source)
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
         return self._joined[wanted.source].fetch_unit(wanted, out)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
-        """See ``Source``."""
+        """See ``InPlace``."""
         return self._joined[wanted.source].apart(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
@@ -170,14 +176,15 @@ class JoinedSource(OneOrder):
         return self._joined[wanted.source].reads_whole(wanted)
 
     @property
-    def has_distant(self) -> bool:
-        """See ``Source``."""
-        return any(one.has_distant for one in self._joined)
+    def read_distant(self) -> ReadDistant | None:
+        """See ``Bytes``: if one of the sets leaves members in its store."""
+        return self._read_distant if any(one.read_distant is not None for one in self._joined) else None
 
-    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
-        """See ``Source``."""
+    def _read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer:
         source, within = self._place(chunk_id)
-        return self._joined[source].read_distant(within, start, stop, whole=whole)
+        read = self._joined[source].read_distant
+        assert read is not None, "only members of sets that leave some in the store are distant"  # noqa: S101
+        return read(within, start, stop, whole=whole)
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Count the bytes that each chunk takes with its source's ``fields``."""
@@ -186,17 +193,18 @@ class JoinedSource(OneOrder):
             found[rows] = self._joined[source].unit_bytes(chunk_ids[rows] - self._starts[source])
         return found
 
-    def has_sample_tables(self) -> bool:
-        """Tell whether parts of chunks of every source can be read."""
-        return all(one.has_sample_tables() for one in self._joined)
+    @property
+    def slices(self) -> Self | None:
+        """See ``Table``: if parts of chunks of every set can be read."""
+        return self if all(one.slices is not None for one in self._joined) else None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """See ``Source``."""
+        """See ``Slices``."""
         samples, begins = [], []
         num_samples = num_bytes = 0
         for source, one in enumerate(self._joined):
             room = room_bytes[self._starts[source] : self._starts[source + 1]]
-            found = one.span_borders(room)
+            found = _sliced(one).span_borders(room)
             samples.append(found[0] + num_samples)
             begins.append(found[1] + num_bytes)
             num_samples += int(one.chunk_samples.sum())
@@ -233,6 +241,12 @@ class JoinedSource(OneOrder):
         column = np.concatenate([of(one) for one in self._joined])
         column.setflags(write=False)
         return column
+
+
+def _sliced(one: ChunkSource | PackedSource) -> ChunkSource:
+    """Return a set, parts of whose chunks are read."""
+    assert isinstance(one, ChunkSource), "packs are read whole"  # noqa: S101
+    return one
 
 
 def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkSource | PackedSource]:

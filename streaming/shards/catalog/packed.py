@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 
@@ -74,8 +74,10 @@ class PackedSource(OneOrder):
         fits: Known fits of groups that were counted here.
     """
 
-    can_grow = has_gaps = can_be_cut = has_distant = False
+    can_grow = has_gaps = can_be_cut = False
     fields: tuple[str, ...] | None
+
+    slices = read_distant = None  # groups are read whole
 
     def __init__(
         self, documents: ChunkSource, groups: PackGroups, lengths_of: LengthsOf, rules: PackRules, fits: Fits
@@ -97,19 +99,24 @@ class PackedSource(OneOrder):
 
     # --- packs ---
 
+    @property
     @override
+    def rows(self) -> Self:
+        return self
+
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """See ``RowSamples``."""
         groups = list(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
         found = {group: self._packs_of(*group, seed) for group in dict.fromkeys(groups)}
         return PackRows.chosen([(found[group], offset) for group, offset in zip(groups, offsets.tolist(), strict=True)])
 
-    @override
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """See ``RowSamples``."""
         groups = dict.fromkeys(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
         return all((*group, seed) in self._recent for group in groups)
 
-    @override
     def keep_at_most(self, num_bytes: int) -> None:
+        """See ``RowSamples``: fits, records and packs have parts of it."""
         self._fits.keep_at_most(num_bytes // _FITS_SHARE)
         self._records.keep_at_most(num_bytes // _RECORDS_SHARE)
         self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)
@@ -214,9 +221,9 @@ class PackedSource(OneOrder):
         return self.documents.is_local
 
     @property
-    def can_be_mapped(self) -> bool:
-        """Whether groups can be mapped where they lie."""
-        return self.documents.can_be_mapped
+    def in_place(self) -> Self | None:
+        """See ``Bytes``: if chunks are."""
+        return None if self.documents.in_place is None else self
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Return the URL of the shard of each group, as samples and messages show it."""
@@ -226,17 +233,13 @@ class PackedSource(OneOrder):
         """Return the byte range of a whole group: its chunks, and whatever a filter leaves out between them."""
         return self.documents.run(int(self._groups.firsts[chunk_id]), int(self._groups.stops[chunk_id]))
 
-    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:  # noqa: ARG002  as Source has it
-        """See ``Source``: there are none."""
-        raise AssertionError("packs have no slices")
-
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
         self._lengths_of(self.documents.shards.numbers[wanted.url])
         return self.documents.fetch_unit(wanted, out, self.apart)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
-        """See ``Source``: the sample table says it in less time than headers, unless it is gone or does not fit."""
+        """See ``InPlace``: the sample table says it in less time than headers, unless it is gone or does not fit."""
         found, numbers = None, self.documents.shards.numbers
         with suppress(StorageError):
             records = None if self.documents.fields is None else self.records_of(numbers[wanted.url])
@@ -250,19 +253,6 @@ class PackedSource(OneOrder):
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Count the bytes that each group takes with these ``fields`` and this filter."""
         return self.documents.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
-
-    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:  # noqa: ARG002
-        """See ``Source``: nothing is left in the store."""
-        raise AssertionError(f"group {chunk_id}: read whole")
-
-    def has_sample_tables(self) -> bool:
-        """Tell whether slices can be read: no."""
-        return False
-
-    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """See ``Source``: where groups begin."""
-        counts = self.chunk_samples
-        return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return where a document inside a group lies in its shard."""

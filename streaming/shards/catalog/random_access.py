@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from streaming.build.decode import DistantMember, decode_field, decode_member, of_shard, raw
+from streaming.build.decode import DistantMember, ReadDistant, decode_field, decode_member, of_shard, raw
 from streaming.common.arrays import sums
 from streaming.common.forks import in_children
 from streaming.common.lru_cache import LruCache
@@ -27,7 +27,7 @@ from streaming.shards.fetch.read import FetchRange, UnitKey
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage
-from streaming.types import Decoder, Int64Array, ReadBuffer, Sample
+from streaming.types import Decoder, Int64Array, Sample
 
 _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
@@ -67,8 +67,9 @@ class Readable(Protocol):
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fetch a range into ``out``; locating its samples may be left to the caller."""
 
-    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer:
-        """Return bytes of a member that ``fetch_unit`` left in the store."""
+    @property
+    def read_distant(self) -> ReadDistant | None:
+        """Reads members that ``fetch_unit`` left in the store; None: it leaves none there."""
 
 
 class Decodable(Readable, Protocol):
@@ -239,6 +240,7 @@ class _Piece:
             if start == -1 or (wanted is not None and name not in wanted):
                 continue
             if start < 0:
+                assert dataset.read_distant is not None, "it left the member in the store"  # noqa: S101
                 fields[name] = DistantMember.at(partial(dataset.read_distant, chunk), ~start, size)
             else:
                 fields[name] = self.data[start : start + size]

@@ -11,12 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from streaming.build.decode import ReadDistant
 from streaming.build.decode.registry import FieldDecoder, ranged_fields
 from streaming.common.arguments import checked_seed
 from streaming.common.arrays import sums
 from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
-from streaming.order.packing.layout import PackRows
+from streaming.order.packing.layout import RowSamples, SingleSamples
 from streaming.order.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.order.plan.settings import ShuffleConfig, order_settings
 from streaming.shards.cache import NodeCache
@@ -135,16 +136,10 @@ class OneOrder(ABC):
         """See ``Source``: the offsets, as nothing is left out."""
         return offsets
 
-    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
+    @property
+    def rows(self) -> RowSamples:
         """See ``Source``: one sample each, unless a set deals out rows of several."""
-        return PackRows.of_samples(self.samples_of(chunk_ids, offsets), np.arange(len(offsets) + 1))
-
-    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002  as Source has it
-        """See ``Source``: nothing is computed."""
-        return True
-
-    def keep_at_most(self, num_bytes: int) -> None:  # noqa: B027  most sets keep nothing
-        """See ``Source``: nothing is kept."""
+        return SingleSamples(self.samples_of)
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
@@ -310,9 +305,9 @@ class ChunkSource(OfTable):
         return all(scheme_of(url) == "file" for url in self.shards.urls)
 
     @property
-    def can_be_mapped(self) -> bool:
-        """Whether chunks can be mapped where they lie."""
-        return self.cache is None and self.is_local
+    def in_place(self) -> Self | None:
+        """See ``Bytes``: local files, without a cache in front of them."""
+        return self if self.cache is None and self.is_local else None
 
     @property
     def has_gaps(self) -> bool:
@@ -409,7 +404,7 @@ class ChunkSource(OfTable):
         return fetch_unit(self.storage, wanted, out, self.cache, known)
 
     def apart(self, wanted: FetchRange) -> TakeApart:
-        """See ``Source``: samples are located by the tar headers."""
+        """See ``InPlace``: samples are located by the tar headers."""
         return apart_later(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
@@ -461,12 +456,11 @@ class ChunkSource(OfTable):
         return made
 
     @property
-    def has_distant(self) -> bool:
-        """See ``Source``."""
-        return self.distant is not None
+    def read_distant(self) -> ReadDistant | None:
+        """See ``Bytes``: as ``distant`` says."""
+        return None if self.distant is None else self._read_distant
 
-    def read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
-        """See ``Source``."""
+    def _read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
         wanted = self.chunk(chunk_id)
         if whole:
             return read_member(self.storage, wanted, start, stop, self.samples_at(wanted.url))
@@ -501,6 +495,7 @@ class ChunkSource(OfTable):
             return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
         return span_borders(self.table, room_bytes, lambda shard: self.samples_at(self.shards.urls[shard]))
 
-    def has_sample_tables(self) -> bool:
-        """Tell whether the first shard has a sample table (datasets are indexed as a whole)."""
-        return self._recent.table(self, 0) is not None
+    @property
+    def slices(self) -> Self | None:
+        """See ``Table``: by sample tables, if the first shard has one (datasets are indexed as a whole)."""
+        return None if self._recent.table(self, 0) is None else self

@@ -186,7 +186,10 @@ class FsspecAdapter:
         except ImportError as error:
             raise ConfigError(f"{scheme}:// needs another package: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"{scheme}:// is not a scheme that fsspec knows; check the URL ({error})") from error
+            raise ConfigError(
+                f"{scheme}:// is not a scheme that fsspec knows; check the URL, or import the module that enters a "
+                f"store of your own in ADAPTERS, in each process ({error})"
+            ) from error
 
     @contextmanager
     def _errors(self, url: str, doing: str, system: Any = None) -> Iterator[None]:

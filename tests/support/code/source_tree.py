@@ -15,7 +15,7 @@ PACKAGES = ("streaming", "shard_tools", "infra")
 KNOWN_TO: dict[str, tuple[str, ...]] = {
     "numpy": PACKAGES,
     "torch": (
-        *("FACE", "INTEGRATIONS", "OTHERS", "RUN"),
+        *("FACE", "INTEGRATIONS", "OTHERS", "RUN", "TESTING"),
         *("streaming.build.batches", "streaming.common.job", "streaming.watch.tracing"),
     ),
     "pyarrow": ("streaming.shards.index", "shard_tools"),
@@ -31,8 +31,9 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     # Users of these import the module that needs them by name; nobody else does.
     "accelerate": ("streaming.integrations.accelerate",),
     "transformers": ("streaming.integrations.transformers",),
+    "pytest": ("streaming.testing",),
 }
-NOT_DECLARED = ("accelerate", "transformers")
+NOT_DECLARED = ("accelerate", "transformers", "pytest")
 NEVER_RUN = ("typing_extensions",)  # type checkers bring it
 # Extras: one module of each of our packages knows one, and imports it when it is used.
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
@@ -43,6 +44,8 @@ IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # These import what has a name only at run time: lazy names, `require`, and what users name.
 COMPUTED_IMPORT_MAY = (
     "streaming",
+    "streaming.contracts",
+    "streaming.testing",
     "streaming.run.engine.workers.fork_server",
     "streaming.run.engine.workers.surroundings",
     "streaming.build.decode.values",

@@ -1,1 +1,1 @@
-"""Batteries that each source, order, row kind, loop, option and verb must pass, and all their kinds; no single case."""
+"""Kinds of every contract, attacks, options and verbs as tables; the batteries themselves are ``streaming.testing``."""

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.run.engine.memory.arena import PAGE_BYTES
@@ -26,6 +25,7 @@ from streaming.shards.catalog.build import index_shards
 from streaming.shards.catalog.urls import expand_urls
 from streaming.shards.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.storage import Storage
+from streaming.testing.ranks import mesh_of as mesh_of  # noqa: PLC0414  tests take it from here
 from streaming.types import Int64Array
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
@@ -142,11 +142,6 @@ def valid_keys(batch: Mapping[str, Any]) -> list[str]:
         return keys
     assert batch["__valid__"].dtype == torch.bool
     return [key for key, valid in zip(keys, batch["__valid__"].tolist(), strict=True) if valid]
-
-
-def mesh_of(world_size: int, rank: int) -> DeviceMesh:
-    """Plain data parallel."""
-    return DeviceMesh.from_sizes(dp_size=world_size, rank=rank, environ={})
 
 
 def loaders(dataset: StreamingDataset, world_size: int, **options: Any) -> Iterator[DataLoader]:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.batches.build import LENGTH, BadSample, BatchBuilder, Mask, OnError, Recipe, RowKind, SourceRecipe
+from streaming.build.batches.build import (
+    LENGTH,
+    BadSample,
+    BatchBuilder,
+    ExchangedRows,
+    GroupedRows,
+    Mask,
+    OnError,
+    Recipe,
+    RowKind,
+    SourceRecipe,
+)  # fmt: skip
 from streaming.build.batches.draws import BatchDraws
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.pieces import OneEach, PieceItems, pieces_of
@@ -57,10 +68,18 @@ class TokenPacks(PieceItems):
     def __post_init__(self) -> None:
         self._check_labels()
 
+    group_rows = 8_192
+    """More than of samples: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
+
     @property
-    def group_rows(self) -> int:  # type: ignore[override]
-        """See ``RowKind``: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
-        return 8_192 if self.balance is None else 0
+    @override
+    def grouped(self) -> GroupedRows | None:
+        return self if self.balance is None else None
+
+    @property
+    @override
+    def exchanged(self) -> ExchangedRows | None:
+        return self if self.balance is not None and self.balance.how == "exchange" else None
 
     @property
     @override
@@ -86,7 +105,7 @@ class TokenPacks(PieceItems):
         if not self.parts.is_constant:
             parts = self.parts.at(int(stock.begins(of)[0]))
             packs = shorter(packs, self.shape.length, parts, self.shape.multiple)
-        if self.balance is None or not self.exchanges:
+        if self.balance is None or self.exchanged is None:
             return packs
         return replace(packs, costs=self._costs(packs, self.balance))
 
@@ -94,8 +113,8 @@ class TokenPacks(PieceItems):
         return packs.costs_by(rules, self.shape.length // packs.parts)
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
-        """See ``RowKind``: never pack, or wait for a column of lengths, under the engine's lock."""
-        if not stock.source.has_packs(of.chunk_ids, of.passes, stock.seed):
+        """See ``GroupedRows``: never pack, or wait for a column of lengths, under the engine's lock."""
+        if not stock.source.rows.has_packs(of.chunk_ids, of.passes, stock.seed):
             return None
         if not self.parts.is_constant:
             begins = stock.begins(of)
@@ -147,7 +166,7 @@ class TokenPacks(PieceItems):
         place: DecodedRow | None = None,  # noqa: ARG002
         draws: BatchDraws | None = None,  # noqa: ARG002
     ) -> PackColumns:
-        """See ``RowKind``; documents must be ``as_planned``."""
+        """See ``GroupedRows``; documents must be ``as_planned``."""
         packs = pieces_of(rows)
         return self._laid_out(recipe, rows, packs, packs.lengths, allocate)
 
@@ -264,16 +283,16 @@ class TokenPacks(PieceItems):
 
     # --- between ranks ---
 
-    @override
     def split(self, batch: Batch) -> list[Batch]:
+        """See ``ExchangedRows``."""
         return split_packs(batch)
 
-    @override
     def sent(self, row: Batch) -> Batch:
+        """See ``ExchangedRows``."""
         return narrow_pack(row)
 
-    @override
     def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
+        """See ``ExchangedRows``."""
         return join_packs(rows, self.shape.max_docs, allocate)
 
     # --- options ---
@@ -351,7 +370,10 @@ class TokenPacks(PieceItems):
 class PaddedDocuments(OneEach, TokenPacks):
     """A row is a batch by a token budget: documents of similar length, one in each row, padded to the longest."""
 
-    group_rows = 0
+    @property
+    @override
+    def grouped(self) -> None:
+        return None
 
     @property
     def length(self) -> int:  # type: ignore[override]

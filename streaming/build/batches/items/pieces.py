@@ -20,7 +20,7 @@ from streaming.types import Int64Array, Sample, override
 
 
 class PieceItems(RowKind):
-    """A row is made of several samples, or pieces of them, that ``Source.packs`` names."""
+    """A row is made of several samples, or pieces of them, that ``Source.rows`` names."""
 
     unit = "tokens"
     documents = "documents"
@@ -52,7 +52,7 @@ class PieceItems(RowKind):
 
     def packs(self, stock: Stock, of: PlannedRows) -> PackRows:
         """Return which pieces make these rows."""
-        packs: PackRows = stock.source.packs(of.chunk_ids, of.offsets, of.passes, stock.seed)
+        packs: PackRows = stock.source.rows.packs(of.chunk_ids, of.offsets, of.passes, stock.seed)
         return packs
 
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:  # noqa: ARG002
@@ -70,7 +70,7 @@ class PieceItems(RowKind):
     def ahead(self, stock: Stock, chunk_id: int, pass_number: int) -> Callable[[], object] | None:
         """See ``RowKind``: which pieces make the rows of a group."""
         group, offset, number = (np.array([value]) for value in (chunk_id, 0, pass_number))
-        return partial(stock.source.packs, group, offset, number, stock.seed)
+        return partial(stock.source.rows.packs, group, offset, number, stock.seed)
 
     def budget(self, limit_bytes: int) -> Budget:
         """See ``RowKind``: with a part for packs, and lengths of documents."""

@@ -46,7 +46,11 @@ class WholeSamples(OneEach, Samples):
     no_map = (
         "Packed: map: functions of samples belong to the data set; write Packed(StreamingDataset(…, transform=…), …)"
     )
-    group_rows = 0
+
+    @property
+    @override
+    def grouped(self) -> None:
+        return None
 
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
         """See ``PieceItems``: each sample draws its own random numbers."""

@@ -143,7 +143,7 @@ class ChunkStore:
 
     def __init__(
         self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: Monitor,
-        maps: FileMaps | NoMaps, apart: Apart = apart_later,
+        maps: FileMaps | NoMaps, apart: Apart | None = None,
     ) -> None:  # fmt: skip
         self.arena = arena
         self.rows = RowTable()
@@ -151,7 +151,7 @@ class ChunkStore:
         self._fetch = fetch
         self._maps = maps
         self.lender = ViewLeases(arena, fetch)
-        self._apart = apart
+        self._apart = apart or apart_later
         self.limit_bytes = arena.budget_bytes
         self.room: Mapping[UnitKey, int] = {}
         self.retain = self.is_held = False

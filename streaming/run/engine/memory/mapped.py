@@ -83,11 +83,6 @@ class NoMaps:
         """See ``FileMaps``."""
 
 
-def maps_of(arena: Arena, reads_whole: ReadsWhole, align_bytes: int) -> FileMaps | NoMaps:
-    """Return the maps of an arena in which chunks lie at multiples of ``align_bytes``, as in their files."""
-    return FileMaps(arena, reads_whole) if align_bytes == PAGE_BYTES else NoMaps()
-
-
 class FileMaps:
     """The maps of one arena. Thread-safe.
 

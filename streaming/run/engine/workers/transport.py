@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streaming.build.batches.rows import FieldRange, ReadDistant, Rows
+from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.decode import ReadDistant
 from streaming.errors import WorkerError
 from streaming.run.engine.memory.arena import Arena
 from streaming.run.engine.workers.portable import Pickler, dumps

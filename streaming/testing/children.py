@@ -76,7 +76,7 @@ def _run(function: Callable[[], Any], gate: int | None, answer: int) -> None:
             if gate is not None:
                 os.read(gate, 1)
             message = False, function()
-        except BaseException:  # the parent gets it
+        except BaseException:  # noqa: BLE001  the parent gets it
             message = True, traceback.format_exc()
         with os.fdopen(answer, "wb") as file:
             pickle.dump(message, file)

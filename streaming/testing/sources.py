@@ -1,202 +1,49 @@
-"""What loops rely on in a source, whatever it reads: a battery for any ``Source``, and a source of our own.
+"""What loops rely on in a source, whatever it reads: ``SourceTests``.
 
-``DictSource`` is a kind of set that streaming/ does not know: its samples lie in a dict of this process. The battery
-goes through all pairs of features: what is damaged, who builds batches, which ranks there are, what becomes of them.
+The battery goes through all pairs of features: damage, ``on_error``, fields, cache, builders, ranks, resume or remesh,
+order, batch sizes.
 """
 
 from __future__ import annotations
 
 import itertools
 import pickle
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import crc32c
 import numpy as np
 import pytest
-import torch
 
 from infra import DeviceMesh
-from shard_tools import ShardWriter
 from shard_tools.look.plan.report import PlanOptions, plan_opened
 from shard_tools.look.plan.steps import PlannedRun
 from streaming import DataLoader, Schedule, ShuffleConfig
 from streaming.common.arrays import sums
-from streaming.errors import ChecksumError, DataError, IndexMismatchError
+from streaming.errors import DataError, IndexMismatchError
 from streaming.order.plan.state import LoaderState
-from streaming.sets.sources.own import CustomSource
-from streaming.shards.fetch.layout import UnitLayout
 from streaming.shards.fetch.read import FetchRange
-from streaming.shards.index.sample_table import SampleLocation
-from streaming.types import Int64Array
-from tests.support.contracts.items_contract import same
-from tests.support.processes.children import in_child
-from tests.support.processes.played_ranks import Play
-from tests.support.sets.data_sets import mesh_of
-from tests.support.tiers import first_here
+from streaming.testing.children import in_child
+from streaming.testing.ranks import Play, mesh_of, played
+from streaming.testing.values import plain, same
 
-NUM, SHARD = 40, 8
-KEYS = [f"{number:05d}" for number in range(NUM)]
-LOST = 19
-"""Number of the sample that is damaged; its shard is the one that is missing."""
 GLOBAL_BATCH = 6
-BLOB_BYTES = 70_000
+LOST = "00019"
+"""Key of the sample that is damaged; its shard is the one that is missing."""
 
 
-def fields_of(number: int) -> dict[str, bytes]:
-    """The fields of a sample: tokens, their number, and now and then a blob larger than what one checksum covers."""
+def _fields_of(number: int) -> dict[str, bytes]:
+    """Return tokens, a number, and now and then a blob larger than what one checksum covers."""
     tokens = np.arange(100 * number, 100 * number + 3 + 5 * number % 17, dtype="<u2").tobytes()
-    blob = np.random.default_rng(number).bytes(BLOB_BYTES if number % 5 == 0 else 50)
+    blob = np.random.default_rng(number).bytes(70_000 if number % 5 == 0 else 50)
     return {"blob": blob, "cls": str(number).encode(), "tok": tokens}
 
 
-def write_samples(folder: Path) -> Path:
-    """Five shards of eight samples each, with columns of their length and kind."""
-    columns = {"tokens": lambda sample: len(sample["tok"]) // 2, "kind": lambda sample: int(sample["cls"]) % 3}
-    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=SHARD, columns=columns) as writer:
-        for number in range(NUM):
-            writer.write({"__key__": KEYS[number], **fields_of(number)})
-    return folder
-
-
-# --- a source of our own ---
-
-
-class DictSource(CustomSource):
-    """Samples in a dict: a chunk is a run of its keys, two of which are a shard, and a checksum covers a sample."""
-
-    def __init__(self, samples: Mapping[str, Mapping[str, bytes]], *, per_chunk: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.keys, self._per_chunk, self.num_fetched = list(samples), per_chunk, 0
-        self._names = tuple(sorted({name for one in samples.values() for name in one}))
-        self._stored: dict[str, dict[str, bytes]] = {key: dict(one) for key, one in samples.items()}
-        rows = [[self._stored[key][name] for name in self._names] for key in self.keys]
-        self._sizes = np.array([[len(data) for data in row] for row in rows], np.int64)
-        self._sums = [[crc32c.crc32c(data) for data in row] for row in rows]
-
-    # --- chunks ---
-
-    @property
-    def fingerprint(self) -> str:
-        return f"dict of {len(self.keys)} {self._per_chunk} {crc32c.crc32c(repr((self.keys, self._sums)).encode())}"
-
-    @property
-    def urls(self) -> list[str]:
-        return [f"dict://{shard}" for shard in range(-(-len(self.keys) // (2 * self._per_chunk)))]
-
-    @property
-    def chunk_samples(self) -> Int64Array:
-        return np.diff(self._firsts)
-
-    @property
-    def _firsts(self) -> Int64Array:
-        return np.append(np.arange(0, len(self.keys), self._per_chunk), len(self.keys)).astype(np.int64)
-
-    @property
-    def _starts(self) -> Int64Array:
-        """Where each sample begins, and the last one ends, if all are laid end to end."""
-        return sums(self._sizes.sum(axis=1))
-
-    @property
-    def chunk_bytes(self) -> Int64Array:
-        return np.diff(self._starts[self._firsts])
-
-    @property
-    def byte_starts(self) -> Int64Array:
-        chunks = np.arange(len(self._firsts) - 1)
-        return self._starts[self._firsts[chunks]] - self._starts[self._firsts[chunks // 2 * 2]]
-
-    def chunk(self, chunk_id: int) -> FetchRange:
-        low, high = self._firsts[chunk_id : chunk_id + 2].tolist()
-        return self._range(chunk_id // 2, low, high)
-
-    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        low = int(self._firsts[chunk_id])
-        return self._range(chunk_id // 2, low + first, low + stop)
-
-    def _range(self, shard: int, low: int, high: int) -> FetchRange:
-        first, last = shard * 2 * self._per_chunk, min((shard + 1) * 2 * self._per_chunk, len(self.keys))
-        origin = int(self._starts[first])
-        return FetchRange(
-            url=self.urls[shard], byte_start=int(self._starts[low]) - origin,
-            byte_end=int(self._starts[high]) - origin, first_sample=low - first, num_samples=high - low, crc32c=None,
-            shard_bytes=int(self._starts[last]) - origin, fields=self.fields,
-        )  # fmt: skip
-
-    # --- bytes ---
-
-    def fill(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        self.num_fetched += 1
-        low = self._numbers_of(wanted.url).start + wanted.first_sample
-        read = [name in (wanted.fields or self._names) for name in self._names]
-        starts, at, damage = np.full((wanted.num_samples, len(self._names)), -1), 0, {}
-        for row, number in enumerate(range(low, low + wanted.num_samples)):
-            key = self.keys[number]
-            for column, name in enumerate(self._names):
-                if not read[column]:
-                    continue
-                try:
-                    data = self._stored[key][name]
-                except KeyError:
-                    raise IndexMismatchError(f"{wanted.url}: {key!r} is gone") from None
-                if crc32c.crc32c(data) != self._sums[number][column]:
-                    damage[row] = ChecksumError(f"{wanted.url}: {name} of {key!r} is damaged")
-                out[at : at + len(data)] = data
-                starts[row, column], at = at, at + len(data)
-        sizes = np.where(starts < 0, 0, self._sizes[low : low + wanted.num_samples])
-        keys = self.keys[low : low + wanted.num_samples]
-        return UnitLayout(
-            keys=keys, fields=self._names, starts=starts, sizes=sizes, num_bytes=at, damage=damage
-        )  # fmt: skip
-
-    def _numbers_of(self, url: str) -> range:
-        first = int(url.rpartition("/")[2]) * 2 * self._per_chunk
-        return range(first, min(first + 2 * self._per_chunk, len(self.keys)))
-
-    def reads_whole(self, wanted: FetchRange) -> bool:
-        return wanted.fields is None
-
-    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        read = [self.fields is None or name in self.fields for name in self._names]
-        sizes = sums(self._sizes[:, read].sum(axis=1))[self._firsts]
-        return np.diff(sizes)[chunk_ids]
-
-    def has_sample_tables(self) -> bool:
-        return True
-
-    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        samples = np.arange(len(self.keys))
-        chunks = samples // self._per_chunk
-        return samples, sums(room_bytes)[chunks] + self._starts[samples] - self._starts[self._firsts[chunks]]
-
-    def locate(self, chunk_id: int, inside: int) -> SampleLocation:
-        number = int(self._firsts[chunk_id]) + inside
-        wanted, ends, fields = self.slice(chunk_id, inside, inside + 1), 0, {}
-        for name, size in zip(self._names, self._sizes[number].tolist(), strict=True):
-            fields[name] = (wanted.byte_start + ends, wanted.byte_start + ends + size)
-            ends += size
-        return SampleLocation(
-            key=self.keys[number], chunk=chunk_id % 2, record_start=wanted.byte_start, record_end=wanted.byte_end,
-            fields=fields,
-        )  # fmt: skip
-
-    def counters(self) -> dict[str, float]:
-        return {"fetched_from_dict": self.num_fetched}
-
-    def hurt(self, key: str, *, is_missing: bool) -> None:
-        """Flip a bit of a sample, or lose its shard."""
-        shard = self.keys.index(key) // (2 * self._per_chunk)
-        if is_missing:
-            for number in self._numbers_of(f"dict://{shard}"):
-                self._stored[self.keys[number]] = {}
-        else:
-            self._stored[key] = {name: bytes([data[0] ^ 1]) + data[1:] for name, data in self._stored[key].items()}
-
-
-# --- the battery ---
+SAMPLES: Mapping[str, Mapping[str, bytes]] = {f"{number:05d}": _fields_of(number) for number in range(40)}
+"""The samples that a source has to hold, in this order: the bytes of each field, by key."""
 
 
 class Case(NamedTuple):
@@ -231,7 +78,7 @@ SIZES: Mapping[str, Any] = {"one": GLOBAL_BATCH, "ramp": Schedule.steps({0: 6, 1
 
 
 def all_pairs() -> list[Case]:
-    """Cases that hold every pair of choices, found greedily: of all cells, take that with most pairs not seen yet."""
+    """Return cases that hold every pair of choices, found greedily: the cell with most pairs not seen yet is next."""
     cells = [Case(*cell) for cell in itertools.product(*CHOICES.values())]
     pairs = {cell: set(itertools.combinations(enumerate(cell), 2)) for cell in cells}
     left, found = set().union(*pairs.values()), []
@@ -245,54 +92,83 @@ def all_pairs() -> list[Case]:
 PAIRS = all_pairs()
 
 
-class SourceContract:
-    """What sources of any kind keep of a loader's promises; a subclass says how a set over one is made, and damaged."""
+class SourceTests:
+    """What sources of any kind keep of a loader's promises; a subclass says how a set over one is made, and damaged.
+
+    Override :meth:`make` and :meth:`hurt`, and say with the attributes what the source does not have::
+
+        class TestZips(SourceTests):
+            has_places = False
+            lost_shard = "00016.zip"
+
+            def make(self, folder, **options):
+                write_zips(folder, SAMPLES)
+                return DataSet(Zips(folder, **options))
+
+            def hurt(self, dataset, folder, *, is_missing): ...
+    """
 
     has_fields = True
-    """Whether single fields can be read."""
-    has_cache = True
+    """Whether single fields can be asked for (``fields=``)."""
+    has_cache = False
+    """Whether its sets take ``cache_dir=``."""
+    has_checksums = True
+    """Whether a flipped bit is noticed."""
+    has_places = True
+    """Whether ``locate`` says where a sample is; without, ``shard_tools plan`` knows no keys."""
     epoch_size: int | None = None
     """Samples of an epoch, for sets without an end."""
     is_passed = True
     """Whether an epoch holds each sample once."""
-    lost_shard = f"{LOST // SHARD:06d}.tar"
+    lost_shard = ""
+    """What the URL of the shard of ``LOST`` ends with."""
 
     @pytest.fixture
-    def folder(self, samples: Path) -> Path:
-        return samples
+    def folder(self, tmp_path: Path) -> Path:
+        made = tmp_path / "set"
+        made.mkdir()
+        return made
+
+    @pytest.fixture
+    def play(self, monkeypatch: pytest.MonkeyPatch) -> Play:
+        return played(monkeypatch)
 
     def make(self, folder: Path, **options: Any) -> Any:
-        """Return a set of such a source over ``write_samples``."""
-        raise NotImplementedError
+        """Return a set over a source of ``SAMPLES``, cut into several shards.
+
+        Args:
+            folder: A folder of this test, where they may be stored; it may hold those of an earlier call.
+            options: Those of ``CustomSource``, such as ``fields``, ``shuffle``, ``on_error``.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.make: return DataSet(YourSource(…, **options)) over SAMPLES")
 
     def due(self) -> list[str]:
-        """The keys of the samples of the set."""
-        return KEYS
+        """Return the keys of the samples of the set."""
+        return [*SAMPLES]
 
     def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
-        """Flip a bit of the sample ``LOST``, or lose its shard."""
-        path = folder / f"{LOST // SHARD:06d}.tar"
-        if is_missing:
-            path.unlink()
-        else:
-            data = bytearray(path.read_bytes())
-            data[data.index(fields_of(LOST)["tok"])] ^= 1
-            path.write_bytes(data)
+        """Flip a bit of the sample ``LOST``, or lose its shard.
+
+        If the shard is missing, reading it raises ``IndexMismatchError``. If the sample is damaged, it is in the
+        ``damage`` of its ``UnitLayout``, or ``fill`` raises a ``DataError``.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.hurt: damage sample {LOST}, or remove its shard")
+
+    def hurt_too(self, dataset: Any) -> None:
+        """Flip the bit in a second set over the same samples, unless they share their bytes with the first."""
 
     def rows(self, batch: Any) -> list[Any]:
-        """What is in each row of a batch, by name."""
+        """Return what is in each row of a batch, by name."""
         names = [name for name in batch if name != "__url__"]
         count = len(batch["__key__"])
         return [{name: batch[name][row] for name in names} for row in range(count)]
 
     def keys(self, row: Any) -> list[str]:
-        """The keys of the samples of a row."""
+        """Return the keys of the samples of a row."""
         return [row["__key__"]]
 
-    # --- reading ---
-
     def options(self, case: Case) -> dict[str, Any]:
-        """The loader's options of a case that say what is in batches."""
+        """Return the loader's options of a case that say what is in batches."""
         shape = {"global_batch_size": SIZES[case.sizes], "last_batch": "partial"}
         return shape | ({} if self.epoch_size is None else {"epoch_size": self.epoch_size})
 
@@ -304,7 +180,7 @@ class SourceContract:
         return DataLoader(dataset, device_mesh=mesh, **(base | options))
 
     def epoch(self, dataset: Any, world: int = 1, state: Any = None, **options: Any) -> list[list[Any]]:
-        """The rows of each global batch of an epoch, or of the rest of one."""
+        """Return the rows of each global batch of an epoch, or of the rest of one."""
         ranks = []
         for rank in range(world):
             with self.loader(dataset, mesh_of(world, rank), **options) as loader:
@@ -324,7 +200,7 @@ class SourceContract:
         return self.make(folder, **options)
 
     def changing(self, dataset: Any, case: Case) -> list[list[Any]]:
-        """The global batches of an epoch, interrupted after the second batch as a case says."""
+        """Return the global batches of an epoch, interrupted after the second batch as a case says."""
         made = BUILDERS[case.builders] | self.options(case)
         if not case.goes_on:
             return self.epoch(dataset, case.world, **made)
@@ -348,34 +224,34 @@ class SourceContract:
 
     # --- promises ---
 
-    @pytest.mark.parametrize("case", first_here(PAIRS, 8), ids=lambda case: "-".join(map(str, case)))
+    @pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case)))
     def test_batches_are_the_same_whoever_reads_and_builds_them(self, folder: Path, tmp_path: Path, case: Case) -> None:
-        plain, dataset = (self.opened(folder, case, tmp_path, cache=case.cache and turn) for turn in (False, True))
-        if case.damage:
-            self.hurt(plain, folder, is_missing=False)
+        is_damaged = case.damage and self.has_checksums
+        first, dataset = (self.opened(folder, case, tmp_path, cache=case.cache and turn) for turn in (False, True))
+        if is_damaged:
+            self.hurt(first, folder, is_missing=False)
             self.hurt_too(dataset)
-        expected = self.epoch(plain, **self.options(case))
+        expected = self.epoch(first, **self.options(case))
         assert same(self.changing(dataset, case), expected)
         rows = [row for batch in expected for row in batch]
         keys = Counter(key for row in rows for key in self.keys(row))
-        if self.is_passed and not case.damage:
+        if self.is_passed and not is_damaged:
             assert keys == Counter(self.due())
-        if not case.damage or plain.source.fields is None:
-            assert (KEYS[LOST] in keys) == (not case.damage and KEYS[LOST] in self.due()) or not self.is_passed
-        if case.on_error == "skip" and not case.damage:
+        if not is_damaged or first.source.fields is None:
+            assert (LOST in keys) == (not is_damaged and LOST in self.due()) or not self.is_passed
+        if case.on_error == "skip" and not is_damaged:
             assert all(bool(row["__valid__"]) for row in rows)
-
-    def hurt_too(self, dataset: Any) -> None:
-        """Flip the bit in a second set over the same samples, which ``hurt`` has not done yet; others share bytes."""
 
     @pytest.mark.parametrize("on_error", ["substitute", "skip", "raise"])
     def test_a_missing_shard_stops_the_run_by_its_name(self, folder: Path, on_error: str) -> None:
         dataset = self.make(folder, on_error=on_error, max_bad_samples=1.0)
         self.hurt(dataset, folder, is_missing=True)
-        with pytest.raises(IndexMismatchError, match=self.lost_shard):
+        with pytest.raises(IndexMismatchError, match=re.escape(self.lost_shard)):
             self.epoch(dataset)
 
     def test_damage_raises_if_asked_to_and_names_the_shard(self, folder: Path) -> None:
+        if not self.has_checksums:
+            pytest.skip("damage is not noticed")
         dataset = self.make(folder, on_error="raise")
         self.hurt(dataset, folder, is_missing=False)
         with pytest.raises(DataError):
@@ -396,29 +272,32 @@ class SourceContract:
 
     def test_chunks_slices_places_and_spans_agree_with_the_bytes(self, folder: Path) -> None:
         source = self.make(folder).source
-        assert len(source.chunk_samples) == len(source.chunk_bytes) == len(source.byte_starts)
+        assert len(source.chunk_samples) == len(source.chunk_bytes)
         every = np.arange(len(source.chunk_samples))
         whole = [source.chunk(number) for number in every.tolist()]
         assert [one.num_bytes for one in whole] == source.chunk_bytes.tolist()
-        assert [one.byte_start for one in whole] == source.byte_starts.tolist()
+        if source.in_place is not None:
+            assert [one.byte_start for one in whole] == source.in_place.byte_starts.tolist()
         assert (source.unit_bytes(every) <= source.chunk_bytes).all()
         for number, wanted in enumerate(whole):
             found = read_unit(source, wanted)
             assert wanted.lead + int(source.samples_of(every[number : number + 1], np.zeros(1, np.int64))[0]) >= 0
             assert len(found) == wanted.num_samples
+            offsets = np.arange(source.chunk_samples[number])
+            assert (wanted.lead + source.samples_of(np.full_like(offsets, number), offsets) < wanted.num_samples).all()
             for inside in range(wanted.num_samples - wanted.lead):
                 place = source.locate(number, inside)
                 assert place is None or place.key == found[wanted.lead + inside][0]
-            if source.has_sample_tables():
+            if source.slices is not None:
                 last = wanted.num_samples - wanted.lead
                 for first, stop in {(0, last), (min(1, last - 1), min(2, last)), (last // 2, last)}:
-                    part = source.slice(number, first, stop)
+                    part = source.slices.slice(number, first, stop)
                     assert read_unit(source, part)[part.lead : part.lead + stop - first] == [
                         *found[wanted.lead + first : wanted.lead + stop]
                     ]
                     assert wanted.byte_start <= part.byte_start < part.byte_end <= wanted.byte_end
-        if source.has_sample_tables():
-            samples, borders = source.span_borders(source.chunk_bytes)
+        if source.slices is not None:
+            samples, borders = source.slices.span_borders(source.chunk_bytes)
             assert (np.diff(samples) > 0).all()
             assert (np.diff(borders) >= 0).all()
             assert set((sums(source.chunk_samples)[:-1]).tolist()) <= set(samples.tolist())
@@ -451,13 +330,15 @@ class SourceContract:
             list(loader)
             assert dataset.source.counters().keys() <= loader.metrics().keys()
             assert loader.metrics()["fetched_chunks"] > 0
+        if not self.has_checksums:
+            return
         fresh = self.make(folder, max_bad_samples=1.0)
         self.hurt(fresh, folder, is_missing=False)
         with self.loader(fresh, mesh_of(1, 0)) as loader:
             list(loader)
             found = loader.metrics()
         assert found["bad_samples"] >= 1
-        assert any(KEYS[LOST] in str(bad) for bad in found["bad"])
+        assert any(LOST in str(bad) for bad in found["bad"])
 
     # --- what the plan says ---
 
@@ -489,6 +370,8 @@ class SourceContract:
             assert len(list(loader)) > 0
 
     def test_who_and_when_name_what_loaders_deliver(self, folder: Path) -> None:
+        if not self.has_places:
+            pytest.skip("nothing says where a sample is")
         dataset, world = self.make(folder), 2
         ranks = []
         for rank in range(world):
@@ -514,19 +397,12 @@ class SourceContract:
 
 
 def joined(ranks: Sequence[Sequence[list[Any]]]) -> list[list[Any]]:
-    """The rows of global batches, from those of each rank."""
+    """Return the rows of global batches, from those of each rank."""
     return [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
 
 
-def plain(value: Any) -> Any:
-    """A value as a batch and a single sample both have it."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return np.asarray(value).tolist()
-    return bytes(value) if isinstance(value, memoryview) else value
-
-
 def read_unit(source: Any, wanted: FetchRange) -> list[tuple[str, list[bytes]]]:
-    """The key and the fields of each sample of a range, as its source fetches it."""
+    """Return the key and the fields of each sample of a range, as its source fetches it."""
     data = bytearray(wanted.num_bytes)
     found = source.fetch_unit(wanted, memoryview(data)).apart(memoryview(data))
     cut = zip(found.keys, found.starts.tolist(), found.sizes.tolist(), strict=True)

@@ -1,104 +1,40 @@
-"""What plans rely on in an order, whatever is ordered: a battery for any ``Orders``, and an order of our own.
-
-``ReversedBits`` is a kind of order that streaming/ does not know: samples are due by the reversed bits of their number.
-"""
+"""What plans rely on in an order, whatever is ordered: ``OrderTests``."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streaming.common.arrays import sums
 from streaming.errors import ConfigError
-from streaming.order.plan.order import ENDLESS, LaneParts, OrderSettings
 from streaming.order.plan.plan import Plan
-from streaming.types import Int64Array
 
 LOOKED_AT = 160
 """Rows that are looked at of an order without an end."""
 
 
-# --- an order of our own ---
+class OrderTests:
+    """What orders of any kind keep of a plan's promises; a subclass says how one is made.
 
+    Override :meth:`orders`, with a set of some five to ten chunks::
 
-class ReversedBits:
-    """The orders of all passes; pass n begins n samples later. An order for small sets: nearly all chunks are live."""
-
-    is_endless = False
-    borders: tuple[int, ...] = ()
-    stretch = mixed_after = ENDLESS
-
-    def __init__(self, chunk_samples: Int64Array, settings: OrderSettings) -> None:
-        self.chunk_samples, self.settings = np.asarray(chunk_samples, np.int64), settings
-        self.samples_per_pass = int(self.chunk_samples.sum())
-
-    def of_pass(self, number: int) -> ReversedPass:
-        return ReversedPass(self, number)
-
-    def under(self, settings: OrderSettings) -> ReversedBits:
-        return ReversedBits(self.chunk_samples, settings)
-
-
-class ReversedPass:
-    """The order of one pass."""
-
-    def __init__(self, orders: ReversedBits, number: int) -> None:
-        count, self._lanes = orders.samples_per_pass, orders.settings.lanes
-        width = max(count - 1, 1).bit_length()
-        turned = np.array([int(f"{at:0{width}b}"[::-1], 2) for at in range(1 << width)], np.int64)
-        self._due = np.roll(turned[turned < count], number)  # the sample that is due at each global position
-        self._starts = sums(orders.chunk_samples)
-
-    def _in_lane(self, lane: int) -> tuple[Int64Array, Int64Array]:
-        """Chunk and offset at each position of a lane."""
-        samples = self._due[lane :: self._lanes]
-        chunks = np.searchsorted(self._starts, samples, side="right") - 1
-        return chunks, samples - self._starts[chunks]
-
-    def lane_size(self, lane: int) -> int:
-        return len(self._due[lane :: self._lanes])
-
-    def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        chunks, offsets = self._in_lane(lane)
-        return chunks[start:stop], offsets[start:stop]
-
-    def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
-        found = []
-        for lane in range(low, high):
-            chunks, _ = self._in_lane(lane)
-            ids, begins = np.unique(chunks, return_index=True)
-            ends = len(chunks) - np.unique(chunks[::-1], return_index=True)[1]
-            found.append(LaneParts(chunk_ids=ids, lanes=np.full_like(ids, lane), begins=begins, ends=ends))
-        return LaneParts.joined(found)
-
-    def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        count = len(self._starts) - 1
-        return ((chunk_id - back) % count for back in range(1, count))
-
-    def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        place, lane = divmod(int(np.flatnonzero(self._due == self._starts[chunk_id] + offset)[0]), self._lanes)
-        return [(lane, place)] if start <= place < stop else []
-
-
-# --- the battery ---
-
-
-class OrderContract:
-    """What orders of any kind keep of a plan's promises; a subclass says how one is made."""
+        class TestSmallestFirst(OrderTests):
+            def orders(self):
+                return SmallestFirst([7, 5, 9, 1, 6], OrderSettings(seed=3, lanes=4, window=6))
+    """
 
     is_passed = True
     """Whether a pass holds each sample once."""
     batch_size = 12
 
     def orders(self) -> Any:
-        """Return the orders of a set."""
-        raise NotImplementedError
+        """Return the orders of a set: a ``streaming.contracts.Orders``."""
+        raise NotImplementedError(f"{type(self).__name__}.orders: return the Orders of some chunks")
 
     def plan(self, ranks: int = 1, **where: Any) -> Plan:
+        """Return the plan of a run in this order."""
         orders = self.orders()
         most = {"most_batches": LOOKED_AT // self.batch_size} if orders.is_endless else {}
         return Plan(
@@ -107,7 +43,7 @@ class OrderContract:
         )  # fmt: skip
 
     def batches(self, plan: Plan, first: int = 0, last: int | None = None) -> list[list[tuple[int, int, int]]]:
-        """The rows of global batches: pass, chunk and offset, all ranks after each other."""
+        """Return the rows of global batches: pass, chunk and offset, all ranks after each other."""
         last = plan.num_batches if last is None else last
         found: list[list[tuple[int, int, int]]] = [[] for _ in range(first, last)]
         for rank in range(plan.dp_world_size):

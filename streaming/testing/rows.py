@@ -1,19 +1,15 @@
-"""What a loader promises of batches, whatever their rows are: a battery for any ``RowKind``, and rows of our own.
-
-``windows`` have rows that streaming/ does not know: sliding windows over a data set.
-"""
+"""What a loader promises of batches, whatever their rows are: ``RowTests``."""
 
 from __future__ import annotations
 
 import copy
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from functools import cache
+from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +17,11 @@ import torch
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
-from streaming import DataLoader, Packed, Schedule, StreamingDataset
-from streaming.build.batches.build import BatchBuilder, Mask, SourceRecipe
-from streaming.build.batches.collate import default_collate, empty_like
-from streaming.build.batches.items.pieces import PieceItems, pieces_of
-from streaming.build.batches.portion import Portion
-from streaming.build.batches.rows import Rows
+from streaming import DataLoader, Schedule
 from streaming.errors import DataError
-from streaming.order.packing.layout import PackRows
 from streaming.run.replicas.batch_codec import decode, encode
-from streaming.sets.datasets.face import reading
-from streaming.sets.sources.samples import SampleSource
-from streaming.types import Int64Array, Sample
-from tests.support.processes.played_ranks import Play
-from tests.support.sets.data_sets import mesh_of
+from streaming.testing.ranks import Play, mesh_of, played
+from streaming.testing.values import same
 
 LENGTHS = [3 + 5 * number % 17 for number in range(64)]
 KEYS = [f"{number:05d}" for number in range(len(LENGTHS))]
@@ -43,13 +30,23 @@ _SHARD, _GLOBAL_BATCH = 8, 4
 
 
 def write_documents(folder: Path) -> Path:
-    """Eight shards of one chunk each, of documents with a class and tokens, and a column of their number."""
-    count = {"tokens": lambda sample: len(sample["tok"]) // 2}
-    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=_SHARD, columns=count) as writer:
-        for number, length in enumerate(LENGTHS):
-            tokens = np.arange(100 * number, 100 * number + length, dtype="<u2")
-            writer.write({"__key__": KEYS[number], "cls": number, "tok": tokens.tobytes()})
+    """Write eight shards of one chunk each, of documents with a class and tokens, and a column of their number."""
+    for name, data in _files_of_documents().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
     return folder
+
+
+@cache
+def _files_of_documents() -> dict[str, bytes]:
+    count = {"tokens": lambda sample: len(sample["tok"]) // 2}
+    with TemporaryDirectory() as folder:
+        with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=_SHARD, columns=count) as writer:
+            for number, length in enumerate(LENGTHS):
+                tokens = np.arange(100 * number, 100 * number + length, dtype="<u2")
+                writer.write({"__key__": KEYS[number], "cls": number, "tok": tokens.tobytes()})
+        files = filter(Path.is_file, Path(folder).rglob("*"))
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def damage(folder: Path) -> None:
@@ -62,110 +59,50 @@ def damage(folder: Path) -> None:
     path.write_bytes(data)
 
 
-# --- a kind of row of our own ---
+class RowTests:
+    """What rows of any kind keep of a loader's promises; a subclass says how a set of such rows is made.
 
+    Override :meth:`make`, which gets a folder of eight shards (``write_documents``), and :meth:`due` if a sample is in
+    several rows or in none; :meth:`rows` if a batch names the keys of its rows in another way::
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowRows(PieceItems):
-    """A row is a run of samples, each field stacked."""
-
-    size: int
-
-    def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
-        return positions[packs.packs] * self.size + packs.places
-
-    def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        packs = pieces_of(rows)
-        mask = builder.recipe.mask_of(len(rows.keys), None if valid is None else valid[packs.packs])
-        samples = [builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
-        spans = list(pairwise(packs.splits.tolist()))
-        each = None if mask is None else np.array([mask[low:high].all() for low, high in spans])
-        return builder.collate([default_collate(samples[low:high]) for low, high in spans], each)
-
-    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
-        row, recipe = default_collate([builder.first_of(prototypes)] * self.size), builder.recipe
-        if recipe.collate_fn is not None:
-            return builder.without_rows(row)
-        whole = replace(recipe, portion=Portion(), finish=None)
-        return recipe.portion(empty_like(whole.whole(builder.default([row]), whole.mask_of(1, None), 1)), 0)
-
-    def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
-        raise NotImplementedError
-
-
-class WindowSource(SampleSource):
-    """The sliding windows of ``size`` samples over each chunk of a source."""
-
-    size: int
-
-    @classmethod
-    def over(cls, source: SampleSource, size: int) -> Self:
-        made = cls.__new__(cls)
-        made.__dict__ |= {**source.__dict__, "size": size}
-        return made
-
-    @property
-    def items(self) -> WindowRows:
-        return WindowRows(size=self.size)
-
-    @property
-    def chunk_samples(self) -> Int64Array:
-        return np.maximum(super().chunk_samples - self.size + 1, 0)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint}-{self.size}"
-
-    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        inside = (offsets[:, None] + np.arange(self.size)).reshape(-1)
-        return PackRows.of_samples(
-            self.samples_of(chunk_ids.repeat(self.size), inside), self.size * np.arange(len(offsets) + 1)
-        )
-
-    def has_sample_tables(self) -> bool:
-        return False  # no slices
-
-    def expected_samples(self, num_rows: float) -> float:
-        return num_rows * self.size
-
-
-def windows(folder: Path, size: int, **options: Any) -> StreamingDataset:
-    """Return a set whose rows are such windows."""
-    dataset = StreamingDataset(str(folder), **options)
-    return reading(dataset, WindowSource.over(dataset.source, size))
-
-
-# --- the battery ---
-
-
-class ItemsContract:
-    """What rows of any kind keep of a loader's promises; a subclass says how a set of such rows is made."""
+        class TestPairs(RowTests):
+            def make(self, folder, **options):
+                return pairs(StreamingDataset(str(folder), **options))
+    """
 
     as_list = False
-    """Whether a row is a batch by itself, of which a loader hands out lists."""
+    """Whether a row is a batch by itself; a loader then hands out lists of them."""
     field = "cls"
     """A field that can be read alone; "": none can."""
 
     @pytest.fixture
-    def folder(self, documents: Path) -> Path:
-        return documents
+    def folder(self, tmp_path: Path) -> Path:
+        return write_documents(tmp_path / "docs")
+
+    @pytest.fixture
+    def play(self, monkeypatch: pytest.MonkeyPatch) -> Play:
+        return played(monkeypatch)
 
     def make(self, folder: Path, **options: Any) -> Any:
-        """Return a set of such rows of ``write_documents``."""
-        raise NotImplementedError
+        """Return a set of such rows over the shards in ``folder``; ``options`` are those of a ``StreamingDataset``."""
+        raise NotImplementedError(f"{type(self).__name__}.make: return a set with rows of your kind")
 
     def due(self) -> Counter[tuple[str, ...]] | None:
-        """The keys of all rows; None: the keys of all samples are due once."""
+        """Return the keys of all rows; None: the keys of all samples are due once."""
         return None
 
     def rows(self, batch: Any) -> list[tuple[str, ...]]:
-        """The keys of each row of a batch."""
+        """Return the keys of each row of a batch."""
         return [(key,) if isinstance(key, str) else tuple(key) for key in batch["__key__"]]
 
     # --- reading ---
 
     def loader(self, dataset: Any, world: int = 1, rank: int = 0, **options: Any) -> DataLoader:
-        chosen = {"global_batch_size": _GLOBAL_BATCH, "num_threads": 0, "last_batch": "partial"} | options
+        chosen: dict[str, Any] = {
+            "global_batch_size": _GLOBAL_BATCH,
+            "num_threads": 0,
+            "last_batch": "partial",
+        } | options
         chosen |= {"collate_fn": list} if self.as_list else {}
         return DataLoader(dataset, **{"device_mesh": mesh_of(world, rank), **chosen})
 
@@ -176,7 +113,7 @@ class ItemsContract:
             return [copy.deepcopy(batch) for batch in islice(loader, count)]
 
     def whole(self, dataset: Any, world: int = 1, **options: Any) -> list[list[tuple[str, ...]]]:
-        """The keys of the rows of each global batch."""
+        """Return the keys of the rows of each global batch."""
         ranks = [self.batches(dataset, world=world, rank=rank, **options) for rank in range(world)]
         return [[row for batch in parts for row in self.keys(batch)] for parts in zip(*ranks, strict=True)]
 
@@ -283,17 +220,19 @@ class ItemsContract:
 
     @pytest.mark.parametrize("world", [2])
     def test_batches_that_grow_are_the_same_on_any_world_and_after_a_resume(self, folder: Path, world: int) -> None:
-        dataset, ramp = self.make(folder), {"global_batch_size": Schedule.steps({0: 2, 4: 4, 12: 6})}
+        dataset = self.make(folder)
+        ramp: dict[str, Any] = {"global_batch_size": Schedule.steps({0: 2, 4: 4, 12: 6})}
         whole = self.whole(dataset, **ramp)
         assert [len(batch) for batch in whole[:4]] == [2, 2, 4, 4][: len(whole)]
         state = self.state(dataset, 3, **ramp)
         assert self.whole(dataset, world, state=state, **ramp) == whole[3:]
 
     def test_batches_travel_to_other_ranks_as_they_are(self, folder: Path) -> None:
+        def room(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+
         whole = self.batches(self.make(folder))
-        assert same(
-            [decode(encode(batch, lambda size: torch.empty(size, dtype=torch.uint8))) for batch in whole], whole
-        )
+        assert same([decode(encode(batch, room)) for batch in whole], whole)
 
     def test_one_rank_reads_for_its_replicas(self, folder: Path, play: Play) -> None:
         dataset = self.make(folder)
@@ -303,24 +242,3 @@ class ItemsContract:
 
         alone = self.batches(dataset)
         assert all(same(found, alone) for found in play(run, tp_size=2))
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Whether values, at any depth, are of the same types, shapes and content."""
-    if isinstance(found, torch.Tensor):
-        return found.dtype == expected.dtype and torch.equal(found, expected)
-    if isinstance(found, dict):
-        return list(found) == list(expected) and all(same(found[name], expected[name]) for name in found)
-    if isinstance(found, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
-
-
-class PackedContract(ItemsContract):
-    """Rows by ``Packed``, whose documents are of tokens."""
-
-    field = ""
-    packed: Mapping[str, Any] = MappingProxyType({})
-
-    def make(self, folder: Path, **options: Any) -> Packed:
-        return Packed(StreamingDataset(str(folder), **options), **self.packed)
