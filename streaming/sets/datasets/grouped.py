@@ -1,4 +1,4 @@
-"""Draw from groups of a dataset's samples: the common base of ``Curriculum`` and ``Balanced``."""
+"""Show the groups of a dataset's samples: what ``Curriculum`` and ``Balanced`` have in common."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ELSEWHERE = {
 
 
 class GroupedSet(MixedSet[GroupedSource]):
-    """Draw without end from the groups of a dataset's samples.
- Samples keep their numbers in the dataset: ``curriculum[i]`` is ``dataset[i]``.
+    """Hold the groups of a dataset's samples, which are drawn from without end.
+
+    Samples have the numbers of the dataset: ``curriculum[i]`` is ``dataset[i]``.
     """
 
     _dataset: StreamingDataset
@@ -44,7 +45,7 @@ class GroupedSet(MixedSet[GroupedSource]):
         )
 
     def map(self, function: Transform) -> Self:
-        """Return the same set that also calls ``function`` on each sample, after the functions of the data set.
+        """Return the same with ``function`` called on each sample, after the functions of the data set.
 
         Example::
 
