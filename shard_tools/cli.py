@@ -28,6 +28,7 @@ from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
+from shard_tools.commands.life import delete_command, version_group
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
@@ -83,6 +84,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "view": view_group,
         "plan": plan_command,
         "clean": clean_command,
+        "delete": delete_command,
         "diff": diff_command,
         "doctor": doctor_command,
         "export": export_command,
@@ -91,6 +93,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "stats": stats_command,
         "trace": trace_group,
         "show": show_command,
+        "version": version_group,
     },
     context_settings={
         "help_option_names": ["-h", "--help"],

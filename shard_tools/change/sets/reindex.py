@@ -300,5 +300,5 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
         left = [shard.name for shard in table.shards if shard.name not in set(gone)]
         for name in gone:  # before the table that names them: a run that is killed is continued by the next one
             storage.delete(join_url(home, samples_path(name)))
-        storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
+        write_index(storage, home, table.select(left), table)
     return len(gone)

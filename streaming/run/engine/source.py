@@ -175,6 +175,9 @@ class Source(ShardSet, Protocol):
             room_bytes: int64 [C], room that each chunk takes there.
         """
 
+    def where_is(self, fingerprint: str) -> str:
+        """Say how to open what had this fingerprint, of which there is a state; "" if that is not known."""
+
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
         """Return what makes this set need less memory, for messages; "" if nothing of its own does.
 

@@ -18,7 +18,8 @@ from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError, 
 from streaming.shards.catalog.listing import StorageAhead
 from streaming.shards.catalog.urls import expand_urls, folders_of, is_hidden
 from streaming.shards.index.files import is_sealed, read_document, write_document
-from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
+from streaming.shards.index.layout import CHUNKS_FILE, UNFINISHED_FILE, VERSIONS_DIRECTORY, WRITERS_DIRECTORY
+from streaming.shards.versions.publish import read_table
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
 
 WRITER = "ShardWriter"
@@ -228,7 +229,33 @@ def expand_ahead(urls: Urls, storage: StorageAhead, *, exclude: str | None = Non
     except NotFoundError:
         Marks(storage, folders, (), exclude=exclude).check(allow_unfinished=False)
         raise
+    shards = _of_current_versions(shards, storage)
     return shards, Marks(storage, folders, shards, exclude=exclude)
+
+
+def _of_current_versions(shards: tuple[str, ...], storage: StorageAhead) -> tuple[str, ...]:
+    """Leave out shards that were only listed and are not in the current version of their set, if that lives.
+
+    Others are replaced or deleted, and lie there for earlier versions, or are not published yet.
+    """
+    left = shards
+    for home in storage.listed_below(f"/{VERSIONS_DIRECTORY}/"):
+        table = read_table(storage, join_url(home, CHUNKS_FILE))
+        if table.version is None:
+            continue
+        names = {shard.name for shard in table.shards}
+        below = f"{home}/"
+        others = {
+            url for url in left
+            if url.startswith(below) and storage.was_listed(url) and url.removeprefix(below) not in names
+        }  # fmt: skip
+        if others:
+            left = tuple(url for url in left if url not in others)
+            _log.info(
+                "%s: version %d; %d shards there are of other versions, or not published, and are not read",
+                redact(home), table.version.number, len(others),
+            )  # fmt: skip
+    return left
 
 
 def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]:

@@ -37,6 +37,8 @@ from streaming.storage.base.adapter import (
     StoreWriter,
     Target,
     TransientError,
+    changed_before,
+    check_version,
     copy_piece,
 )
 from streaming.storage.base.options import GROWTH, StorageOptions
@@ -158,6 +160,35 @@ class ObjectAdapter:
         store, key, place = self._at(url)
         with object_errors(place, "writing"):
             client().api.put(store, key, data, use_multipart=False)
+
+    def put_if(self, url: str, data: memoryview, version: str | None) -> None:
+        """See :class:`Adapter`. A store without conditional writes is asked before it is written to."""
+        _writable(url)
+        store, key, place = self._at(url)
+        errors = client().errors
+        with object_errors(place, "writing"):
+            mode: Any = "create" if version is None else self._still(store, key, url, version)
+            try:
+                client().api.put(store, key, data, use_multipart=False, mode=mode)
+            except (errors.AlreadyExistsError, errors.PreconditionError):
+                raise changed_before(url) from None
+            except errors.NotSupportedError:
+                check_version(version, partial(self.info, url), url)
+                self.put(url, data)
+
+    def _still(self, store: Any, key: str, url: str, version: str) -> dict[str, Any]:
+        """Return all versions of an object that has this one.
+
+        Raises:
+            ChangedError: It has another one.
+        """
+        try:
+            meta = client().api.head(store, key)
+        except FileNotFoundError:
+            raise changed_before(url) from None
+        if version not in {meta["e_tag"], meta["version"]}:
+            raise changed_before(url)
+        return {"e_tag": meta["e_tag"], "version": meta["version"]}
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""

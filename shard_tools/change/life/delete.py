@@ -1,0 +1,174 @@
+"""Leave samples out of a set for good: the command ``delete``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shard_tools.change.life.prune import PruneReport, prune, refuse_tagged
+from shard_tools.change.life.rewrite import Mask, without
+from shard_tools.change.sets.open_set import READ_THREADS, OpenSet
+from shard_tools.make.write.change import SetChange, open_head
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
+from streaming.errors import ConfigError, NotFoundError
+from streaming.sets.filters.select import excluded_keys
+from streaming.shards.catalog.build import no_samples, samples_url
+from streaming.shards.index.columns import KEY, Values, read_sample_columns
+from streaming.shards.index.files import is_sealed
+from streaming.shards.versions.publish import Head
+from streaming.storage import Storage, join_url, redact
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteReport(Report):
+    """What was left out.
+
+    Attributes:
+        target: The set.
+        version: The version without these samples; that of before if there are none.
+        num_deleted: Samples left out.
+        num_samples: Samples that stay.
+        num_shards: Shards that were written anew, or are gone as a whole.
+        num_bytes: Bytes of the shards that held the samples.
+        num_not_found: Keys of the list that no sample has.
+        first_not_found: The first of them.
+        dry_run: Whether nothing was written.
+        purged: What was removed, with ``purge``.
+        seconds: Wall time.
+    """
+
+    target: str
+    version: int
+    num_deleted: int
+    num_samples: int
+    num_shards: int
+    num_bytes: int
+    num_not_found: int
+    first_not_found: tuple[str, ...]
+    dry_run: bool
+    purged: PruneReport | None
+    seconds: float
+
+
+def delete(
+    home: str,
+    *,
+    storage: Storage,
+    keys: str | Sequence[str] | None = None,
+    where: str | None = None,
+    purge: bool = False,
+    dry_run: bool = False,
+    workers: int = 4,
+    progress: Progress | None = None,
+) -> DeleteReport:
+    """Write the shards of the set in ``home`` anew that hold some samples, without these, and publish that.
+
+    Shards that hold none of them are neither read nor written. Earlier versions keep the old shards, until they are
+    purged or pruned.
+
+    Args:
+        home: Directory of the set.
+        storage: The store.
+        keys: Path or URL of a file with a key in each line, or the keys.
+        where: A condition that the samples match.
+        purge: Remove the old shards, and the versions without a name that hold them.
+        dry_run: Only tell.
+        workers: Shards at a time.
+        progress: Receives the shards that are written.
+
+    Raises:
+        ConfigError: No samples are named, none would stay, or versions with a name hold them and ``purge`` is given.
+        OvertakenError: Somebody else changed the set meanwhile.
+        IndexMissingError, UnfinishedError: There is no whole set with an index.
+        StorageError: The store failed.
+    """
+    begun_s = time.monotonic()
+    if (keys is None) == (where is None):
+        raise ConfigError("name the samples to delete: by --keys FILE, or by --where CONDITION")
+    head = open_head(storage, home)
+    wanted = None if keys is None else excluded_keys(storage, keys)
+    leaves, missing = _by_condition(head, storage, where), ()
+    if wanted is not None:
+        leaves, missing = by_keys(head, storage, wanted)
+    version = head.number
+    num_deleted = sum(int(mask.sum()) for mask in leaves.values())
+    sizes = {shard.name: shard.size_bytes for shard in head.table.shards}
+    if num_deleted and num_deleted == head.table.total_samples:
+        raise ConfigError(f"{redact(home)}: no sample would stay; to give up the set, delete its directory")
+    if purge:
+        refuse_tagged(storage, home, leaves)
+    if num_deleted and not dry_run:
+        identity = {name: np.flatnonzero(mask).tolist() for name, mask in leaves.items()}
+        what = f"{num_deleted} samples of {redact(home)}"
+        with SetChange(storage, head, command="delete", what=what, identity=identity) as change:
+            table = without(change, storage, leaves, workers=workers, progress=progress or NoProgress())
+            version = change.publish(table)
+    purged = prune(home, storage=storage, drop=(), dry_run=dry_run) if purge else None
+    return DeleteReport(
+        target=redact(home), version=version, num_deleted=num_deleted,
+        num_samples=head.table.total_samples - num_deleted, num_shards=len(leaves),
+        num_bytes=sum(sizes[name] for name in leaves), num_not_found=len(missing),
+        first_not_found=tuple(missing[:_SHOWN]), dry_run=dry_run, purged=purged, seconds=time.monotonic() - begun_s,
+    )  # fmt: skip
+
+
+def set_of(head: Head) -> OpenSet:
+    """Return a version of a set as commands read it."""
+    urls = tuple(join_url(head.home, shard.name) for shard in head.table.shards)
+    return OpenSet(urls=urls, chunks=head.table, scanned=None, index_url=None, marks=())
+
+
+def keys_of(storage: Storage, head: Head, shard: int) -> Values:
+    """Return the keys of a shard.
+
+    Raises:
+        IndexMissingError: It has no sample table.
+    """
+    url = join_url(head.home, head.table.shards[shard].name)
+    try:
+        return storage.read_parsed(
+            samples_url(url, None), lambda data, source: read_sample_columns(data, [KEY], source)[0][KEY], is_sealed
+        )
+    except NotFoundError as error:
+        raise no_samples(url) from error
+
+
+def by_keys(head: Head, storage: Storage, keys: Sequence[str]) -> tuple[dict[str, Mask], tuple[str, ...]]:
+    """Return which samples have one of these keys, by shard, and the keys that none has."""
+    wanted = pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
+    found = np.zeros(len(wanted), np.bool_)
+    leaves = {}
+    shards = range(len(head.table.shards))
+    for shard, values in zip(shards, map_ordered(partial(keys_of, storage, head), shards, READ_THREADS), strict=True):
+        places = pc.index_in(values.cast(pa.binary()), value_set=wanted).fill_null(-1).to_numpy(zero_copy_only=False)
+        if (places >= 0).any():
+            leaves[head.table.shards[shard].name] = places >= 0
+            found[places[places >= 0]] = True
+    return leaves, tuple(key for key, is_there in zip(keys, found.tolist(), strict=True) if not is_there)
+
+
+def _by_condition(head: Head, storage: Storage, where: str | None) -> dict[str, Mask]:
+    """Return which samples match a condition, by shard."""
+    if where is None:
+        return {}
+    try:
+        kept = set_of(head).kept(storage, where=where, view=None)
+    except ConfigError as error:
+        if "no sample" in str(error):
+            return {}
+        raise
+    masks = {
+        shard.name: np.ones(shard.num_samples, np.bool_) if kept is None else kept.mask(number)
+        for number, shard in enumerate(head.table.shards)
+    }
+    return {name: mask for name, mask in masks.items() if mask.any()}

@@ -1,0 +1,227 @@
+"""Parse the commands of sets that live: ``delete`` and ``version``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from shard_tools.change.life.delete import DeleteReport, delete
+from shard_tools.change.life.prune import PruneReport, prune
+from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain
+from shard_tools.terminal.options import (
+    COUNT,
+    as_storage_options,
+    json_option,
+    quiet_option,
+    with_storage_options,
+    writing_options,
+)
+from shard_tools.terminal.verbs import emit
+from streaming.common.arguments import counted, format_bytes
+from streaming.shards.versions.history import checked_version
+from streaming.storage import Storage
+
+
+def _store(arguments: dict[str, Any]) -> Storage:
+    return Storage(as_storage_options(arguments))
+
+
+@click.command("delete")
+@click.argument("target", metavar="SET")
+@click.option("--keys", metavar="FILE", help="Delete the samples with these keys: a file with one in each line.")
+@click.option("--where", metavar="CONDITION", help='Delete the samples that match, such as "score < 0.2".')
+@click.option("--purge", is_flag=True, help="Remove the old shards, and the versions without a name.")
+@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be deleted and written.")
+@quiet_option
+@json_option
+@with_storage_options
+def delete_command(
+    target: str, *, keys: str | None, where: str | None, purge: bool, workers: int, dry_run: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Leave samples out of SET, a directory of indexed shards.
+
+    Only the shards that hold them are written anew, under other names; then the set's next version is published. Earlier
+    versions keep the old shards, until --purge or `version prune` removes them.
+
+    \b
+    Example:
+      shard_tools delete s3://bucket/train/ --keys requests.txt --purge
+      shard_tools delete s3://bucket/train/ --where "score < 0.2" --dry-run
+    """
+    if (keys is None) == (where is None):
+        raise click.UsageError("Give one of --keys FILE and --where CONDITION.")
+    with progress_bar("delete", "shards") as progress:
+        report = delete(
+            target, storage=_store(arguments), keys=keys, where=where, purge=purge, dry_run=dry_run, workers=workers,
+            progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show_delete)
+
+
+@click.group("version")
+def version_group() -> None:
+    """Name, list, show, compare and prune the versions of a set.
+
+    Each change of a set is its next version; earlier ones can be opened by number until they are pruned, and by name
+    for good.
+
+    \b
+    Example:
+      shard_tools version tag s3://bucket/train/ v3
+    """
+
+
+@version_group.command("tag")
+@writing_options
+@click.argument("target", metavar="SET")
+@click.argument("name")
+@click.option("--of", "version", metavar="VERSION", help="The version that gets the name. Default: the current one.")
+@json_option
+@with_storage_options
+def tag_command(target: str, name: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
+    """Keep a version of SET under NAME, for good: StreamingDataset(SET, version=NAME).
+
+    \b
+    Example:
+      shard_tools version tag s3://bucket/train/ v3
+      shard_tools version tag s3://bucket/train/ before-cleaning --of 7
+    """
+    report = tag(target, name, storage=_store(arguments), version=checked_version("--of", version))
+    emit(report, as_json=as_json, for_people=_show_version)
+
+
+@version_group.command("list")
+@quiet_option
+@click.argument("target", metavar="SET")
+@json_option
+@with_storage_options
+def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
+    """List the versions of SET that can be opened, and changes that are not published.
+
+    \b
+    Example:
+      shard_tools version list s3://bucket/train/
+    """
+    emit(history(target, storage=_store(arguments)), as_json=as_json, for_people=_show_history)
+
+
+@version_group.command("show")
+@quiet_option
+@click.argument("target", metavar="SET")
+@click.argument("version", required=False)
+@json_option
+@with_storage_options
+def show_command(target: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
+    """Show what a version of SET holds. Default: the current one.
+
+    \b
+    Example:
+      shard_tools version show s3://bucket/train/ v3
+    """
+    report = show(target, checked_version("VERSION", version), storage=_store(arguments))
+    emit(report, as_json=as_json, for_people=_show_version)
+
+
+@version_group.command("diff")
+@quiet_option
+@click.argument("target", metavar="SET")
+@click.argument("old", metavar="OLD")
+@click.argument("new", metavar="NEW", required=False)
+@json_option
+@with_storage_options
+def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arguments: Any) -> None:
+    """Tell which samples of SET, by key, version NEW has and OLD has not, and the other way round.
+
+    NEW is the current version by default. Only the key columns of shards that differ are read.
+
+    \b
+    Example:
+      shard_tools version diff s3://bucket/train/ v3
+    """
+    old_version, new_version = checked_version("OLD", old), checked_version("NEW", new)
+    report = compare(target, old_version, new_version, storage=_store(arguments))
+    emit(report, as_json=as_json, for_people=_show_diff)
+
+
+@version_group.command("prune")
+@click.argument("target", metavar="SET")
+@click.option("--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Latest unnamed versions to keep.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Give up the version of this name, too.")
+@click.option("--abandon", multiple=True, metavar="CHANGE", help="Remove what a killed change wrote, by `version list`.")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@quiet_option
+@json_option
+@with_storage_options
+def prune_command(
+    target: str, *, keep: int, drop: tuple[str, ...], abandon: tuple[str, ...], dry_run: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Give up the versions of SET without a name, and remove the shards that no other version holds.
+
+    \b
+    Example:
+      shard_tools version prune s3://bucket/train/ --keep 3
+      shard_tools version prune s3://bucket/train/ --drop v1 --dry-run
+    """
+    report = prune(target, storage=_store(arguments), keep=keep, drop=drop, abandon=abandon, dry_run=dry_run)
+    emit(report, as_json=as_json, for_people=_show_prune)
+
+
+def _show_delete(report: DeleteReport) -> None:
+    done = "would be deleted" if report.dry_run else f"deleted, version {report.version}"
+    click.echo(
+        f"{counted(report.num_deleted, 'sample')} in {counted(report.num_shards, 'shard')} "
+        f"({format_bytes(report.num_bytes)}) {done}; {report.num_samples:,} stay"
+    )
+    if report.num_not_found:
+        shown = ", ".join(map(plain, report.first_not_found))
+        click.echo(f"{counted(report.num_not_found, 'key')} of the list not in the set, such as {shown}", err=True)
+    if report.purged is not None:
+        _show_prune(report.purged)
+
+
+def _show_version(report: VersionReport) -> None:
+    names = f" ({', '.join(report.names)})" if report.names else ""
+    now = ", the current one" if report.is_current else ""
+    click.echo(
+        f"version {report.number}{names}{now}: {counted(report.num_samples, 'sample')} in "
+        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, fingerprint {report.fingerprint[:12]}"
+    )
+    for field, classes in report.classes.items():
+        click.echo(f"  {plain(field)}: {counted(len(classes), 'class')}")
+    if report.columns:
+        click.echo(f"  columns {', '.join(map(plain, report.columns))}")
+
+
+def _show_history(report: HistoryReport) -> None:
+    for one in report.versions:
+        _show_version(one)
+    for work, words in report.pending.items():
+        click.echo(f"{work}: {plain(words)} is not published: it is running, or was killed")
+
+
+def _show_diff(report: VersionDiff) -> None:
+    for count, what, keys, shards in (
+        (report.num_added, "added", report.first_added, report.shards_added),
+        (report.num_removed, "removed", report.first_removed, report.shards_removed),
+    ):
+        some = f", such as {', '.join(map(plain, keys))}" if keys else ""
+        click.echo(f"{counted(count, 'sample')} {what}{some}; {counted(len(shards), 'shard')} {what}")
+    click.echo(f"{counted(report.num_same, 'sample')} in shards of both; versions {report.old} and {report.new}")
+    for words in report.schema:
+        click.echo(plain(words))
+
+
+def _show_prune(report: PruneReport) -> None:
+    would = "would be " if report.dry_run else ""
+    click.echo(
+        f"{counted(len(report.dropped), 'version')} {would}given up, {counted(report.num_shards, 'shard')} "
+        f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: {', '.join(report.kept) or 'none'}"
+    )
+    for work, words in report.pending.items():
+        click.echo(f"{work}: {plain(words)} is not published, so its shards stay; run it again, or --abandon {work}", err=True)
