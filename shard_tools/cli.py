@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from shard_tools.change.check.recheck import RecheckReport, recheck
 from shard_tools.change.check.verify import VerifyReport, verify
@@ -28,7 +29,7 @@ from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
-from shard_tools.commands.life import delete_command, version_group
+from shard_tools.commands.life import append_all, append_command, delete_command, version_group
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
@@ -47,6 +48,7 @@ from shard_tools.terminal.options import (
     SECRET_PAIR,
     SEED,
     SIZE,
+    STORAGE_OPTION_NAMES,
     as_storage_options,
     duplicates_option,
     engine_option,
@@ -74,6 +76,10 @@ from streaming.types import VERSION, DuplicateKeys
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
 _RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
 _RESHARD_OPTIONS += ("allow_unfinished", "classes")
+_OF_APPEND = frozenset(
+    {"sources", "target", "kind", "workers", "appends", "allow_unfinished", "as_json", "dry_run", "quiet", "debug",
+     *STORAGE_OPTION_NAMES}
+)  # fmt: skip
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
@@ -83,6 +89,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "column": column_group,
         "view": view_group,
         "plan": plan_command,
+        "append": append_command,
         "clean": clean_command,
         "delete": delete_command,
         "diff": diff_command,
@@ -167,12 +174,13 @@ def cli() -> None:
     help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
+@click.option("--append", "appends", is_flag=True, help="Add what is new to the set in TARGET, with the set's options.")
 @unfinished_option
 @json_option
 @with_storage_options
 def convert_command(
     sources: tuple[str, ...], target: str, *, engine: str, workers: int | None, as_json: bool, shuffle: Any,
-    max_side: int | None, quality: int | None, image_format: str | None, image_fields: tuple[str, ...],
+    max_side: int | None, quality: int | None, image_format: str | None, image_fields: tuple[str, ...], appends: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
     """Pack each SOURCE into indexed tar shards in TARGET.
@@ -191,6 +199,11 @@ def convert_command(
       shard_tools convert table.parquet shards/ --field image=jpg --shuffle 7
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
+    if appends:
+        _refuse_options_of_the_set(_OF_APPEND)
+        given = {name: arguments[name] for name in ("kind", "allow_unfinished", *STORAGE_OPTION_NAMES)}
+        append_all(sources, target, workers=workers or DEFAULT_WORKERS["local"], as_json=as_json, **given)
+        return
     storage_options = as_storage_options(arguments)
     arguments |= {"keep_order": True} if shuffle == KEEP_ORDER else {"shuffle_seed": shuffle}
     images = ImageOptions(max_side=max_side, quality=quality, format=image_format, fields=image_fields)
@@ -206,6 +219,20 @@ def convert_command(
             sources, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
     emit(report, as_json=as_json, for_people=render.show_convert)
+
+
+def _refuse_options_of_the_set(taken: frozenset[str]) -> None:
+    """Refuse options of a conversion that a set has already.
+
+    Raises:
+        click.UsageError: One is given.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        is_given = context.get_parameter_source(name) in {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+        if is_given and name not in taken:
+            raise click.UsageError(f"{parameter.opts[0]}: with --append, options come from the set; leave it out.")
 
 
 @cli.command("index")

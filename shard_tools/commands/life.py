@@ -1,7 +1,8 @@
-"""Parse the commands of sets that live: ``delete`` and ``version``."""
+"""Parse the commands of sets that live: ``append``, ``delete`` and ``version``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -9,13 +10,18 @@ import click
 from shard_tools.change.life.delete import DeleteReport, delete
 from shard_tools.change.life.prune import PruneReport, prune
 from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
+from shard_tools.make.convert import SOURCE_KINDS
+from shard_tools.make.convert.append import AppendReport, append
+from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
 from shard_tools.terminal.options import (
     COUNT,
     as_storage_options,
     json_option,
+    places_and_target,
     quiet_option,
+    unfinished_option,
     with_storage_options,
     writing_options,
 )
@@ -27,6 +33,44 @@ from streaming.storage import Storage
 
 def _store(arguments: dict[str, Any]) -> Storage:
     return Storage(as_storage_options(arguments))
+
+
+@click.command("append")
+@writing_options
+@click.argument("places", nargs=-1, required=True, metavar="SOURCE... SET")
+@click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]")
+@click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Reader threads.")
+@unfinished_option
+@json_option
+@with_storage_options
+def append_command(
+    places: tuple[str, ...], *, kind: str, workers: int, allow_unfinished: bool, as_json: bool, **arguments: Any
+) -> None:  # fmt: skip
+    """Add what is new in each SOURCE to SET, as its next version.
+
+    Options are those with which SET was converted. Its classes keep their numbers, and new ones get the next. Inputs that
+    SET has are not read again; what is there is not written again. Who reads SET sees all of it, or nothing yet.
+
+    \b
+    Example:
+      shard_tools append photos/ s3://bucket/train/
+      shard_tools append 'days/2026-11-30/*.jsonl' s3://bucket/web/ --json
+    """
+    sources, target = places_and_target(places)
+    append_all(sources, target, kind, workers, allow_unfinished=allow_unfinished, as_json=as_json, **arguments)
+
+
+def append_all(
+    sources: Sequence[str], target: str, kind: str, workers: int, *, allow_unfinished: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Add sources to a set, and print what was added; ``arguments`` are the options of the store."""
+    with progress_bar("append", "samples") as progress:
+        report = append(
+            sources, target, kind=kind, workers=workers, allow_unfinished=allow_unfinished,
+            storage_options=as_storage_options(arguments), progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show_append)
 
 
 @click.command("delete")
@@ -170,6 +214,20 @@ def prune_command(
     """
     report = prune(target, storage=_store(arguments), keep=keep, drop=drop, abandon=abandon, dry_run=dry_run)
     emit(report, as_json=as_json, for_people=_show_prune)
+
+
+def _show_append(report: AppendReport) -> None:
+    known = f"{counted(report.num_known, 'input')} known already" if report.num_known else ""
+    if not report.num_added:
+        click.echo(f"nothing new: {known}; version {report.version}, {counted(report.num_samples, 'sample')}")
+        return
+    click.echo(
+        f"{counted(report.num_added, 'sample')} added in {counted(report.num_shards, 'shard')} "
+        f"({format_bytes(report.num_bytes)}), version {report.version}: {report.num_samples:,} in all"
+        f"{'; ' + known if known else ''}"
+    )
+    for field, names in report.new_classes.items():
+        click.echo(f"  {plain(field)}: new classes {', '.join(map(plain, names))}")
 
 
 def _show_delete(report: DeleteReport) -> None:

@@ -19,7 +19,7 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, NotFoundError
-from streaming.sets.filters.select import excluded_keys
+from streaming.sets.filters.select import NothingKeptError, excluded_keys
 from streaming.shards.catalog.build import no_samples, samples_url
 from streaming.shards.index.columns import KEY, Values, read_sample_columns
 from streaming.shards.index.files import is_sealed
@@ -163,10 +163,8 @@ def _by_condition(head: Head, storage: Storage, where: str | None) -> dict[str, 
         return {}
     try:
         kept = set_of(head).kept(storage, where=where, view=None)
-    except ConfigError as error:
-        if "no sample" in str(error):
-            return {}
-        raise
+    except NothingKeptError:
+        return {}
     masks = {
         shard.name: np.ones(shard.num_samples, np.bool_) if kept is None else kept.mask(number)
         for number, shard in enumerate(head.table.shards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shard_tools.make.write.change import open_head, pending, work_of
 from shard_tools.running.report import Report
@@ -90,14 +91,21 @@ def prune(
             target=redact(home), dropped=(), kept=(), num_shards=0, num_bytes=0, pending={}, dry_run=dry_run
         )
     versions = kept_versions(storage, home)
-    stays, goes = _parted(versions, drop, keep, home)
+    noted = _noted(storage, home)
+    drop = [name for name in drop if name not in noted.get("dropped", ())]
+    stays, goes = _parted([one for one in versions if one.name != str(head.number)], drop, keep, home)
     unknown = {*abandon} - pending(storage, home).keys()
     if unknown:
         raise ConfigError(f"--abandon {min(unknown)}: no change of this name is pending in {redact(home)}")
-    suspects = _names(one.table for one in goes) | _noted(storage, home)
+    suspects = _names(one.table for one in goes) | {*noted.get("names", ())}
     if not dry_run and (goes or suspects):
-        note = {"format": "shardstream-pending", "version": 1, "names": sorted(suspects), "command": "prune", "what": ""}
+        note = {
+            "format": "shardstream-pending", "version": 1, "command": "prune", "what": "", "names": sorted(suspects),
+            "dropped": [one.name for one in goes],
+        }  # fmt: skip
         storage.put(join_url(home, pending_path(_NOTE)), write_document(note))
+        # By any file in this folder, listings tell that a set lives.
+        storage.put(join_url(home, version_path(str(head.number))), head.data)
         for one in goes:  # first: from now on nobody names them, and who just did sees that they are gone
             storage.delete(join_url(home, version_path(one.name)))
     # In this order: a shard that is listed was noted before, and its note goes after it is published.
@@ -149,12 +157,10 @@ def _inputs(now: Sequence[Head | KeptVersion]) -> Iterable[str]:
         yield from () if one.table.version is None else one.table.version.inputs
 
 
-def _noted(storage: Storage, home: str) -> set[str]:
-    """Return the shards that a prune was removing which was killed."""
+def _noted(storage: Storage, home: str) -> dict[str, Any]:
+    """Return the note of a prune that was killed."""
     url = join_url(home, pending_path(_NOTE))
-    if not storage.exists(url):
-        return set()
-    return {*storage.read_parsed(url, lambda data, _: read_document(data), is_sealed)["names"]}
+    return storage.read_parsed(url, lambda data, _: read_document(data), is_sealed) if storage.exists(url) else {}
 
 
 def _shards_among(there: Collection[str], home: str) -> list[str]:

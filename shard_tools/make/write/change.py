@@ -121,7 +121,10 @@ class SetChange:
         self._names.append(new)
         return new
 
-    def publish(self, table: ChunkTable, *, schema: Schema | None = None, inputs: tuple[str, ...] = ()) -> int:
+    def publish(
+        self, table: ChunkTable, *, schema: Schema | None = None, inputs: tuple[str, ...] = (),
+        records: int | None = None,
+    ) -> int:  # fmt: skip
         """Publish the set as the change leaves it; return the number of the version.
 
         Raises:
@@ -132,7 +135,7 @@ class SetChange:
                 f"{redact(self.head.home)}: this change was given up meanwhile (version prune --abandon {self.work}), and "
                 "what it wrote may be gone; run the same command again"
             )
-        return publish(self._storage, self.head, table, schema=schema, inputs=inputs)
+        return publish(self._storage, self.head, table, schema=schema, inputs=inputs, records=records)
 
     @property
     def _url(self) -> str:

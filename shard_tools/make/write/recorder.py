@@ -356,6 +356,11 @@ class IndexRecorder:
         self._add_array_types([name for name in names if self._name_of(name) in tables])
         write_index(self._storage, self._index, ChunkTable.merged(tables), before, self._schema)
 
+    def recorded(self) -> tuple[dict[str, ChunkTable], Schema]:
+        """Return the chunk tables of the shards that were written, by name, and what they mean, to be published."""
+        self._add_array_types(list(self._tables))
+        return dict(self._tables), self._schema
+
     def _name_of(self, name: str) -> str:
         """Return the name in the index of a shard of the directory."""
         return shard_name(join_url(self._directory, name), self._elsewhere)

@@ -23,6 +23,7 @@ from streaming.common.arguments import checks_names, is_list, is_whole, parse_by
 from streaming.common.forks import Maker
 from streaming.errors import SEVERAL, ConfigError, ShardstreamError, StorageError
 from streaming.shards.catalog.unfinished import WRITER
+from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.schema.value import Schema, class_schema
 from streaming.shards.tar.blocks import is_meta
 from streaming.shards.tar.group import MAX_FIELDS
@@ -342,6 +343,14 @@ class UnmarkedWriter(ShardWriter):
         super()._finish_shard()
         if self.on_shard is not None and self.num_shards > num_shards:
             self.on_shard(self.num_shards, self.num_samples, self._shard_bytes)
+
+    def finish(self) -> tuple[dict[str, ChunkTable], Schema]:
+        """Publish the last shard, and close; return the shards' chunk tables by name, and what they mean.
+
+        They are in no chunk table yet: that is up to the caller.
+        """
+        self.close(chunk_table=False)
+        return ({}, Schema()) if self._recorder is None else self._recorder.recorded()
 
     @property
     def shard_bytes(self) -> int:

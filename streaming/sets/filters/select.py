@@ -83,6 +83,10 @@ _KEPT_BYTES = 64 << 20
 """Bits kept of the most recently evaluated filters: of half a billion samples."""
 
 
+class NothingKeptError(ConfigError):
+    """A filter keeps no sample."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
     """The filter that a user asked for.
@@ -276,7 +280,7 @@ def select(
     kept = work.joined(shared_parts(peers, f"kept/{name}", work.part))
     selected = Filtered.of(table, table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
     if not kept.total:
-        raise ConfigError(
+        raise NothingKeptError(
             f"{asked.words} keeps none of the {table.total_samples:,} samples of {redact(shards.urls[0])}"
             f"{f' and {len(shards.urls) - 1} other shards' if len(shards.urls) > 1 else ''}. Look at the values with "
             f"`shard_tools ls URL`"

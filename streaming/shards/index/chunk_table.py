@@ -47,15 +47,19 @@ class VersionFacts:
         number: Number of the version; each change of the set has the next one.
         schema: What the set means, as ``schema.json`` says it of other sets.
         inputs: Names of the lists of inputs of what was appended.
+        records: Number of the next record, where keys are numbers; 0: nothing was appended yet.
     """
 
     number: int
     schema: Mapping[str, Any]
     inputs: tuple[str, ...] = ()
+    records: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
-        return {"number": self.number, "schema": dict(self.schema), "inputs": [*self.inputs]}
+        return {
+            "number": self.number, "schema": dict(self.schema), "inputs": [*self.inputs], "records": self.records,
+        }  # fmt: skip
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> VersionFacts | None:
@@ -71,7 +75,9 @@ class VersionFacts:
         if number < 1:
             raise ValueError(f"version {number}")
         inputs = tuple(map(_checked_name, said["inputs"]))
-        return cls(number=number, schema=dict(said["schema"]), inputs=inputs)
+        return cls(
+            number=number, schema=dict(said["schema"]), inputs=inputs, records=_checked_count(said["records"])
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

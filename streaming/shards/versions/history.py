@@ -74,6 +74,9 @@ def read_version(storage: Storage, home: str, name: int | str) -> ChunkTable:
         ) from error
     if name == number_of(current):
         return current
+    for one in kept_versions(storage, home) if isinstance(name, int) else ():
+        if one.number == name:  # it is kept under a name alone
+            return one.table
     there = ", ".join([*_names(storage, home), f"{number_of(current)} (the current one)"])
     raise ConfigError(
         f"version {name!r}: {redact(home)} has none of this name; there are {there}. Name the current one: shard_tools "
@@ -139,7 +142,8 @@ def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None
             f"version prune {shell_place(head.home)} --drop {name}"
         ) from error
     number = number_of(kept)
-    if table is not None and not storage.exists(join_url(head.home, version_path(str(number)))):
+    others = () if table is None else kept_versions(storage, head.home)
+    if table is not None and not any(one.number == number and one.name != name for one in others):
         storage.delete(url)
         raise ConfigError(f"version {number} was dropped meanwhile; shard_tools version list {shell_place(head.home)}")
 

@@ -53,6 +53,11 @@ class Head:
         """Names of the lists of inputs of what was appended."""
         return () if self.table.version is None else self.table.version.inputs
 
+    @property
+    def records(self) -> int:
+        """Number of the next record, where keys are numbers; 0: nothing was appended yet."""
+        return 0 if self.table.version is None else self.table.version.records
+
 
 def read_table(storage: Storage, url: str) -> ChunkTable:
     """Return the chunk table in a file.
@@ -152,7 +157,8 @@ def revive(storage: Storage, head: Head) -> Head:
 
 
 def publish(
-    storage: Storage, head: Head, table: ChunkTable, *, schema: Schema | None = None, inputs: tuple[str, ...] = ()
+    storage: Storage, head: Head, table: ChunkTable, *, schema: Schema | None = None, inputs: tuple[str, ...] = (),
+    records: int | None = None,
 ) -> int:  # fmt: skip
     """Publish the next version of a set that lives, all that it lists being written already; return its number.
 
@@ -162,12 +168,16 @@ def publish(
         table: Its chunk table.
         schema: What it means; None: as before.
         inputs: Names of further lists of inputs.
+        records: Number of the next record; None: as before.
 
     Raises:
         OvertakenError: Somebody else published a version after ``head`` was read.
     """
     schema = head.schema if schema is None else schema
-    facts = VersionFacts(number=head.number + 1, schema=schema.as_dict(), inputs=(*head.inputs, *inputs))
+    facts = VersionFacts(
+        number=head.number + 1, schema=schema.as_dict(), inputs=(*head.inputs, *inputs),
+        records=head.records if records is None else records,
+    )  # fmt: skip
     table = replace(table, version=facts)
     data = table.to_parquet()
     storage.put(join_url(head.home, version_path(str(head.number))), head.data)  # whoever writes it, the same bytes

@@ -188,7 +188,7 @@ class ObjectAdapter:
             raise changed_before(url) from None
         if version not in {meta["e_tag"], meta["version"]}:
             raise changed_before(url)
-        return {"e_tag": meta["e_tag"], "version": meta["version"]}
+        return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""
