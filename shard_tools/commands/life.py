@@ -38,7 +38,9 @@ def _store(arguments: dict[str, Any]) -> Storage:
 @click.command("append")
 @writing_options
 @click.argument("places", nargs=-1, required=True, metavar="SOURCE... SET")
-@click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]")
+@click.option(
+    "--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]"
+)
 @click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Reader threads.")
 @unfinished_option
 @json_option
@@ -48,8 +50,8 @@ def append_command(
 ) -> None:  # fmt: skip
     """Add what is new in each SOURCE to SET, as its next version.
 
-    Options are those with which SET was converted. Its classes keep their numbers, and new ones get the next. Inputs that
-    SET has are not read again; what is there is not written again. Who reads SET sees all of it, or nothing yet.
+    Options are those with which SET was converted. Its classes keep their numbers, and new ones get the next. Inputs
+    that SET has are not read again; what is there is not written again. Readers see all that is new, or nothing yet.
 
     \b
     Example:
@@ -89,8 +91,8 @@ def delete_command(
 ) -> None:  # fmt: skip
     """Leave samples out of SET, a directory of indexed shards.
 
-    Only the shards that hold them are written anew, under other names; then the set's next version is published. Earlier
-    versions keep the old shards, until --purge or `version prune` removes them.
+    Only the shards that hold them are written anew, under other names; then the set's next version is published.
+    Earlier versions keep the old shards, until --purge or `version prune` removes them.
 
     \b
     Example:
@@ -194,9 +196,13 @@ def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arg
 
 @version_group.command("prune")
 @click.argument("target", metavar="SET")
-@click.option("--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Latest unnamed versions to keep.")
+@click.option(
+    "--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Latest versions without a name to keep."
+)
 @click.option("--drop", multiple=True, metavar="NAME", help="Give up the version of this name, too.")
-@click.option("--abandon", multiple=True, metavar="CHANGE", help="Remove what a killed change wrote, by `version list`.")
+@click.option(
+    "--abandon", multiple=True, metavar="CHANGE", help="Remove what a killed change wrote; see `version list`."
+)
 @click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
 @quiet_option
 @json_option
@@ -248,7 +254,8 @@ def _show_version(report: VersionReport) -> None:
     now = ", the current one" if report.is_current else ""
     click.echo(
         f"version {report.number}{names}{now}: {counted(report.num_samples, 'sample')} in "
-        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, fingerprint {report.fingerprint[:12]}"
+        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, fingerprint "
+        f"{report.fingerprint[:12]}"
     )
     for field, classes in report.classes.items():
         click.echo(f"  {plain(field)}: {counted(len(classes), 'class')}")
@@ -279,7 +286,9 @@ def _show_prune(report: PruneReport) -> None:
     would = "would be " if report.dry_run else ""
     click.echo(
         f"{counted(len(report.dropped), 'version')} {would}given up, {counted(report.num_shards, 'shard')} "
-        f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: {', '.join(report.kept) or 'none'}"
+        f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: "
+        f"{', '.join(report.kept) or 'none'}"
     )
     for work, words in report.pending.items():
-        click.echo(f"{work}: {plain(words)} is not published, so its shards stay; run it again, or --abandon {work}", err=True)
+        what = f"{work}: {plain(words)} is not published, so its shards stay"
+        click.echo(f"{what}; run it again, or give --abandon {work}", err=True)

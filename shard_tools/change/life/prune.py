@@ -60,8 +60,8 @@ def refuse_tagged(storage: Storage, home: str, names: Collection[str]) -> None:
     if tagged:
         drops = " ".join(f"--drop {name}" for name in tagged)
         raise ConfigError(
-            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; give them up first: shard_tools version "
-            f"prune {shell_place(home)} {drops}"
+            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; give them up first: shard_tools "
+            f"version prune {shell_place(home)} {drops}"
         )
 
 
@@ -92,7 +92,8 @@ def prune(
         )
     versions = kept_versions(storage, home)
     noted = _noted(storage, home)
-    drop = [name for name in drop if name not in noted.get("dropped", ())]
+    there = {one.name for one in versions}
+    drop = [name for name in drop if name in there or name not in noted.get("dropped", ())]  # again after a kill
     stays, goes = _parted([one for one in versions if one.name != str(head.number)], drop, keep, home)
     unknown = {*abandon} - pending(storage, home).keys()
     if unknown:
@@ -109,7 +110,7 @@ def prune(
         for one in goes:  # first: from now on nobody names them, and who just did sees that they are gone
             storage.delete(join_url(home, version_path(one.name)))
     # In this order: a shard that is listed was noted before, and its note goes after it is published.
-    there = {info.url: info.size_bytes for info in storage.list(home)}
+    sizes = {info.url: info.size_bytes for info in storage.list(home)}
     left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
     gone = {one.name for one in goes}
     now = [read_head(storage, home), *(one for one in kept_versions(storage, home) if one.name not in gone)]
@@ -117,18 +118,19 @@ def prune(
     published = {work_of(name) for name in held}  # whose run was killed right after that
     waits = left.keys() - {*abandon} - published
     removed = [
-        name for name in _shards_among(there, home)
+        name for name in _shards_among(sizes, home)
         if name not in held and (name in suspects or (work_of(name) is not None and work_of(name) not in waits))
     ]  # fmt: skip
-    num_bytes = sum(there.get(join_url(home, name), 0) for name in removed)
-    num_shards = sum(join_url(home, name) in there for name in removed)
+    num_bytes = sum(sizes.get(join_url(home, name), 0) for name in removed)
+    num_shards = sum(join_url(home, name) in sizes for name in removed)
     if not dry_run:
-        _remove(storage, home, {*removed}, there, held | {*_inputs(now)}, waits)
+        _remove(storage, home, {*removed}, sizes, held | {*_inputs(now)}, waits)
         for work in [*(left.keys() - waits), _NOTE]:
             storage.delete(join_url(home, pending_path(work)))
     return PruneReport(
         target=redact(home), dropped=tuple(one.name for one in goes), kept=tuple(one.name for one in stays),
-        num_shards=num_shards, num_bytes=num_bytes, pending={work: left[work] for work in sorted(waits)}, dry_run=dry_run,
+        num_shards=num_shards, num_bytes=num_bytes, pending={work: left[work] for work in sorted(waits)},
+        dry_run=dry_run,
     )  # fmt: skip
 
 

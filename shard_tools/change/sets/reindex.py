@@ -39,6 +39,7 @@ from streaming.shards.index.sample_table import columns_from_footer
 from streaming.shards.schema.meeting import RESHARD, met
 from streaming.shards.schema.value import Schema
 from streaming.shards.tar.passed_over import PassedOver
+from streaming.shards.versions.publish import write_index
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys, Int64Array
 

@@ -35,7 +35,7 @@ from streaming.storage import Storage, join_url, redact
 
 _THREADS = 16
 _SHOWN = 3
-_SHARD_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)\.tar")
+_SHARD_NUMBER = re.compile(r"([^{}]*?)([0-9]+)(?:-v[0-9a-f]{8})?\.tar")
 _MEDIA = {"images": "image", "audio": "audio"}
 _log = logging.getLogger(__name__)
 
@@ -209,8 +209,8 @@ class _Work:
             more = f" and {len(changed) - _SHOWN:,} more" if len(changed) > _SHOWN else ""
             raise ConfigError(
                 f"{redact(self.head.home)} has {counted(len(changed), 'input')} of these names with other content: "
-                f"{plain(', '.join(changed[:_SHOWN]))}{more}. Name new files otherwise, for example by the folder above "
-                "theirs; to replace samples, delete them by their keys, and add the new ones under other names"
+                f"{plain(', '.join(changed[:_SHOWN]))}{more}. Name new files otherwise, for example by the folder "
+                "above theirs; to replace samples, delete them by their keys, and add the new ones under other names"
             )
 
     def _refuse_mixed(self, reader: Source) -> None:
@@ -221,16 +221,17 @@ class _Work:
             self._refuse_changed()
             if again:
                 raise ConfigError(
-                    f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of kind "
-                    f"{reader.kind!r} the new part cannot be told; give new records in files of their own"
+                    f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of "
+                    f"kind {reader.kind!r} the new part cannot be told; give new records in files of their own"
                 )
         if reader.kind == "files":
             stems = {_stem(name) for name in self.known.left_out}
             late = [one.name for one in inputs if _stem(one.name) in stems]
             if late:
                 raise ConfigError(
-                    f"{plain(late[0])}: its sample is in the set already, without this file ({counted(len(late), 'file')} "
-                    "like it); delete the sample by its key and name its files otherwise, or convert the source anew"
+                    f"{plain(late[0])}: its sample is in the set already, without this file "
+                    f"({counted(len(late), 'file')} like it); delete the sample by its key and name its files "
+                    "otherwise, or convert the source anew"
                 )
 
     def identity(self, reader: Source) -> object:
@@ -249,7 +250,8 @@ class _Work:
     def first_shard(self) -> int:
         """Return the number of the next shard."""
         begin, end = self.pattern.find("{"), self.pattern.rfind("}") + 1
-        of_name = re.compile(re.escape(self.pattern[:begin]) + r"([0-9]+)(?:-v[0-9a-f]{8})?" + re.escape(self.pattern[end:]))
+        stem, rest = re.escape(self.pattern[:begin]), re.escape(self.pattern[end:].removesuffix(".tar"))
+        of_name = re.compile(rf"{stem}([0-9]+){rest}(?:-v[0-9a-f]{{8}})?\.tar")
         found = (of_name.fullmatch(shard.name) for shard in self.head.table.shards)
         return max((int(one[1]) for one in found if one is not None), default=-1) + 1
 
@@ -315,8 +317,8 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
     said, made_of = journal.options, str(journal.source.get("kind"))
     if made_of not in LAYOUTS or "key_field" not in said or "tokenizer" in said:
         raise ConfigError(
-            f"{redact(head.home)}: `shard_tools convert` did not make this set of records as they are, so it is not known "
-            "how to make more of its samples; write them with ShardWriter(…, append=True)"
+            f"{redact(head.home)}: `shard_tools convert` did not make this set of records as they are, so it is not "
+            "known how to make more of its samples; write them with ShardWriter(…, append=True)"
         )
     images = dict(said.get("images", {}))
     return ConvertOptions(
@@ -330,9 +332,8 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
 
 def _pattern_of(names: Sequence[str]) -> str:
     """Return the pattern of the names of shards, by the last of them."""
-    plain_names = [name for name in names if (found := _SHARD_NUMBER.fullmatch(name)) and "{" not in name and found[1] == ""]
-    found = _SHARD_NUMBER.fullmatch(plain_names[-1]) if plain_names else None
-    return "{:06d}.tar" if found is None else f"{found[1]}{{:0{len(found[2])}d}}{found[3]}.tar"
+    found = next((one for one in map(_SHARD_NUMBER.fullmatch, reversed(names)) if one is not None), None)
+    return "{:06d}.tar" if found is None else f"{found[1]}{{:0{len(found[2])}d}}.tar"
 
 
 def _stem(name: str) -> str:
@@ -345,4 +346,3 @@ def _new_classes(before: Schema, after: Schema) -> dict[str, tuple[str, ...]]:
     known = before.classes
     found = {field: tuple(n for n in names if n not in known.get(field, ())) for field, names in after.classes.items()}
     return {field: names for field, names in found.items() if names}
-

@@ -225,8 +225,8 @@ class PackingRun:
             )
         if any(f"/{VERSIONS_DIRECTORY}/" in url for url in there):
             raise TargetNotEmptyError(
-                f"{shown} holds a set that has versions, since it was changed after it was converted; add what is new with "
-                f"--append, or {cure}"
+                f"{shown} holds a set that has versions, since it was changed after it was converted; add what is new "
+                f"with --append, or {cure}"
             )
         if not found.same_work(self._journal):
             # It may still be running, so its place is not taken even if it has written nothing else.

@@ -86,29 +86,37 @@ LAYOUTS: dict[str, Layout] = {
         several=True, apart=True, numbers=True,
     ),
     "parquet": Layout(
-        open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True, apart=True, numbers=True,
+        open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True,
+        apart=True, numbers=True,
     ),
-    "csv": Layout(open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True, several=True, apart=True, numbers=True),
+    "csv": Layout(
+        open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True, several=True, apart=True, numbers=True,
+    ),
     "text": Layout(
         open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True,
         several=True, apart=True, numbers=True,
     ),
     "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True, several=True, images=True, apart=True),
     "mds": Layout(
-        open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True, several=True, images=True, numbers=True,
+        open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True, several=True, images=True,
+        numbers=True,
     ),
     "litdata": Layout(
-        open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True, several=True, images=True, numbers=True,
+        open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True, several=True, images=True,
+        numbers=True,
     ),
     "tfrecord": Layout(
-        open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True, several=True, images=True, apart=True, numbers=True,
+        open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True, several=True, images=True,
+        apart=True, numbers=True,
     ),
     "tfrecord-raw": Layout(
-        open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True, several=True, images=True, apart=True, numbers=True,
+        open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True, several=True, images=True,
+        apart=True, numbers=True,
     ),
     "lmdb": Layout(open=lmdb.LmdbFiles, suffixes=lmdb.SUFFIXES, fields=True, shuffles=True, several=True, images=True),
     "audio": Layout(
-        open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True, apart=True,
+        open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True,
+        apart=True,
     ),
     "files": Layout(open=FolderFiles, shuffles=True, several=True, zips=True, images=True, apart=True),
     "coco": Layout(

@@ -12,6 +12,7 @@ from functools import partial
 
 from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.make.convert.base.files import SourceFile, find_files, is_folder
+from shard_tools.make.convert.base.identity import SourceStorage
 from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.common.arguments import checked_ratio
 from streaming.errors import ConfigError

@@ -53,8 +53,8 @@ def open_head(storage: Storage, home: str) -> Head:
     url = join_url(home, UNFINISHED_FILE)
     if storage.exists(url) and bytes(storage.read(url)) != FINISHED:
         raise UnfinishedError(
-            f"{redact(home)} is not whole: it is still being written, or that was interrupted. Run the command again that "
-            f"wrote it; `shard_tools info {redact(home)}` says which"
+            f"{redact(home)} is not whole: it is still being written, or that was interrupted. Run the command again "
+            f"that wrote it; `shard_tools info {redact(home)}` says which"
         )
     return read_head(storage, home)
 
@@ -132,8 +132,8 @@ class SetChange:
         """
         if not self._storage.exists(self._url):
             raise OvertakenError(
-                f"{redact(self.head.home)}: this change was given up meanwhile (version prune --abandon {self.work}), and "
-                "what it wrote may be gone; run the same command again"
+                f"{redact(self.head.home)}: this change was given up meanwhile (version prune --abandon {self.work}), "
+                "and what it wrote may be gone; run the same command again"
             )
         return publish(self._storage, self.head, table, schema=schema, inputs=inputs, records=records)
 

@@ -134,8 +134,8 @@ class StreamingDataset(DataSet[SampleSource]):
         allow_unfinished: Read what is there of a set that a command or a ``ShardWriter`` is still writing, or was
             interrupted at. A warning says how much that is. Such a set is refused otherwise
             (docs/reliability.md#unfinished-sets).
-        version: Number or name of a version of the set, such as ``3`` or ``"v3"`` (``shard_tools version list``): what it
-            held then, whatever was appended or deleted since. Default: the current one, as it is when it is opened.
+        version: Number or name of a version of the set, such as ``3`` or ``"v3"`` (``shard_tools version list``): what
+            it held then, whatever was appended or deleted since. Default: the current one when it is opened.
         max_gzip_ratio: Refuse a ``.tar.gz``, and a field such as ``json.gz``, that inflates to more than this many
             times its size (and to more than 64 MiB).
         on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor

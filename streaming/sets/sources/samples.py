@@ -88,8 +88,7 @@ class SampleSource(ChunkSource, SampleRows):
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
-        peers = job_peers(agent_store())
-        is_first = is_first_process()
+        peers, is_first = job_peers(agent_store()), is_first_process()
         if is_first:
             tell_of_opening_alone(peers, num_data_ranks)
         self.shards = open_shards(

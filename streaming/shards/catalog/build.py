@@ -409,8 +409,8 @@ def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = N
 
 def _of_another_version(url: str, home: str, version: VersionFacts) -> IndexMismatchError:
     return IndexMismatchError(
-        f"{redact(url)}: not in version {version.number} of this set: it was replaced or deleted, or is being added. Name "
-        f"the folder, {shell_place(home)}, for the shards of that version; earlier ones: shard_tools version list "
+        f"{redact(url)}: not in version {version.number} of this set: it was replaced or deleted, or is being added. "
+        f"Name the folder, {shell_place(home)}, for the shards of that version; earlier ones: shard_tools version list "
         f"{shell_place(home)}"
     )
 

@@ -125,7 +125,6 @@ def open_shards(
         IndexMismatchError: The index does not cover or match these shards.
     """
 
-
     def find() -> FoundShards:
         if version is None:
             return _find(storage, urls, index, allow_unfinished=allow_unfinished)
@@ -208,8 +207,8 @@ def _find_version(
     specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
     if index is not None or len(homes) != sum(len(str(spec).split("::")) for spec in specs):
         raise ConfigError(
-            f"version={version!r}: a version is one of a set in a directory, with its index there; give the directory of "
-            "each set, and leave index= out"
+            f"version={version!r}: a version is one of a set in a directory, with its index there; give the directory "
+            "of each set, and leave index= out"
         )
     tables = {home: read_version(storage, home, version) for home in dict.fromkeys(map(as_url, homes))}
     shards = tuple(join_url(home, shard.name) for home, table in tables.items() for shard in table.shards)
@@ -222,7 +221,8 @@ def _find_version(
                 check_sizes(ahead, shards, table)
             except NotFoundError as error:
                 raise IndexMismatchError(
-                    f"version {version} of {redact(homes[0])}: one of its shards was purged: {error}; choose another one"
+                    f"version {version} of {redact(homes[0])}: one of its shards was purged: {error}; choose another "
+                    f"one: shard_tools version list {shell_place(homes[0])}"
                 ) from error
     return FoundShards(
         urls=shards, table=table, versions={home: number_of(one) for home, one in tables.items()},

@@ -215,7 +215,8 @@ class Schema:
 
         ``lives``: the set's chunk table says what it means; this file is a copy for people.
         """
-        return write_document({"format": FORMAT, "version": VERSION, **self.as_dict(), **({LIVES: True} if lives else {})})
+        more = {LIVES: True} if lives else {}
+        return write_document({"format": FORMAT, "version": VERSION, **self.as_dict(), **more})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""

@@ -146,4 +146,3 @@ def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None
     if table is not None and not any(one.number == number and one.name != name for one in others):
         storage.delete(url)
         raise ConfigError(f"version {number} was dropped meanwhile; shard_tools version list {shell_place(head.home)}")
-

@@ -195,8 +195,8 @@ def _replace(storage: Storage, head: Head, data: bytes) -> None:
 
 def _overtaken(head: Head) -> OvertakenError:
     return OvertakenError(
-        f"{redact(head.home)}: somebody else has changed this set since version {head.number} was read; nothing of this "
-        "change is in it. Run the same command again: it begins with what is there now"
+        f"{redact(head.home)}: somebody else has changed this set since version {head.number} was read; nothing of "
+        "this change is in it. Run the same command again: it begins with what is there now"
     )
 
 

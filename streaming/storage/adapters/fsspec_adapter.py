@@ -139,8 +139,9 @@ class FsspecAdapter:
             system.pipe_file(path, bytes(data))
 
     def put_if(self, url: str, data: memoryview, version: str | None) -> None:
-        """See :class:`Adapter`. Nothing of fsspec compares and writes at once: of two writers within that moment, the
-        later one wins unseen.
+        """See :class:`Adapter`.
+
+        Nothing of fsspec compares and writes at once: of two writers within that moment, the later one wins unseen.
         """
         check_version(version, partial(self.info, url), url)
         self.put(url, data)

@@ -178,18 +178,17 @@ def _one_at_a_time(path: str) -> Iterator[None]:
     """Hold the lock of the file at ``path``, which is there only meanwhile; a file system without locks has none.
 
     Raises:
-        TimeoutError: Another process holds it for too long.
+        StorageError: Another process holds it for too long.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    waiting, held = Waiting(_LOCK_S), None
+    waiting, held, has_locks = Waiting(_LOCK_S), None, True
     try:
-        while (held := try_lock(path)) is None:
-            if not waiting.pause():
-                raise TimeoutError(f"another process holds the lock {path}; is it stopped?")
-    except TimeoutError:
-        raise
+        while (held := try_lock(path)) is None and waiting.pause():
+            pass
     except OSError:
-        held = None  # what is compared and written is so without a lock
+        has_locks = False
+    if held is None and has_locks:
+        raise StorageError(f"another process has held the lock {path} for {_LOCK_S:g} s; is it stopped?")
     try:
         yield
     finally:
