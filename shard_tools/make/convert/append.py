@@ -18,7 +18,7 @@ from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, wri
 from shard_tools.make.convert.recode import ImageOptions
 from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
 from shard_tools.make.convert.sources import LAYOUTS
-from shard_tools.make.write.change import SetChange, open_head
+from shard_tools.make.write.change import SetChange, next_number, open_head, with_added
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report, plain
@@ -26,9 +26,7 @@ from streaming.common.arguments import counted
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import inputs_path
-from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.kinds import kind_by_name
-from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, join_url, redact
@@ -194,7 +192,7 @@ class _Work:
         self._refuse_changed()
         self._refuse_mixed(reader)
         check_columns(reader, self.options.named_columns)
-        _with(self.head, _meaning(reader))
+        with_added(self.head, _meaning(reader))
         return reader
 
     def _medium(self) -> str | None:
@@ -250,10 +248,8 @@ class _Work:
     def first_shard(self) -> int:
         """Return the number of the next shard."""
         begin, end = self.pattern.find("{"), self.pattern.rfind("}") + 1
-        stem, rest = re.escape(self.pattern[:begin]), re.escape(self.pattern[end:].removesuffix(".tar"))
-        of_name = re.compile(rf"{stem}([0-9]+){rest}(?:-v[0-9a-f]{{8}})?\.tar")
-        found = (of_name.fullmatch(shard.name) for shard in self.head.table.shards)
-        return max((int(one[1]) for one in found if one is not None), default=-1) + 1
+        names = (shard.name for shard in self.head.table.shards)
+        return next_number(names, self.pattern[:begin], self.pattern[end:])
 
 
 def _added(
@@ -264,7 +260,7 @@ def _added(
     written, image_columns = reencoded(reader, work.options)
     columns = dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *work.options.columns))
     target = ShardTarget(
-        pattern=change.pattern(work.pattern.removesuffix(".tar")), options=work.options,
+        pattern=join_url(change.head.home, change.named(work.pattern)), options=work.options,
         columns={name: Lift(name) for name in columns}, storage_options=storage_options, schema=_meaning(reader),
     )  # fmt: skip
     first, number = work.first_shard(), 0
@@ -282,25 +278,12 @@ def _added(
     origins = reader.origins()
     origins.check(_THREADS)
     storage.put(join_url(change.head.home, inputs_path(change.work)), sources_of([*origins.inputs]))
-    schema = _with(change.head, meaning)
+    schema = with_added(change.head, meaning)
     version = change.publish(
         ChunkTable.merged(change.head.table.by_shard(), added), schema=schema, inputs=(change.work,),
         records=work.numbers_from + number,
     )  # fmt: skip
     return added, schema, version
-
-
-def _with(head: Head, meaning: Schema) -> Schema:
-    """Return what a set means together with what is added to it.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
-    sets = {f"the set in {redact(head.home)}": head.schema, "what is added": meaning}
-    both = joined(sets)
-    if isinstance(both, SchemaConflict):
-        return met(sets, cure="Append what means the same, or convert it to a directory of its own").schema
-    return both
 
 
 def _meaning(reader: Source) -> Schema:

@@ -27,6 +27,8 @@ from streaming.shards.index.layout import (
     pending_path,
     samples_path,
 )
+from streaming.shards.schema.joined import SchemaConflict, joined
+from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import kept_versions
 from streaming.shards.versions.publish import Head, OvertakenError, publish, read_head, revive
@@ -43,6 +45,14 @@ def work_of(name: str) -> str | None:
     return None if found is None else found["work"]
 
 
+def next_number(names: Iterable[str], stem: str, suffix: str) -> int:
+    """Return the number of the next shard of a set, given the names of its shards, and what is around their numbers."""
+    rest = re.escape(suffix.removesuffix(".tar"))
+    pattern = re.compile(rf"{re.escape(stem)}([0-9]+){rest}(?:-v[0-9a-f]{{8}})?\.tar")
+    found = map(pattern.fullmatch, names)
+    return max((int(one[1]) for one in found if one is not None), default=-1) + 1
+
+
 def open_head(storage: Storage, home: str) -> Head:
     """Return the current version of a set that is to be changed.
 
@@ -57,6 +67,19 @@ def open_head(storage: Storage, home: str) -> Head:
             f"that wrote it; `shard_tools info {redact(home)}` says which"
         )
     return read_head(storage, home)
+
+
+def with_added(head: Head, meaning: Schema) -> Schema:
+    """Return what a set means together with what is added to it.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    sets = {f"the set in {redact(head.home)}": head.schema, "what is added": meaning}
+    both = joined(sets)
+    if isinstance(both, SchemaConflict):
+        return met(sets, cure="Add what means the same, or write it to a directory of its own").schema
+    return both
 
 
 class SetChange:
@@ -105,9 +128,9 @@ class SetChange:
                 self._take_back()
             self._storage.delete(self._url)
 
-    def pattern(self, stem: str) -> str:
-        """Return the pattern of the URLs of further shards, such as ``"set/{:06d}-v1a2b3c4d.tar"``."""
-        return join_url(self.head.home, f"{stem}-v{self.work}.tar")
+    def named(self, name: str) -> str:
+        """Return a name, or a pattern of names, as this change writes it: ``{:06d}.tar`` as ``{:06d}-v1a2b3c4d.tar``."""
+        return f"{name.removesuffix('.tar')}-v{self.work}.tar"
 
     def writes(self, names: Iterable[str]) -> None:
         """Note the names of shards that it writes."""
