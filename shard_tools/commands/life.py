@@ -27,6 +27,7 @@ from shard_tools.terminal.options import (
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes
+from streaming.errors import shell_word
 from streaming.shards.versions.history import checked_version
 from streaming.storage import Storage
 
@@ -291,4 +292,4 @@ def _show_prune(report: PruneReport) -> None:
     )
     for work, words in report.pending.items():
         what = f"{work}: {plain(words)} is not published, so its shards stay"
-        click.echo(f"{what}; run it again, or give --abandon {work}", err=True)
+        click.echo(f"{what}; run it again, or give --abandon {shell_word(work)}", err=True)

@@ -223,6 +223,24 @@ def tool_error(*arguments: object) -> None:
     raise ShardstreamError(result.output)
 
 
+@scenario(("version", ""), ("version", "--drop"))
+def versions_are_listed_named_and_given_up(folder: Path) -> None:
+    samples = write_set(folder, (3, 4))
+    tool("version", "tag", folder, "v1")
+    (folder / "keys").write_text(samples.open()[0]["__key__"])
+    tool("delete", folder, "--keys", folder / "keys")
+    do(error_of(lambda: StreamingDataset(folder / "000000.tar")), "version list")
+    do(error_of(lambda: StreamingDataset(folder, version="v2")), "version tag")
+    assert len(StreamingDataset(folder, version="v2")) == 6
+    text = error_of(lambda: tool_error("delete", folder, "--where", "__key__ != ''", "--purge"))
+    assert "no sample would stay" in text
+    (folder / "keys").write_text(samples.open()[1]["__key__"])
+    do(error_of(lambda: tool_error("delete", folder, "--keys", folder / "keys", "--purge")), "version prune")
+    tool("delete", folder, "--keys", folder / "keys", "--purge")
+    assert len(StreamingDataset(folder)) == 5
+    do(error_of(lambda: tool_error("version", "tag", folder, "v1", "--of", 9)), "version tag", NAME="now")
+
+
 @scenario(("index", ""), ("index", "--force"), ("index", "--prune"))
 def a_replaced_or_lost_shard_is_indexed_anew(folder: Path) -> None:
     samples = write_set(folder, (3, 4))

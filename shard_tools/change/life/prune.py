@@ -8,7 +8,7 @@ from typing import Any
 
 from shard_tools.make.write.change import open_head, pending, work_of
 from shard_tools.running.report import Report
-from streaming.errors import ConfigError, shell_place
+from streaming.errors import ConfigError, shell_place, shell_word
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
 from streaming.shards.index.layout import (
@@ -58,7 +58,7 @@ def refuse_tagged(storage: Storage, home: str, names: Collection[str]) -> None:
     """
     tagged = [one.name for one in kept_versions(storage, home) if one.is_tag and _names([one.table]) & {*names}]
     if tagged:
-        drops = " ".join(f"--drop {name}" for name in tagged)
+        drops = " ".join(f"--drop {shell_word(name)}" for name in tagged)
         raise ConfigError(
             f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; give them up first: shard_tools "
             f"version prune {shell_place(home)} {drops}"

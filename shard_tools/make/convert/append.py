@@ -190,6 +190,8 @@ class _Work:
                 return None
             raise
         self._refuse_changed()
+        if self.known.left_out and not reader.origins().inputs:
+            return None
         self._refuse_mixed(reader)
         check_columns(reader, self.options.named_columns)
         with_added(self.head, _meaning(reader))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from streaming.errors import ShardstreamError, UnfinishedError
+from streaming.errors import ShardstreamError, UnfinishedError, shell_place
 from streaming.shards.catalog.unfinished import FINISHED
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
@@ -64,7 +64,7 @@ def open_head(storage: Storage, home: str) -> Head:
     if storage.exists(url) and bytes(storage.read(url)) != FINISHED:
         raise UnfinishedError(
             f"{redact(home)} is not whole: it is still being written, or that was interrupted. Run the command again "
-            f"that wrote it; `shard_tools info {redact(home)}` says which"
+            f"that wrote it; `shard_tools info {shell_place(home)}` says which"
         )
     return read_head(storage, home)
 
@@ -129,7 +129,7 @@ class SetChange:
             self._storage.delete(self._url)
 
     def named(self, name: str) -> str:
-        """Return a name, or a pattern of names, as this change writes it: ``{:06d}.tar`` as ``{:06d}-v1a2b3c4d.tar``."""
+        """Return a name, or a pattern of names, as this change writes it: ``7.tar`` as ``7-v1a2b3c4d.tar``."""
         return f"{name.removesuffix('.tar')}-v{self.work}.tar"
 
     def writes(self, names: Iterable[str]) -> None:

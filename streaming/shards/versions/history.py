@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError, shell_place
+from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_word
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import VERSIONS_DIRECTORY, checked_name, chunks_path, version_path
 from streaming.shards.versions.publish import Head, read_table
@@ -80,7 +80,7 @@ def read_version(storage: Storage, home: str, name: int | str) -> ChunkTable:
     there = ", ".join([*_names(storage, home), f"{number_of(current)} (the current one)"])
     raise ConfigError(
         f"version {name!r}: {redact(home)} has none of this name; there are {there}. Name the current one: shard_tools "
-        f"version tag {shell_place(home)} {name if isinstance(name, str) else 'NAME'}"
+        f"version tag {shell_place(home)} {shell_word(name if isinstance(name, str) else 'NAME')}"
     )
 
 
@@ -139,7 +139,7 @@ def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None
         other = number_of(read_table(storage, url))
         raise ConfigError(
             f"version {name!r} exists already: it is number {other}. Choose another name, or give it up: shard_tools "
-            f"version prune {shell_place(head.home)} --drop {name}"
+            f"version prune {shell_place(head.home)} --drop {shell_word(name)}"
         ) from error
     number = number_of(kept)
     others = () if table is None else kept_versions(storage, head.home)

@@ -238,12 +238,11 @@ class KnownInputs:
         known = self._known.get(now.name)
         if known is None:
             return False
-        if known.is_surely(now) or (
-            storage is not None and known.may_be(now) and storage.checksum(now) == known.crc32c
-        ):  # fmt: skip
-            self.left_out.add(now.name)
-        else:
-            self.changed.add(now.name)
+        same = known.is_surely(now)
+        if not same and storage is not None and known.may_be(now):
+            storage.expect([now])
+            same = storage.checksum(now) == known.crc32c
+        (self.left_out if same else self.changed).add(now.name)
         return True
 
 

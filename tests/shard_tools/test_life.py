@@ -1,0 +1,433 @@
+"""Append, delete and versions: what they read and write, what readers see, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from shard_tools import ShardWriter
+from shard_tools.change.check.verify import verify
+from shard_tools.change.columns.lift import lift_all
+from shard_tools.change.life.delete import delete
+from shard_tools.change.life.prune import prune
+from shard_tools.change.life.versions import compare, history, tag
+from shard_tools.change.sets.copy import copy
+from shard_tools.cli import cli
+from shard_tools.make.convert import ConvertOptions, convert
+from shard_tools.make.convert.append import append
+from shard_tools.make.convert.journal import TargetNotEmptyError
+from streaming import DataLoader, Mixture, StreamingDataset
+from streaming.errors import ConfigError, IndexMismatchError, StateError
+from streaming.shards.catalog.build import index_shards
+from streaming.shards.versions.publish import OvertakenError
+from streaming.storage import ChangedError, Storage
+from tests.support.models.living_sets import Killed, interrupted, kill
+from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+
+
+def rows_of(first: int, num: int) -> list[dict[str, Any]]:
+    return [{"id": f"{n:04d}", "n": n, "text": f"text {n}"} for n in range(first, first + num)]
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def keys(url: object, **options: Any) -> list[str]:
+    return [sample["__key__"] for sample in StreamingDataset(str(url), **options)]
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Path:
+    """A set of 12 rows in shards of four, converted from ``days/``."""
+    jsonl(tmp_path / "days/0.jsonl", rows_of(0, 12))
+    options = ConvertOptions(max_samples=4, key_field="id", columns=("n",))
+    convert(str(tmp_path / "days"), str(tmp_path / "web"), options=options)
+    return tmp_path / "web"
+
+
+@pytest.fixture
+def read_names(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the files that are read, by name."""
+    names = Counter[str]()
+    real = Storage.read
+
+    def read(self: Storage, url: str, *args: Any, **kwargs: Any) -> Any:
+        names[url.rpartition("/")[2]] += 1
+        return real(self, url, *args, **kwargs)
+
+    monkeypatch.setattr(Storage, "read", read)
+    return names
+
+
+# ------------------------------------------------------------------------------------------------------------- append
+
+
+def write_day(folder: Path, kind: str, day: int) -> None:
+    """Three new inputs, or one file of three rows."""
+    folder.mkdir(exist_ok=True)
+    rows = rows_of(3 * day, 3)
+    for row in rows if kind in {"files", "images"} else ():
+        if kind == "images":
+            path = folder / ("ab", "bc", "ca")[day][row["n"] % 2] / f"{row['n']}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.new("RGB", (8, 8), (row["n"], 2, 3)).save(path)
+        else:
+            (folder / f"{row['id']}.txt").write_text(row["text"])
+    if kind == "jsonl":
+        jsonl(folder / f"{day}.jsonl", rows)
+    elif kind == "parquet":
+        table(folder / f"{day}.parquet", rows)
+    elif kind == "csv":
+        (folder / f"{day}.csv").write_text("n,text\n" + "".join(f"{row['n']},{row['text']}\n" for row in rows))
+    elif kind == "text":
+        (folder / f"{day}.txt").write_text("".join(row["text"] + "\n" for row in rows))
+    elif kind == "tars":
+        with ShardWriter(str(folder / f"{day}-{{:02d}}.tar"), index=False) as writer:
+            for row in rows:
+                writer.write({"__key__": row["id"], "txt": row["text"], "cls": row["n"]})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "text", "tars", "files", "images"])
+def test_only_what_is_new_is_added_and_nothing_twice(kind: str, tmp_path: Path, read_names: Counter[str]) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    write_day(source, kind, 0)
+    convert(str(source), str(target), options=ConvertOptions(kind=kind, max_samples=2))
+    before = keys(target)
+    for day in (1, 2):
+        known = {path.name for path in source.rglob("*") if path.is_file()}
+        write_day(source, kind, day)
+        read_names.clear()
+        report = append(str(source), str(target))
+        assert (report.num_added, report.num_known, report.version) == (3, len(known), day + 1)
+        assert not known & read_names.keys()
+        now = keys(target)
+        assert now[: len(before)] == before
+        assert len({*now}) == len(before) + 3
+        before = now
+    report = append(str(source), str(target))
+    assert (report.num_added, report.version, report.num_samples) == (0, 3, 9)
+    assert not verify([str(target)], storage=Storage()).findings
+    if kind == "images":
+        opened = StreamingDataset(str(target))
+        assert opened.class_names == {"cls": ("a", "b", "c")}
+        assert all(sample["__key__"].startswith("abc"[sample["cls"]]) for sample in opened)
+
+
+def test_what_was_changed_is_refused_by_name(web: Path, tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/0.jsonl", rows_of(5, 12))
+    jsonl(tmp_path / "days/1.jsonl", rows_of(50, 2))
+    with pytest.raises(ConfigError, match=r"1 input of these names with other content: 0\.jsonl"):
+        append(str(tmp_path / "days"), str(web))
+    assert len(keys(web)) == 12
+    (tmp_path / "days/0.jsonl").unlink()
+    assert append(str(tmp_path / "days"), str(web)).num_added == 2
+
+
+def test_a_copy_of_known_inputs_is_known_by_checksum(web: Path, tmp_path: Path) -> None:
+    jsonl(tmp_path / "again/0.jsonl", rows_of(0, 12))
+    report = append(str(tmp_path / "again"), str(web))
+    assert (report.num_added, report.num_known) == (0, 1)
+
+
+def test_what_means_something_else_is_refused(tmp_path: Path) -> None:
+    def writer(*names: str, **how: Any) -> ShardWriter:
+        return ShardWriter(str(tmp_path / "set/{:03d}.tar"), classes={"cls": names}, **how)
+
+    with writer("a", "b") as first:
+        first.write({"__key__": "0", "cls": 0})
+    with pytest.raises(ConfigError, match="field 'cls'"):
+        writer("b", "a", append=True)
+    with writer("a", "b", "c", append=True) as more:
+        more.write({"__key__": "1", "cls": 2})
+    assert StreamingDataset(str(tmp_path / "set")).class_names == {"cls": ("a", "b", "c")}
+    assert StreamingDataset(str(tmp_path / "set"), version=1).class_names == {"cls": ("a", "b")}
+
+
+def test_a_writer_that_fails_or_loses_leaves_nothing(web: Path) -> None:
+    files = {path.name for path in web.rglob("*") if path.is_file()}
+
+    def writer() -> ShardWriter:
+        return ShardWriter(str(web / "{:06d}.tar"), append=True)
+
+    failing = writer()
+    failing.write({"__key__": "x", "json": {}})
+    failing.abort()
+    one, other = writer(), writer()
+    one.write({"__key__": "one", "json": {}})
+    other.write({"__key__": "other", "json": {}})
+    one.close()
+    with pytest.raises(OvertakenError, match="somebody else has changed this set since version 1 was read"):
+        other.close()
+    assert keys(web)[12:] == ["one"]
+    new = {path.name for path in web.rglob("*") if path.is_file()} - files
+    assert sorted(name.split("-v")[0] for name in new) == ["000003", "000003", "1.parquet"]
+    with pytest.raises(ConfigError, match="leave overwrite, start_shard and index out"):
+        ShardWriter(str(web / "{:06d}.tar"), append=True, start_shard=4)
+
+
+def test_the_work_is_that_of_what_is_new(tmp_path: Path) -> None:
+    """Requests and bytes, but for the chunk table, do not depend on the size of the set."""
+
+    def work(num_days: int) -> tuple[int, int, Counter[str]]:
+        folder = tmp_path / str(num_days)
+        jsonl(folder / "days/0.jsonl", rows_of(0, 20 * num_days))
+        convert(str(folder / "days"), str(folder / "set"), options=ConvertOptions(max_samples=2, key_field="id"))
+        append(str(folder / "days"), str(folder / "set"))
+        jsonl(folder / "days/1.jsonl", rows_of(100_000, 3))
+        asked, num_bytes = Counter[str](), [0]
+
+        def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(self: Storage, url: str, *args: Any, **kwargs: Any) -> Any:
+                found = real(self, url, *args, **kwargs)
+                if str(folder / "set") in url:
+                    asked[url.rpartition("/")[2]] += 1
+                    is_known = url.endswith(
+                        ("chunks.parquet", "convert.json")
+                    )  # the journal is bounded, by what it keeps
+                    num_bytes[0] += 0 if is_known or real.__name__ != "read" else len(found)
+                return found
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("read", "info", "list", "put", "put_if", "open_write", "delete"):
+                patch.setattr(Storage, name, counting(getattr(Storage, name)))
+            assert append(str(folder / "days"), str(folder / "set")).num_added == 3
+        return asked.total(), num_bytes[0], asked
+
+    few, many = work(1), work(20)
+    assert few[0] == many[0] < 45
+    assert many[1] == few[1]
+    assert not [name for name in many[2] if name.endswith((".tar", ".tar.parquet")) and "-v" not in name]
+
+
+# ------------------------------------------------------------------------------------------------------------- delete
+
+
+def test_what_stays_has_the_same_bytes_and_late_columns(web: Path) -> None:
+    lift_all([str(web)], ["json.text"], storage=Storage(), index_url=None, workers=1)
+    before = {sample["__key__"]: sample for sample in StreamingDataset(str(web), decode=None)}
+    untouched = (web / "000002.tar").stat()
+    report = delete(str(web), storage=Storage(), keys=["0001", "0002", "0005", "none"])
+    assert (report.num_deleted, report.num_samples, report.num_shards, report.first_not_found) == (3, 9, 2, ("none",))
+    after = {sample["__key__"]: sample for sample in StreamingDataset(str(web), decode=None)}
+    assert list(after) == [key for key in before if key not in {"0001", "0002", "0005"}]
+    assert all(after[key]["json"] == before[key]["json"] for key in after)
+    assert (web / "000002.tar").stat() == untouched
+    assert keys(web, where="\"json.text\" = 'text 7' or n = 3") == ["0003", "0007"]
+    assert not verify([str(web)], storage=Storage()).findings
+
+
+def test_purge_leaves_no_byte_of_what_is_deleted(web: Path) -> None:
+    tag(str(web), "v1", storage=Storage())
+    with pytest.raises(
+        ConfigError, match="the versions v1 hold these samples; give them up first: shard_tools version"
+    ):
+        delete(str(web), storage=Storage(), keys=["0006"], purge=True)
+    assert history(str(web), storage=Storage()).versions[-1].number == 1
+    prune(str(web), storage=Storage(), drop=["v1"])
+    report = delete(str(web), storage=Storage(), keys=["0006"], purge=True)
+    assert report.purged is not None
+    assert report.purged.num_shards == 1
+    assert not [path for path in web.rglob("*") if path.is_file() and b"text 6" in path.read_bytes()]
+    assert keys(web, version=2) == keys(web)
+    again = delete(str(web), storage=Storage(), keys=["0006"], purge=True)
+    assert (again.num_deleted, again.version, again.num_not_found) == (0, 2, 1)
+
+
+def test_a_dry_run_writes_nothing(web: Path) -> None:
+    files = {path: path.stat().st_mtime_ns for path in web.rglob("*")}
+    report = delete(str(web), storage=Storage(), where="n >= 3", dry_run=True, purge=True)
+    assert (report.num_deleted, report.num_samples, report.version) == (9, 3, 1)
+    assert prune(str(web), storage=Storage(), dry_run=True).num_shards == 0
+    with pytest.raises(ConfigError, match="no sample would stay"):
+        delete(str(web), storage=Storage(), where="n >= 0", dry_run=True)
+    assert files == {path: path.stat().st_mtime_ns for path in web.rglob("*")}
+
+
+# ------------------------------------------------------------------------------------------------------------ readers
+
+
+def test_a_listing_shows_the_current_version_alone(web: Path, tmp_path: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    assert keys(web) == keys(f"{web}/*.tar") == keys(tmp_path / "web") == [f"{n:04d}" for n in range(1, 12)]
+    with pytest.raises(IndexMismatchError, match=r"000000\.tar: not in version 2 of this set"):
+        StreamingDataset(f"{web}/{{000000..000002}}.tar")
+    index_shards(Storage(), [f"{web}/000001.tar"], force=True)
+    assert len(keys(web)) == 11
+    copy(str(web), str(tmp_path / "copied"))
+    assert len([*(tmp_path / "copied").glob("*.tar")]) == 3
+    options = ConvertOptions(max_samples=4, key_field="id", columns=("n",))
+    with pytest.raises(TargetNotEmptyError, match="add what is new with --append"):
+        convert(str(tmp_path / "days"), str(web), options=options)
+
+
+def test_a_run_goes_on_with_its_version_while_the_set_grows(web: Path, tmp_path: Path) -> None:
+    def rest(batches: Iterator[Any], num: int | None = None) -> list[str]:
+        return [key for batch in islice(batches, num) for key in batch["__key__"]]
+
+    with DataLoader(StreamingDataset(str(web)), batch_size=2) as loader:
+        batches = iter(loader)
+        seen, state = rest(batches, 2), loader.state_dict()
+        jsonl(tmp_path / "days/1.jsonl", rows_of(100, 4))
+        append(str(tmp_path / "days"), str(web))
+        delete(str(web), storage=Storage(), keys=["0003"])
+        wanted = rest(batches)
+    assert sorted(seen + wanted) == [f"{n:04d}" for n in range(12)]
+    words = "They are those of version 1 of this set: open it with version=1"
+    with DataLoader(StreamingDataset(str(web)), batch_size=2) as loader, pytest.raises(StateError, match=words):
+        loader.load_state_dict(state)
+    tag(str(web), "v1", storage=Storage(), version=1)
+    prune(str(web), storage=Storage())
+    with DataLoader(StreamingDataset(str(web), version="v1"), batch_size=2) as loader:
+        loader.load_state_dict(state)
+        assert rest(iter(loader)) == wanted
+    described = tmp_path / "mixture.json"
+    described.write_text(json.dumps({"sources": {"web": {"url": str(web), "version": "v1"}}}))
+    assert len(Mixture.from_file(described).source.sources["web"].shards.urls) == 3
+
+
+def test_versions_are_compared_by_their_keys(web: Path, tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 3))
+    append(str(tmp_path / "days"), str(web))
+    delete(str(web), storage=Storage(), keys=["0004", "0100"])
+    found = compare(str(web), 1, None, storage=Storage())
+    assert (found.old, found.new, found.num_added, found.num_removed, found.num_same) == (1, 3, 2, 1, 8)
+    assert (found.first_added, found.first_removed) == (("0101", "0102"), ("0004",))
+
+
+def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_path: Path) -> None:
+    tag(str(web), "v1", storage=Storage())
+    for version, words in (("v2", r"there are 1, v1, 1 \(the current one\)"), (7, "has none of this name")):
+        with pytest.raises(ConfigError, match=words):
+            StreamingDataset(str(web), version=version)
+    with pytest.raises(ConfigError, match="expected letters, digits"):
+        StreamingDataset(str(web), version="../v1")
+    with pytest.raises(ConfigError, match="give the directory"):
+        StreamingDataset(f"{web}/*.tar", version="v1")
+    with pytest.raises(ConfigError, match="there is no set in"):
+        StreamingDataset(str(tmp_path), version="v1")
+    delete(str(web), storage=Storage(), keys=["0001"])
+    with pytest.raises(ConfigError, match="version 'v1' exists already: it is number 1"):
+        tag(str(web), "v1", storage=Storage())
+
+
+# -------------------------------------------------------------------------------------------------- kills, the command
+
+
+def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+    with pytest.raises(Killed), interrupted(0, kill, before=True, only=["put_if"]):
+        append(str(tmp_path / "days"), str(web))  # while the set begins to live
+    with pytest.raises(Killed), interrupted(1, kill, before=True, only=["put_if"]):
+        append(str(tmp_path / "days"), str(web))
+    assert len([*web.glob("*.tar")]) == 6
+    assert len(keys(web)) == 12
+    (work,) = prune(str(web), storage=Storage()).pending
+    assert len([*web.glob("*.tar")]) == 6
+    with pytest.raises(ConfigError, match="--abandon other"):
+        prune(str(web), storage=Storage(), abandon=["other"])
+    assert prune(str(web), storage=Storage(), abandon=[work]).num_shards == 3
+    assert append(str(tmp_path / "days"), str(web)).num_added == 9
+    assert not prune(str(web), storage=Storage()).pending
+
+
+def test_as_commands(web: Path, tmp_path: Path) -> None:
+    def run(*words: object, code: int = 0) -> str:
+        done = CliRunner().invoke(cli, [str(word) for word in words], prog_name="shard_tools")
+        assert done.exit_code == code, done.output
+        return done.output
+
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+    assert "Dry run: nothing was written" in run("append", tmp_path / "days", web, "--dry-run")
+    assert "--max-bytes: with --append, options come from the set" in run(
+        "convert", tmp_path / "days", web, "--append", "--max-bytes", "1MB", code=2
+    )
+    assert "2 samples added in 1 shard" in run("convert", tmp_path / "days", web, "--append")
+    assert "nothing new: 2 inputs known already" in run("append", tmp_path / "days", web)
+    assert run("append", tmp_path / "days", web, "--quiet") == ""
+    (tmp_path / "keys").write_text("0100\n")
+    told = json.loads(run("delete", web, "--keys", tmp_path / "keys", "--json"))
+    assert (told["num_deleted"], told["version"]) == (1, 3)
+    assert "Give one of --keys FILE and --where" in run("delete", web, code=2)
+    assert "version 3 (now), the current one: 13 samples" in run("version", "tag", web, "now")
+    listed = run("version", "list", web).splitlines()
+    assert [line[:9] for line in listed if line.startswith("version")] == ["version 1", "version 2", "version 3"]
+    assert "1 sample added, such as 0101" in run("version", "diff", web, "1", "now")
+    assert "version 1: 12 samples in 3 shards" in run("version", "show", web, 1)
+    assert "2 versions given up, 1 shard" in run("version", "prune", web)
+
+
+# ------------------------------------------------------------------------------------------------- conditional writes
+
+Place = Callable[[], tuple[str, Storage]]
+
+
+@pytest.fixture(params=["local", "s3", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Storage]]:
+    """A URL in a store, with nothing there."""
+    if request.param == "s3":
+        server: MiniS3Server = request.getfixturevalue("mini_s3")
+        yield f"{server.create_bucket(fresh_name())}/a/file", Storage(server.storage_options)
+    elif request.param == "local":
+        yield str(tmp_path / "a/file"), Storage()
+    else:
+        yield f"memory://{fresh_name()}/a/file", Storage()
+
+
+def test_of_writers_that_replace_one_version_one_wins(place: tuple[str, Storage]) -> None:
+    url, storage = place
+    storage.put_if(url, b"first", None)
+    for wrong in (None, "another version"):
+        with pytest.raises(ChangedError, match="nothing was replaced"):
+            storage.put_if(url, b"wrong", wrong)
+    storage.put_if(url, b"first", None)  # an answer that was lost: the same bytes are there
+    version = storage.info(url).version
+    storage.put_if(url, b"second", version)
+    with pytest.raises(ChangedError, match="nothing was replaced"):
+        storage.put_if(url, b"wrong", version)
+    assert bytes(storage.read(url)) == b"second"
+    storage.delete(url)
+    with pytest.raises(ChangedError, match="nothing was replaced"):
+        storage.put_if(url, b"wrong", version)
+    assert not storage.exists(url)
+
+
+@pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
+def test_of_many_at_once_one_wins(place: tuple[str, Storage]) -> None:
+    url, storage = place
+    storage.put(url, b"first")
+    version, won, begin = storage.info(url).version, list[int](), threading.Barrier(8)
+
+    def write(number: int) -> None:
+        begin.wait()
+        try:
+            Storage(storage._given).put_if(url, np.int64(number).tobytes(), version)
+        except ChangedError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [np.frombuffer(storage.read(url), np.int64)[0]] == won
