@@ -29,7 +29,7 @@ from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
-from shard_tools.commands.life import append_all, append_command, delete_command, version_group
+from shard_tools.commands.life import append_all, append_command, dedupe_command, delete_command, version_group
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
@@ -91,6 +91,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "plan": plan_command,
         "append": append_command,
         "clean": clean_command,
+        "dedupe": dedupe_command,
         "delete": delete_command,
         "diff": diff_command,
         "doctor": doctor_command,

@@ -1,12 +1,13 @@
-"""Parse the commands of sets that live: ``append``, ``delete`` and ``version``."""
+"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe`` and ``version``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from shard_tools.change.life.dedupe import CONTENT, DedupeReport, Keep, dedupe
 from shard_tools.change.life.delete import DeleteReport, delete
 from shard_tools.change.life.prune import PruneReport, prune
 from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
@@ -30,6 +31,8 @@ from streaming.common.arguments import counted, format_bytes
 from streaming.errors import shell_word
 from streaming.shards.versions.history import checked_version
 from streaming.storage import Storage
+
+_LISTED = 20
 
 
 def _store(arguments: dict[str, Any]) -> Storage:
@@ -108,6 +111,45 @@ def delete_command(
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show_delete)
+
+
+@click.command("dedupe")
+@click.argument("target", metavar="SET")
+@click.option(
+    "--by", metavar="content|key|FIELD", default=CONTENT, show_default=True,
+    help="What makes samples the same: the bytes of all fields, the key, or the bytes of a field.",
+)  # fmt: skip
+@click.option(
+    "--keep", type=click.Choice(get_args(Keep)), default="first", show_default=True, help="Which one stays, in order."
+)
+@click.option("--pairs", metavar="FILE", help="Write each pair to this file, as a line of JSON.")
+@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
+@click.option("--dry-run", is_flag=True, help="Only tell what SET has twice.")
+@quiet_option
+@json_option
+@with_storage_options
+def dedupe_command(
+    target: str, *, by: str, keep: Keep, pairs: str | None, workers: int, dry_run: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Leave out the samples that SET, a directory of indexed shards, has twice or more.
+
+    Each is named with the one that stays. Only samples that the index cannot tell apart, by keys, sizes and checksums,
+    are read. Shards are written as by `delete`, as the set's next version.
+
+    \b
+    Example:
+      shard_tools dedupe s3://bucket/train/ --by jpg --dry-run
+      shard_tools dedupe s3://bucket/train/ --by key --keep newest --pairs pairs.jsonl
+    """
+    storage = _store(arguments)
+    with progress_bar("dedupe", "shards") as progress:
+        report = dedupe(
+            target, storage=storage, by=by, keep=keep, dry_run=dry_run, workers=workers, progress=progress
+        )  # fmt: skip
+    if pairs is not None:
+        storage.put(pairs, b"".join(pair.to_line() for pair in report.pairs))
+    emit(report, as_json=as_json, for_people=_show_dedupe)
 
 
 @click.group("version")
@@ -248,6 +290,18 @@ def _show_delete(report: DeleteReport) -> None:
         click.echo(f"{counted(report.num_not_found, 'key')} of the list not in the set, such as {shown}", err=True)
     if report.purged is not None:
         _show_prune(report.purged)
+
+
+def _show_dedupe(report: DedupeReport) -> None:
+    for pair in report.pairs[:_LISTED]:
+        click.echo(f"{plain(pair.key)} in {plain(pair.shard)} is {plain(pair.kept_key)} in {plain(pair.kept_shard)}")
+    if len(report.pairs) > _LISTED:
+        click.echo(f"… and {len(report.pairs) - _LISTED:,} more; --pairs FILE or --json names each")
+    done = "would be left out" if report.dry_run else f"left out, version {report.version}"
+    click.echo(
+        f"{counted(report.num_removed, 'sample')} in {counted(report.num_shards, 'shard')} {done}; "
+        f"{report.num_samples:,} stay; the bytes of {report.num_compared:,} were compared"
+    )
 
 
 def _show_version(report: VersionReport) -> None:

@@ -106,6 +106,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("convert --from hf", "convert hf/data back --from parquet"),
     ("clean", "clean pairs"),
     ("append", "append files stems"),
+    ("dedupe", "dedupe pairs --by key"),
     ("delete", "delete pairs --where n>35"),
     ("version tag", "version tag stems v1"),
     ("version list", "version list stems"),

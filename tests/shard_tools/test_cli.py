@@ -44,6 +44,7 @@ VERBS = (
     "show",
     "clean",
     "append",
+    "dedupe",
     "delete",
 )
 

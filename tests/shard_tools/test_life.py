@@ -20,6 +20,7 @@ from PIL import Image
 from shard_tools import ShardWriter
 from shard_tools.change.check.verify import verify
 from shard_tools.change.columns.lift import lift_all
+from shard_tools.change.life.dedupe import dedupe
 from shard_tools.change.life.delete import delete
 from shard_tools.change.life.prune import prune
 from shard_tools.change.life.versions import compare, history, tag
@@ -263,6 +264,67 @@ def test_a_dry_run_writes_nothing(web: Path) -> None:
     assert files == {path: path.stat().st_mtime_ns for path in web.rglob("*")}
 
 
+# ------------------------------------------------------------------------------------------------------------- dedupe
+
+
+def write_twice(folder: Path, num: int, seed: int) -> list[dict[str, Any]]:
+    """A set in which keys, pictures and whole samples occur again, small ones and ones with checksums of their own."""
+    dice = np.random.default_rng(seed)
+    contents = [dice.bytes(int(size)) for size in dice.choice([3, 700, 200_000], 7)]
+    samples = [
+        {"__key__": f"{dice.integers(12)}", "bin": contents[dice.integers(7)], "cls": int(dice.integers(2))}
+        for _ in range(num)
+    ]
+    for shard in range(0, num, 5):
+        with ShardWriter(str(folder / "{:03d}.tar"), start_shard=shard // 5, columns=["cls"]) as writer:
+            seen: set[str] = set()
+            for sample in samples[shard : shard + 5]:
+                if sample["__key__"] in seen:
+                    sample["__key__"] = f"{sample['__key__']}-{len(seen)}"
+                seen.add(sample["__key__"])
+                writer.write({name: value for name, value in sample.items() if name != "bin" or sample["cls"]})
+    return samples
+
+
+@pytest.mark.parametrize("keep", ["first", "newest"])
+@pytest.mark.parametrize("by", ["key", "content", "bin"])
+def test_each_pair_is_named_and_one_stays(by: str, keep: Any, tmp_path: Path) -> None:
+    samples = write_twice(tmp_path / "set", 30, 3)
+    if keep == "newest":
+        tag(str(tmp_path / "set"), "v1", storage=Storage())
+
+    def value(sample: dict[str, Any]) -> Any:
+        content = sample["bin"] if sample["cls"] else None
+        return {"key": sample["__key__"], "content": (sample["cls"], content), "bin": content}[by]
+
+    values = [value(sample) for sample in samples]
+    order = range(30) if keep == "first" else range(29, -1, -1)
+    stays: dict[Any, int] = {}
+    wanted = [n for n in order if values[n] is None or stays.setdefault(values[n], n) == n]
+    told = dedupe(str(tmp_path / "set"), storage=Storage(), by=by, keep=keep, dry_run=True)
+    assert len(StreamingDataset(str(tmp_path / "set"))) == 30
+    report = dedupe(str(tmp_path / "set"), storage=Storage(), by=by, keep=keep)
+    assert told.pairs == report.pairs
+    assert report.num_removed == len(report.pairs) == 30 - len(wanted)
+    assert keys(tmp_path / "set") == [samples[number]["__key__"] for number in sorted(wanted)]
+    again = dedupe(str(tmp_path / "set"), storage=Storage(), by=by, keep=keep)
+    assert (again.num_removed, again.version) == (0, report.version)
+
+
+def test_only_what_may_be_the_same_is_read(tmp_path: Path) -> None:
+    with ShardWriter(str(tmp_path / "set/{:03d}.tar")) as writer:
+        for number in range(6):
+            content = bytes([number % 5]) * (200_000 if number < 4 else 300 + number)
+            writer.write({"__key__": f"{number}", "bin": content})
+    assert dedupe(str(tmp_path / "set"), storage=Storage(), by="bin", dry_run=True).num_compared == 0
+    with ShardWriter(str(tmp_path / "set/{:03d}.tar"), append=True) as writer:
+        writer.write({"__key__": "again", "bin": bytes([1]) * 200_000})
+    report = dedupe(str(tmp_path / "set"), storage=Storage(), by="bin")
+    assert (report.num_compared, [(one.key, one.kept_key) for one in report.pairs]) == (2, [("again", "1")])
+    with pytest.raises(ConfigError, match=r"no sample of .* has such a field"):
+        dedupe(str(tmp_path / "set"), storage=Storage(), by="jpg")
+
+
 # ------------------------------------------------------------------------------------------------------------ readers
 
 
@@ -373,6 +435,13 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     assert [line[:9] for line in listed if line.startswith("version")] == ["version 1", "version 2", "version 3"]
     assert "1 sample added, such as 0101" in run("version", "diff", web, "1", "now")
     assert "version 1: 12 samples in 3 shards" in run("version", "show", web, 1)
+    assert "0 samples in 0 shards would be left out; 13 stay" in run("dedupe", web, "--dry-run")
+    assert run("dedupe", web, "--by", "key", "--quiet", "--pairs", tmp_path / "pairs") == ""
+    assert (tmp_path / "pairs").read_text() == ""
+    assert "12 samples" in run("plan", web, "--version", "1", "--batch-size", "4")
+    assert "13 samples" in run("plan", web, "--batch-size", "4")
+    assert run("show", web, "--version", "1", "--html", tmp_path / "page.html") is not None
+    assert "12" in (tmp_path / "page.html").read_text()
     assert "2 versions given up, 1 shard" in run("version", "prune", web)
 
 

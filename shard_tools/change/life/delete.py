@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,19 +100,13 @@ def delete(
     leaves, missing = _by_condition(head, storage, where), ()
     if wanted is not None:
         leaves, missing = by_keys(head, storage, wanted)
-    version = head.number
     num_deleted = sum(int(mask.sum()) for mask in leaves.values())
     sizes = {shard.name: shard.size_bytes for shard in head.table.shards}
-    if num_deleted and num_deleted == head.table.total_samples:
-        raise ConfigError(f"{redact(home)}: no sample would stay; to give up the set, delete its directory")
     if purge:
         refuse_tagged(storage, home, leaves)
-    if num_deleted and not dry_run:
-        identity = {name: np.flatnonzero(mask).tolist() for name, mask in leaves.items()}
-        what = f"{num_deleted} samples of {redact(home)}"
-        with SetChange(storage, head, command="delete", what=what, identity=identity) as change:
-            table = without(change, storage, leaves, workers=workers, progress=progress or NoProgress())
-            version = change.publish(table)
+    version = leave_out(
+        head, storage, leaves, command="delete", dry_run=dry_run, workers=workers, progress=progress or NoProgress()
+    )
     purged = prune(home, storage=storage, drop=(), dry_run=dry_run) if purge else None
     return DeleteReport(
         target=redact(home), version=version, num_deleted=num_deleted,
@@ -120,6 +114,36 @@ def delete(
         num_bytes=sum(sizes[name] for name in leaves), num_not_found=len(missing),
         first_not_found=tuple(missing[:_SHOWN]), dry_run=dry_run, purged=purged, seconds=time.monotonic() - begun_s,
     )  # fmt: skip
+
+
+def leave_out(
+    head: Head, storage: Storage, leaves: Mapping[str, Mask], *, command: str, dry_run: bool, workers: int,
+    progress: Progress,
+) -> int:  # fmt: skip
+    """Publish a set without some samples, if there are any; return the number of the version then.
+
+    Args:
+        head: The set.
+        storage: The store.
+        leaves: Which samples are left out, by the name of their shard.
+        command: The command.
+        dry_run: Only check.
+        workers: Shards at a time.
+        progress: Receives the shards that are written.
+
+    Raises:
+        ConfigError: None would stay.
+        OvertakenError: Somebody else changed the set meanwhile.
+    """
+    num = sum(int(mask.sum()) for mask in leaves.values())
+    if num and num == head.table.total_samples:
+        raise ConfigError(f"{redact(head.home)}: no sample would stay; to give up the set, delete its directory")
+    if not num or dry_run:
+        return head.number
+    identity = {name: np.flatnonzero(mask).tolist() for name, mask in leaves.items()}
+    what = f"{num} samples of {redact(head.home)}"
+    with SetChange(storage, head, command=command, what=what, identity=identity) as change:
+        return change.publish(without(change, storage, leaves, workers=workers, progress=progress))
 
 
 def set_of(head: Head) -> OpenSet:
