@@ -74,7 +74,7 @@ from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("view", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
+_RESHARD_OPTIONS += ("view", "exclude", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
 _RESHARD_OPTIONS += ("allow_unfinished", "classes")
 _OF_APPEND = frozenset(
     {"sources", "target", "kind", "workers", "appends", "allow_unfinished", "as_json", "dry_run", "quiet", "debug",
@@ -368,6 +368,7 @@ def verify_command(
     "--key-prefix", default="", metavar="TEXT", help="Prefix for every key; may contain {shard} and {number}."
 )
 @click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples in this list (see verify).")
+@click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line.")
 @click.option(
     "--memory",
     "memory_bytes",

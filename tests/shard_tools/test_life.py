@@ -25,6 +25,7 @@ from shard_tools.change.life.delete import delete
 from shard_tools.change.life.prune import prune
 from shard_tools.change.life.versions import compare, history, tag
 from shard_tools.change.sets.copy import copy
+from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.make.convert.append import append
@@ -323,6 +324,13 @@ def test_only_what_may_be_the_same_is_read(tmp_path: Path) -> None:
     assert (report.num_compared, [(one.key, one.kept_key) for one in report.pairs]) == (2, [("again", "1")])
     with pytest.raises(ConfigError, match=r"no sample of .* has such a field"):
         dedupe(str(tmp_path / "set"), storage=Storage(), by="jpg")
+
+
+def test_keys_are_left_out_of_another_set(web: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("0003\n0011\nnone\n")
+    report = reshard(str(web), str(tmp_path / "out"), options=ReshardOptions(exclude=str(tmp_path / "keys")))
+    assert (report.num_samples, report.num_filtered) == (10, 2)
+    assert keys(tmp_path / "out") == [f"{number:04d}" for number in range(12) if number not in {3, 11}]
 
 
 # ------------------------------------------------------------------------------------------------------------ readers

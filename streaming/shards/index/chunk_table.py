@@ -394,7 +394,7 @@ def _checked_name(name: Any) -> str:
 
 def one_shard_table(shard: ShardInfo, rows: Mapping[str, Any]) -> ChunkTable:
     """Return the chunk table of one shard from its columns, without ``shard``."""
-    columns = {name: np.array(rows[name], dtype) for name, dtype in list(_COLUMNS.items())[1:]}
+    columns: dict[str, Any] = {name: np.array(rows[name], dtype) for name, dtype in list(_COLUMNS.items())[1:]}
     return ChunkTable(shards=(shard,), shard=np.zeros(columns["crc32c"].size, np.int32), **columns)
 
 
