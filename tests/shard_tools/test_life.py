@@ -20,6 +20,7 @@ from PIL import Image
 from shard_tools import ShardWriter
 from shard_tools.change.check.verify import verify
 from shard_tools.change.columns.lift import lift_all
+from shard_tools.change.columns.target import drop_column
 from shard_tools.change.life.dedupe import dedupe
 from shard_tools.change.life.delete import delete
 from shard_tools.change.life.prune import prune
@@ -263,6 +264,24 @@ def test_a_dry_run_writes_nothing(web: Path) -> None:
     with pytest.raises(ConfigError, match="no sample would stay"):
         delete(str(web), storage=Storage(), where="n >= 0", dry_run=True)
     assert files == {path: path.stat().st_mtime_ns for path in web.rglob("*")}
+
+
+def test_what_else_writes_to_a_set_that_lives_publishes_its_next_version(web: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000", "0001"])
+    lift_all([str(web)], ["json.text"], storage=Storage(), index_url=None, workers=1)
+    assert keys(web, where="\"json.text\" = 'text 7'") == ["0007"]
+    with ShardWriter(str(web / "{:06d}.tar"), start_shard=7) as writer:
+        writer.write({"__key__": "more", "json": {"id": "more"}})
+    assert keys(web) == [*(f"{number:04d}" for number in range(2, 12)), "more"]
+    index_shards(Storage(), [f"{web}/000007.tar"], force=True)
+    assert [one.num_samples for one in history(str(web), storage=Storage()).versions] == [12, 10, 10, 11]
+    lift_all([str(web)], ["json.id"], storage=Storage(), index_url=None, workers=1)
+    prune(str(web), storage=Storage())
+    assert keys(web, where="\"json.id\" = '0007'") == ["0007"]
+    (finding,) = verify([str(web)], storage=Storage()).findings
+    assert "column 'json.text' has no values" in finding.what
+    drop_column([str(web)], "json.text", storage=Storage(), index_url=None)
+    assert not verify([str(web)], storage=Storage()).findings
 
 
 # ------------------------------------------------------------------------------------------------------------- dedupe

@@ -97,7 +97,8 @@ def delete(
         raise ConfigError("name the samples to delete: by --keys FILE, or by --where CONDITION")
     head = open_head(storage, home)
     wanted = None if keys is None else excluded_keys(storage, keys)
-    leaves, missing = _by_condition(head, storage, where), ()
+    missing: tuple[str, ...] = ()
+    leaves = _by_condition(head, storage, where)
     if wanted is not None:
         leaves, missing = by_keys(head, storage, wanted)
     num_deleted = sum(int(mask.sum()) for mask in leaves.values())

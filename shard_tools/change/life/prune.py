@@ -20,7 +20,7 @@ from streaming.shards.index.layout import (
     version_path,
 )
 from streaming.shards.versions.history import KeptVersion, kept_versions
-from streaming.shards.versions.publish import Head, read_head
+from streaming.shards.versions.publish import read_head
 from streaming.storage import Storage, join_url, redact
 
 _NOTE = "prune"
@@ -113,8 +113,9 @@ def prune(
     sizes = {info.url: info.size_bytes for info in storage.list(home)}
     left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
     gone = {one.name for one in goes}
-    now = [read_head(storage, home), *(one for one in kept_versions(storage, home) if one.name not in gone)]
-    held = _names(one.table for one in now)
+    kept = (one.table for one in kept_versions(storage, home) if one.name not in gone)
+    now = [read_head(storage, home).table, *kept]
+    held = _names(now)
     published = {work_of(name) for name in held}  # whose run was killed right after that
     waits = left.keys() - {*abandon} - published
     removed = [
@@ -154,9 +155,9 @@ def _names(tables: Iterable[ChunkTable]) -> set[str]:
     return {shard.name for table in tables for shard in table.shards}
 
 
-def _inputs(now: Sequence[Head | KeptVersion]) -> Iterable[str]:
-    for one in now:
-        yield from () if one.table.version is None else one.table.version.inputs
+def _inputs(now: Sequence[ChunkTable]) -> Iterable[str]:
+    for table in now:
+        yield from () if table.version is None else table.version.inputs
 
 
 def _noted(storage: Storage, home: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -239,7 +239,7 @@ class _Work:
         inputs = [[one.name, one.size_bytes, one.version] for one in reader.origins().inputs]
         return [reader.identity(), inputs, self.options.identity(), self.pattern]
 
-    def records(self, reader: Source) -> Iterator[Record]:
+    def records(self, reader: Source) -> Generator[Record, None, None]:
         """Yield the new records; those whose keys are numbers go on from the set's."""
         named = self.options.key_field
         counts = named == NUMBER_KEYS or (named is None and LAYOUTS[reader.kind].numbers)

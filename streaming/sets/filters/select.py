@@ -66,6 +66,7 @@ from streaming.shards.index.keys import key_array
 from streaming.shards.index.layout import samples_directory
 from streaming.shards.index.selection import Everything, Filtered, Kept, Selection
 from streaming.shards.index.where import Where, unknown_column
+from streaming.shards.schema.value import late_origin
 from streaming.storage import Storage, join_url, redact, scheme_of
 from streaming.types import Int64Array, ReadBuffer
 
@@ -636,10 +637,23 @@ def late_columns_of(
     def look() -> bytes:
         late = find_columns(storage, homes_of(shards.urls, shards.index), names)
         _check_once(storage, shards, sorted(late))
+        _tell_of_others(shards, late)
         return json.dumps(documents_as_json(late)).encode()
 
     place = f"columns/{digest_of([list(shards.urls), shards.index, sorted(names)])}"
     return documents_of_json(json.loads(shared(peers, place, look)))
+
+
+def _tell_of_others(shards: OpenShards, late: Mapping[str, LateColumn]) -> None:
+    """Log late columns that are not those of the version of a set that is read: they were added again since."""
+    for name, column in late.items():
+        for home, document in column.documents.items():
+            said = shards.schemas[home].columns.get(name) if home in shards.versions else None
+            if said is not None and not said.origin.startswith(late_origin(document.column_version, "")):
+                _log.warning(
+                    "%s: column %r was added again since version %d of this set; its values may differ from those then",
+                    redact(home), name, shards.versions[home],
+                )  # fmt: skip
 
 
 def column_reader(

@@ -59,7 +59,7 @@ class FoundShards:
         head, start = unframed(data)
         table = None
         if "shards" in head:
-            columns = {}
+            columns: dict[str, Any] = {}
             for name, dtype in zip(_COLUMNS, head["dtypes"], strict=True):
                 columns[name] = np.frombuffer(data, dtype, head["chunks"], start)
                 start += columns[name].nbytes

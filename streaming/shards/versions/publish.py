@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from streaming.errors import AccessDeniedError, IndexMissingError, NotFoundError, ShardstreamError, shell_place
 from streaming.shards.index.chunk_table import KIND, ChunkTable, VersionFacts
-from streaming.shards.index.files import content_errors, is_sealed, read_facts
+from streaming.shards.index.files import content_errors, damaged, is_sealed, read_facts
 from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, version_path
 from streaming.shards.schema.value import Schema, is_copy
 from streaming.storage import ChangedError, ReadBuffer, Storage, join_url, redact
@@ -105,16 +105,24 @@ def schema_of(storage: Storage, home: str, table: ChunkTable | None = None) -> S
     """
     url = join_url(home, SCHEMA_FILE)
     if table is not None and table.version is not None:
-        with content_errors(redact(join_url(home, chunks_path())), "what it says of the schema"):
-            return Schema.from_dict(table.version.schema)
+        return _schema_in(table.version, home)
     try:
         schema, copies = storage.read_parsed(url, _schema_and_kind, is_sealed)
     except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
         return Schema()
     if copies and table is None:
         version = _version_of(storage, join_url(home, chunks_path()))
-        return schema if version is None else Schema.from_dict(version.schema)
+        return schema if version is None else _schema_in(version, home)
     return schema
+
+
+def _schema_in(version: VersionFacts, home: str) -> Schema:
+    source = redact(join_url(home, chunks_path()))
+    try:
+        with content_errors(source, "what it says of the schema"):
+            return Schema.from_dict(version.schema)
+    except AttributeError as error:
+        raise damaged(source, str(error)) from error
 
 
 def _schema_and_kind(data: ReadBuffer, source: str) -> tuple[Schema, bool]:
