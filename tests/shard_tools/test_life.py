@@ -31,6 +31,8 @@ from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.make.convert.append import append
 from shard_tools.make.convert.journal import TargetNotEmptyError
+from shard_tools.make.tokens import TokenizeOptions, tokenize
+from shard_tools.make.tokens.append import append_tokens
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, IndexMismatchError, StateError
 from streaming.shards.catalog.build import index_shards
@@ -132,6 +134,37 @@ def test_only_what_is_new_is_added_and_nothing_twice(kind: str, tmp_path: Path, 
         opened = StreamingDataset(str(target))
         assert opened.class_names == {"cls": ("a", "b", "c")}
         assert all(sample["__key__"].startswith("abc"[sample["cls"]]) for sample in opened)
+
+
+def test_documents_are_added_with_the_tokenizer_of_the_set(tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/0.jsonl", [*rows_of(0, 5), {"id": "x", "n": 0, "text": ""}])
+    given = TokenizeOptions(tokenizer="bytes", split=("val=40%",), columns=("n",), max_samples=3)
+    tokenize(str(tmp_path / "days"), str(tmp_path / "all"), options=given)
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 20))
+    for name in ("train", "val"):
+        one = str(tmp_path / "all" / name)
+        before = keys(one)
+        report = append_tokens(str(tmp_path / "days"), one)
+        assert report.num_known == 1
+        assert keys(one)[: len(before)] == before
+        assert len({*keys(one)}) == len(keys(one)) == len(before) + report.num_added
+        assert append_tokens(str(tmp_path / "days"), one).num_added == 0
+    sets = [StreamingDataset(str(tmp_path / "all" / name)) for name in ("train", "val")]
+    texts = [bytes(sample["tok"].astype(np.uint8))[1:-1].decode() for each in sets for sample in each]
+    assert sorted(texts) == sorted(f"text {n}" for n in [*range(5), *range(100, 120)])
+    with pytest.raises(ConfigError, match="its tokens were made otherwise"):
+        append_tokens(str(tmp_path / "other"), one, tokenizer=tokenizer_file(tmp_path, jsonl))
+
+
+def tokenizer_file(folder: Path, write: Callable[..., None]) -> str:
+    """Another tokenizer, and a document for it."""
+    write(folder / "other/9.jsonl", rows_of(900, 1))
+    vocabulary = {"[UNK]": 0, "text": 1}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    content = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    content |= {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder / "tokenizer.json")
 
 
 def test_what_was_changed_is_refused_by_name(web: Path, tmp_path: Path) -> None:
@@ -470,6 +503,10 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     assert run("show", web, "--version", "1", "--html", tmp_path / "page.html") is not None
     assert "12" in (tmp_path / "page.html").read_text()
     assert "2 versions given up, 1 shard" in run("version", "prune", web)
+    assert "--tokenizer is for sets of tokens" in run("append", tmp_path / "days", web, "--tokenizer", "bytes", code=2)
+    run("convert", tmp_path / "days", tmp_path / "tokens", "--tokenizer", "bytes", "--workers", 1)
+    jsonl(tmp_path / "days/2.jsonl", rows_of(200, 2))
+    assert "2 samples added" in run("append", tmp_path / "days", tmp_path / "tokens")
 
 
 # ------------------------------------------------------------------------------------------------- conditional writes
