@@ -39,7 +39,7 @@ from streaming.shards.catalog.build import index_shards
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
 from tests.support.models.living_sets import Killed, interrupted, kill
-from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.servers.on_loopback import MiniGcsServer, MiniS3Server, fresh_name
 
 
 def rows_of(first: int, num: int) -> list[dict[str, Any]]:
@@ -514,12 +514,15 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
 Place = Callable[[], tuple[str, Storage]]
 
 
-@pytest.fixture(params=["local", "s3", "memory"])
+@pytest.fixture(params=["local", "s3", "gcs", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Storage]]:
     """A URL in a store, with nothing there."""
     if request.param == "s3":
         server: MiniS3Server = request.getfixturevalue("mini_s3")
         yield f"{server.create_bucket(fresh_name())}/a/file", Storage(server.storage_options)
+    elif request.param == "gcs":
+        google: MiniGcsServer = request.getfixturevalue("mini_gcs")
+        yield f"{google.create_bucket(fresh_name())}/a/file", Storage(google.storage_options)
     elif request.param == "local":
         yield str(tmp_path / "a/file"), Storage()
     else:
@@ -544,7 +547,7 @@ def test_of_writers_that_replace_one_version_one_wins(place: tuple[str, Storage]
     assert not storage.exists(url)
 
 
-@pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
+@pytest.mark.parametrize("place", ["local", "s3", "gcs"], indirect=True)
 def test_of_many_at_once_one_wins(place: tuple[str, Storage]) -> None:
     url, storage = place
     storage.put(url, b"first")
