@@ -94,7 +94,7 @@ def append_all(
             report = append(sources, target, workers=workers or DEFAULT_WORKERS["local"], **how)
         else:
             workers = workers or num_cores()
-            made_by = {"tokenizer": tokenizer, "chat_template": chat_template}
+            made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template}
             with open_processes(workers) if workers > 1 and tokenizer else nullcontext() as executor:
                 report = append_tokens(sources, target, workers=workers, executor=executor, **made_by, **how)
     emit(report, as_json=as_json, for_people=_show_append)

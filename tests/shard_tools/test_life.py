@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -364,6 +366,21 @@ def test_each_pair_is_named_and_one_stays(by: str, keep: Any, tmp_path: Path) ->
     assert (again.num_removed, again.version) == (0, report.version)
 
 
+def test_the_cures_of_stats_are_followed(tmp_path: Path) -> None:
+    def run(*words: str) -> Any:
+        done = CliRunner().invoke(cli, [*words, "--json"], prog_name="shard_tools")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    folder = str(tmp_path / "set")
+    write_twice(tmp_path / "set", 30, 3)
+    for what, by in (("duplicate keys", "key"), ("duplicate contents", "bin")):
+        (cure,) = [one["cure"] for one in run("stats", folder)["surprises"] if one["what"].startswith(what)]
+        (words,) = re.findall(rf"`shard_tools (dedupe \S+ --by {by})", cure)
+        assert run(*shlex.split(words))["num_removed"] > 0
+        assert not [one for one in run("stats", folder)["surprises"] if one["what"].startswith(what)]
+
+
 def test_only_what_may_be_the_same_is_read(tmp_path: Path) -> None:
     with ShardWriter(str(tmp_path / "set/{:03d}.tar")) as writer:
         for number in range(6):
@@ -400,6 +417,40 @@ def test_a_listing_shows_the_current_version_alone(web: Path, tmp_path: Path) ->
     options = ConvertOptions(max_samples=4, key_field="id", columns=("n",))
     with pytest.raises(TargetNotEmptyError, match="add what is new with --append"):
         convert(str(tmp_path / "days"), str(web), options=options)
+
+
+def test_a_set_that_is_changed_while_it_is_listed_opens_as_it_was_or_is(web: Path, tmp_path: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+    real, calls = Storage.list, [0]
+
+    def change() -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            append(str(tmp_path / "days"), str(web))
+            delete(str(web), storage=Storage(), keys=["0009"])
+
+    def listed(self: Storage, url: str) -> Any:
+        found = list(real(self, url))
+        change()
+        return iter(found)
+
+    def changed(self: Storage, url: str) -> Any:
+        change()
+        return real(self, url)
+
+    was = keys(web)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "list", listed)
+        after = keys(web)
+    is_now = keys(web)
+    assert after in (was, is_now)
+    assert is_now == [*(f"{number:04d}" for number in range(1, 12) if number != 9), "0100", "0101"]
+    calls[0], was = -1, is_now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "list", changed)
+        assert keys(web) == was
+    assert keys(f"{web}/000000*.tar") == ["0001", "0002", "0003"]
 
 
 def test_a_run_goes_on_with_its_version_while_the_set_grows(web: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def append(
     storage, place = Storage(storage_options), Destination.of(target)
     head = open_head(storage, place.directory)
     journal = load_journal(head.home, storage)
-    how = {"workers": workers, "allow_unfinished": allow_unfinished}
+    how: dict[str, Any] = {"workers": workers, "allow_unfinished": allow_unfinished}
     options = ConvertOptions(kind=kind, **how) if journal is None else _options_of(journal, head, kind, how)
     work = Appending.of(storage, head, options, journal)
     reader = work.opened(source, place, lambda: _open(work, options, source, place, storage))

@@ -118,7 +118,7 @@ def _options_of(
             f"the set was made by a tokenizer ({made['kind']}, SHA-256 {made['sha256'][:12]}…); give it with "
             "--tokenizer FILE"
         )
-    ends = {name: "none" if said[name] is None else str(said[name]) for name in ("bos", "eos")}
+    ends: dict[str, Any] = {name: "none" if said[name] is None else str(said[name]) for name in ("bos", "eos")}
     plain = ("max_bytes", "max_samples", "shuffle_seed", "key_field", "text_field", "messages_field", "tokens_field")
     return TokenizeOptions(
         kind=str(journal.source["kind"]) if kind == "auto" else kind, keep_order=said["shuffle_seed"] is None,
