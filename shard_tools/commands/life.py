@@ -1,4 +1,4 @@
-"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe`` and ``version``."""
+"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe``, ``split`` and ``version``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from shard_tools.change.life.dedupe import CONTENT, DedupeReport, Keep, dedupe
 from shard_tools.change.life.delete import DeleteReport, delete
 from shard_tools.change.life.prune import PruneReport, prune
 from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
+from shard_tools.change.sets.rewrite.split import SplitOptions, SplitReport, split
 from shard_tools.make.convert import SOURCE_KINDS
 from shard_tools.make.convert.append import AppendReport, append, is_of_tokens
 from shard_tools.make.convert.journal import load_journal
 from shard_tools.make.convert.pack import Destination
 from shard_tools.make.tokens.append import append_tokens
 from shard_tools.make.tokens.encode import open_processes
+from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
+from shard_tools.running.report import plain, plain_place
 from shard_tools.terminal.options import (
     COUNT,
+    SIZE,
     as_storage_options,
     json_option,
     places_and_target,
     quiet_option,
     unfinished_option,
+    union_option,
     with_storage_options,
     writing_options,
 )
@@ -173,6 +177,46 @@ def dedupe_command(
     emit(report, as_json=as_json, for_people=_show_dedupe)
 
 
+@click.command("split")
+@writing_options
+@click.argument("places", nargs=-1, required=True, metavar="SOURCE... TARGET")
+@click.option(
+    "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
+)
+@click.option(
+    "--group-field", metavar="COLUMN", help="Keep samples with one value of this column, late or not, together."
+)
+@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@click.option(
+    "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
+)
+@click.option("--overwrite", is_flag=True, help="Delete what the new sets hold and start over.")
+@union_option
+@unfinished_option
+@json_option
+@with_storage_options
+def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+    """Write each sample of SOURCE into one of several sets, TARGET/train and others, in one pass.
+
+    The hash of its key, or of a column, decides alone. So a set that has grown is split as before, and a group, such as
+    all pictures of one person, is never in two sets.
+
+    \b
+    Example:
+      shard_tools split s3://bucket/all/ s3://bucket/parts/ --split val=1% --split test=1%
+      shard_tools split faces/ parts/ --split val=5% --group-field person
+    """
+    sources, target = places_and_target(places)
+    storage_options = as_storage_options(arguments)
+    with progress_bar("split", "samples") as progress:
+        report = split(
+            sources, target, options=SplitOptions(split=shares, **arguments), storage_options=storage_options,
+            progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show_split)
+
+
 @click.group("version")
 def version_group() -> None:
     """Name, list, show, compare and prune the versions of a set.
@@ -299,7 +343,7 @@ def _show_append(report: AppendReport) -> None:
     for reason, count in report.left_out.items():
         click.echo(f"  left out: {plain(reason)}: {count:,}", err=True)
     for field, names in report.new_classes.items():
-        click.echo(f"  {plain(field)}: new classes {', '.join(map(plain, names))}")
+        click.echo(f"  field {field!r}: new classes {', '.join(map(plain, names))}")
 
 
 def _show_delete(report: DeleteReport) -> None:
@@ -325,6 +369,16 @@ def _show_dedupe(report: DedupeReport) -> None:
         f"{counted(report.num_removed, 'sample')} in {counted(report.num_shards, 'shard')} {done}; "
         f"{report.num_samples:,} stay; the bytes of {report.num_compared:,} were compared"
     )
+
+
+def _show_split(report: SplitReport) -> None:
+    for one in report.sets:
+        click.echo(
+            f"{plain(one.name)}: {counted(one.num_samples, 'sample')} in {counted(one.num_shards, 'shard')}, "
+            f"{format_bytes(one.num_bytes)}: {plain_place(one.target)}"
+        )
+    if report.was_complete:
+        click.echo("Complete already; nothing written.")
 
 
 def _show_version(report: VersionReport) -> None:

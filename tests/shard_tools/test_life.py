@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from shard_tools.change.life.prune import prune
 from shard_tools.change.life.versions import compare, history, tag
 from shard_tools.change.sets.copy import copy
 from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.change.sets.rewrite.split import SplitOptions, split
 from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.make.convert.append import append
@@ -36,7 +39,7 @@ from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.make.tokens.append import append_tokens
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexMismatchError, StateError
+from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, UnfinishedError
 from streaming.shards.catalog.build import index_shards
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
@@ -400,6 +403,73 @@ def test_keys_are_left_out_of_another_set(web: Path, tmp_path: Path) -> None:
     report = reshard(str(web), str(tmp_path / "out"), options=ReshardOptions(exclude=str(tmp_path / "keys")))
     assert (report.num_samples, report.num_filtered) == (10, 2)
     assert keys(tmp_path / "out") == [f"{number:04d}" for number in range(12) if number not in {3, 11}]
+
+
+# -------------------------------------------------------------------------------------------------------------- split
+
+
+def parts_of(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """The samples of the sets that a set was split into, without their places."""
+    return {
+        path.name: {sample.pop("__key__"): {name: value for name, value in sample.items() if name != "__url__"}
+                    for sample in StreamingDataset(str(path), **options)}
+        for path in sorted(folder.iterdir())
+    }  # fmt: skip
+
+
+def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: Path, tmp_path: Path) -> None:
+    options = SplitOptions(split=("val=30%", "test=20%"), max_samples=3)
+    report = split(str(web), str(tmp_path / "out"), options=options)
+    found = parts_of(tmp_path / "out", decode=None)
+    whole = {sample["__key__"]: sample["json"] for sample in StreamingDataset(str(web), decode=None)}
+    assert {name: len(one) for name, one in found.items()} == {one.name: one.num_samples for one in report.sets}
+    assert {key: value["json"] for one in found.values() for key, value in one.items()} == whole
+    assert sum(map(len, found.values())) == len(whole)
+    for name in found:
+        assert not verify([str(tmp_path / "out" / name)], storage=Storage()).findings
+    assert keys(tmp_path / "out/train", where="n < 100") == [key for key in whole if key in found["train"]]
+    again = split(str(web), str(tmp_path / "out"), options=options)
+    assert (again.was_complete, again.sets) == (True, report.sets)
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 60))
+    append(str(tmp_path / "days"), str(web))
+    with pytest.raises(TargetNotEmptyError, match="holds something else"):
+        split(str(web), str(tmp_path / "out"), options=options)
+    split(str(web), str(tmp_path / "out"), options=replace(options, overwrite=True))
+    grown = parts_of(tmp_path / "out", decode=None)
+    assert all(found[name].items() <= grown[name].items() for name in found)
+    assert 8 <= len(grown["val"]) <= 35
+
+
+def test_a_group_is_never_in_two_sets(web: Path, tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/1.jsonl", [{**row, "n": row["n"] % 9} for row in rows_of(100, 40)])
+    append(str(tmp_path / "days"), str(web))
+    lift_all([str(web)], ["json.text"], storage=Storage(), index_url=None, workers=1)
+    split(str(web), str(tmp_path / "out"), options=SplitOptions(split=("val=40%",), group_field="n"))
+    groups = [{sample["json"]["n"] for sample in one.values()} for one in parts_of(tmp_path / "out").values()]
+    assert not groups[0] & groups[1]
+    split(str(web), str(tmp_path / "late"), options=SplitOptions(split=("val=40%",), group_field="json.text"))
+    with pytest.raises(ConfigError, match="--group-field"):
+        split(str(web), str(tmp_path / "none"), options=SplitOptions(split=("val=40%",), group_field="m"))
+    with pytest.raises(ConfigError, match="name at least one set"):
+        split(str(web), str(tmp_path / "none"), options=SplitOptions(split=()))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("at", [0, 3, 9, 14, 22])
+def test_a_split_that_is_killed_is_refused_and_done_again(web: Path, tmp_path: Path, at: int) -> None:
+    options = SplitOptions(split=("val=30%",), max_samples=2)
+    split(str(web), str(tmp_path / "calm"), options=options)
+    with contextlib.suppress(Killed), interrupted(at, kill, before=True):
+        split(str(web), str(tmp_path / "out"), options=options)
+        pytest.fail("it was not killed")
+    with pytest.raises((UnfinishedError, NotFoundError)):
+        StreamingDataset(str(tmp_path / "out"))
+    assert not split(str(web), str(tmp_path / "out"), options=options).was_complete
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # ------------------------------------------------------------------------------------------------------------ readers
