@@ -43,6 +43,8 @@ from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, Sta
 from streaming.shards.catalog.build import index_shards
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
+from streaming.storage.adapters import object as object_client
+from streaming.storage.adapters.obstore_client import client
 from tests.support.models.living_sets import Killed, interrupted, kill
 from tests.support.servers.on_loopback import MiniGcsServer, MiniS3Server, fresh_name
 
@@ -666,6 +668,45 @@ def test_of_writers_that_replace_one_version_one_wins(place: tuple[str, Storage]
     with pytest.raises(ChangedError, match="nothing was replaced"):
         storage.put_if(url, b"wrong", version)
     assert not storage.exists(url)
+
+
+def test_a_store_that_tells_no_versions_compares_bytes(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Storage.info
+    monkeypatch.setattr(Storage, "info", lambda self, url: replace(real(self, url), version=None))
+    assert delete(str(web), storage=Storage(), keys=["0001"]).version == 2
+    writer = ShardWriter(str(web / "{:06d}.tar"), append=True)
+    writer.write({"__key__": "late", "json": {}})
+    assert delete(str(web), storage=Storage(), keys=["0002"]).version == 3
+    with pytest.raises(OvertakenError):
+        writer.close()
+    assert keys(web) == ["0000", *(f"{number:04d}" for number in range(3, 12))]
+
+
+def test_a_store_without_conditional_writes_is_asked_before(mini_s3: MiniS3Server, monkeypatch: Any) -> None:
+    url, storage = f"{mini_s3.create_bucket(fresh_name())}/file", Storage(mini_s3.storage_options)
+    real = client().api.put
+
+    def put(*args: Any, mode: Any = None, **kwargs: Any) -> Any:
+        if mode is not None:
+            raise client().errors.NotSupportedError("no conditional writes")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(object_client, "client", lambda: replace(client(), api=Patched(put)))
+    storage.put_if(url, b"one", None)
+    with pytest.raises(ChangedError):
+        storage.put_if(url, b"other", None)
+    storage.put_if(url, b"two", storage.info(url).version)
+    assert bytes(storage.read(url)) == b"two"
+
+
+class Patched:
+    """obstore with another ``put``."""
+
+    def __init__(self, put: Callable[..., Any]) -> None:
+        self.put = put
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(client().api, name)
 
 
 @pytest.mark.parametrize("place", ["local", "s3", "gcs"], indirect=True)

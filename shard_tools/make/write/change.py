@@ -80,8 +80,8 @@ def with_added(head: Head, meaning: Schema) -> Schema:
         dtype = meaning.fields[name].dtype if name in meaning.fields else ""
         if dtype not in {"", one.dtype}:
             raise ConfigError(
-                f"field {name!r}: dtype is {one.dtype!r} in {redact(head.home)}, but {dtype!r} in what is added, and the "
-                f"tokens of a set have one width; {RESHARD}"
+                f"field {name!r}: dtype is {one.dtype!r} in {redact(head.home)}, but {dtype!r} in what is added, and "
+                f"the tokens of a set have one width; {RESHARD}"
             )
     both = joined(sets)
     if isinstance(both, SchemaConflict):
