@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from shard_tools import ShardWriter
+from shard_tools import ShardWriter, optimize
 from shard_tools.change.check.verify import verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.columns.target import drop_column
@@ -172,6 +172,50 @@ def tokenizer_file(folder: Path, write: Callable[..., None]) -> str:
     content |= {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     return str(folder / "tokenizer.json")
+
+
+def lengths(path: Any) -> dict[str, Any]:
+    text = Path(path).read_text() if isinstance(path, str) else str(path)
+    return {"txt": text, "n": len(text)}
+
+
+def pairs(number: int) -> list[dict[str, Any]]:
+    return [{"txt": f"{number}"}, {"txt": f"{number}'"}]
+
+
+def test_a_function_is_called_with_new_inputs_alone(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("x" * number)
+    files, target = [str(tmp_path / f"{number}.txt") for number in range(5)], tmp_path / "set"
+    given: dict[str, Any] = {"workers": 0, "progress": False, "max_samples": 2, "columns": ["n"]}
+    optimize(lengths, files[:3], target, **given)
+    report = optimize(lengths, files, target, append=True, **given)
+    assert (report.num_inputs, report.num_samples, report.num_resumed_samples, report.num_shards) == (2, 5, 3, 3)
+    assert keys(target) == [f"{number:09d}" for number in range(5)]
+    assert [int(sample["n"]) for sample in StreamingDataset(str(target), where="n >= 1")] == [1, 2, 3, 4]
+    assert optimize(lengths, files, target, append=True, **given).was_complete
+    with pytest.raises(ConfigError, match="was made by another function"):
+        optimize(pairs, range(3), target, append=True, **given)
+    (tmp_path / "0.txt").write_text("changed")
+    with pytest.raises(ConfigError, match="with other content"):
+        optimize(lengths, files, target, append=True, **given)
+
+
+def test_inputs_that_name_no_files_are_new(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"workers": 0, "progress": False}
+    optimize(pairs, range(2), tmp_path / "set", **given)
+    for _ in range(2):
+        optimize(pairs, range(7, 9), tmp_path / "set", append=True, **given)
+    texts = [(sample["__key__"], sample["txt"]) for sample in StreamingDataset(str(tmp_path / "set"))]
+    made_of = {0: 0, 1: 1, 4: 7, 5: 8, 6: 7, 7: 8}  # behind the samples that are there
+    wanted = [[(f"{at:09d}-000", f"{number}"), (f"{at:09d}-001", f"{number}'")] for at, number in made_of.items()]
+    assert texts == [one for both in wanted for one in both]
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        optimize(pairs, range(3), tmp_path / "set", append=True, overwrite=True, **given)
+    with ShardWriter(str(tmp_path / "other/{:03d}.tar")) as writer:
+        writer.write({"__key__": "0", "txt": ""})
+    with pytest.raises(ConfigError, match="was not made by optimize"):
+        optimize(pairs, range(3), tmp_path / "other", append=True, **given)
 
 
 def test_what_was_changed_is_refused_by_name(web: Path, tmp_path: Path) -> None:
