@@ -237,7 +237,7 @@ class Appending:
         return Numbered(reader, self.numbers_from, counts=counts)
 
     def add(
-        self, reader: Source, numbered: Counted, source: str | Sequence[str], *, columns: Sequence[str],
+        self, reader: Source, numbered: CountedRecords, source: str | Sequence[str], *, columns: Sequence[str],
         meaning: Schema, storage: Storage, storage_options: Mapping[str, object] | None, progress: Progress,
     ) -> Added:  # fmt: skip
         """Write the records of a source, and publish them.
@@ -364,7 +364,7 @@ class Appending:
         return [reader.identity(), inputs, self.options.identity(), self.pattern, list(columns)]
 
 
-class Counted(Protocol):
+class CountedRecords(Protocol):
     """Records that are counted on their way.
 
     Attributes:
