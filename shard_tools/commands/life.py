@@ -108,6 +108,11 @@ def append_all(
 @click.argument("target", metavar="SET")
 @click.option("--keys", metavar="FILE", help="Delete the samples with these keys: a file with one in each line.")
 @click.option("--where", metavar="CONDITION", help='Delete the samples that match, such as "score < 0.2".')
+@click.option(
+    "--contents",
+    metavar="FILE",
+    help="Delete the samples with a field of such SHA-256 or MD5, one in each line.",
+)
 @click.option("--purge", is_flag=True, help="Remove the old shards, and the versions without a name.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be deleted and written.")
@@ -115,8 +120,8 @@ def append_all(
 @json_option
 @with_storage_options
 def delete_command(
-    target: str, *, keys: str | None, where: str | None, purge: bool, workers: int, dry_run: bool, as_json: bool,
-    **arguments: Any,
+    target: str, *, keys: str | None, where: str | None, contents: str | None, purge: bool, workers: int,
+    dry_run: bool, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Leave samples out of SET, a directory of indexed shards.
 
@@ -128,11 +133,12 @@ def delete_command(
       shard_tools delete s3://bucket/train/ --keys requests.txt --purge
       shard_tools delete s3://bucket/train/ --where "score < 0.2" --dry-run
     """
-    if (keys is None) == (where is None):
-        raise click.UsageError("Give one of --keys FILE and --where CONDITION.")
+    if [keys, where, contents].count(None) != 2:
+        raise click.UsageError("Give one of --keys FILE, --where CONDITION and --contents FILE.")
     with progress_bar("delete", "shards") as progress:
         report = delete(
-            target, storage=_store(arguments), keys=keys, where=where, purge=purge, dry_run=dry_run, workers=workers,
+            target, storage=_store(arguments), keys=keys, where=where, contents=contents, purge=purge,
+            dry_run=dry_run, workers=workers,
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show_delete)
@@ -354,7 +360,7 @@ def _show_delete(report: DeleteReport) -> None:
     )
     if report.num_not_found:
         shown = ", ".join(map(plain, report.first_not_found))
-        click.echo(f"{counted(report.num_not_found, 'key')} of the list not in the set, such as {shown}", err=True)
+        click.echo(f"{counted(report.num_not_found, 'line')} of the list not in the set, such as {shown}", err=True)
     if report.purged is not None:
         _show_prune(report.purged)
 

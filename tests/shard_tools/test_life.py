@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import hashlib
 import json
 import re
 import shlex
@@ -340,6 +342,46 @@ def test_purge_leaves_no_byte_of_what_is_deleted(web: Path) -> None:
     assert (again.num_deleted, again.version, again.num_not_found) == (0, 2, 1)
 
 
+def test_contents_are_found_by_their_digests(web: Path, tmp_path: Path) -> None:
+    whole = {sample["__key__"]: bytes(sample["json"]) for sample in StreamingDataset(str(web), decode=None)}
+    lines = [hashlib.sha256(whole["0002"]).hexdigest().upper(), hashlib.md5(whole["0009"]).hexdigest(), "ab" * 32]
+    (tmp_path / "digests").write_text("\n".join(lines))
+    report = delete(str(web), storage=Storage(), contents=str(tmp_path / "digests"))
+    assert (report.num_deleted, report.first_not_found) == (2, ("ab" * 32,))
+    assert keys(web) == [key for key in whole if key not in {"0002", "0009"}]
+    (tmp_path / "digests").write_text("no digest")
+    with pytest.raises(ConfigError, match="expected SHA-256 or MD5 in hex"):
+        delete(str(web), storage=Storage(), contents=str(tmp_path / "digests"))
+    with pytest.raises(ConfigError, match="by one of --keys"):
+        delete(str(web), storage=Storage())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_others_read_the_shards_of_the_current_version(web: Path, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 3))
+    append(str(tmp_path / "days"), str(web))
+    delete(str(web), storage=Storage(), keys=["0000", "0005"])
+    prune(str(web), storage=Storage())
+    shards = sorted(str(path) for path in web.glob("*.tar"))
+    read = [sample["__key__"] for sample in webdataset.WebDataset(shards, shardshuffle=False)]
+    gc.collect()  # it leaves files open
+    assert read == keys(web)
+
+
+def test_what_somebody_else_put_there_is_left_alone(web: Path) -> None:
+    foreign = web / "foreign.tar"
+    tag(str(web), "v1", storage=Storage())
+    foreign.write_bytes((web / "000000.tar").read_bytes())
+    for number in range(4):
+        delete(str(web), storage=Storage(), keys=[f"{number:04d}"])
+    assert prune(str(web), storage=Storage(), keep=2).kept == ("v1", "3", "4")
+    assert len(keys(web, version=4)) == 9
+    prune(str(web), storage=Storage(), drop=["v1"])
+    assert foreign.exists()
+    assert {path.name for path in web.glob("*.tar")} == {"foreign.tar", "000001.tar", "000002.tar"}
+
+
 def test_a_dry_run_writes_nothing(web: Path) -> None:
     files = {path: path.stat().st_mtime_ns for path in web.rglob("*")}
     report = delete(str(web), storage=Storage(), where="n >= 3", dry_run=True, purge=True)
@@ -656,7 +698,7 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("0100\n")
     told = json.loads(run("delete", web, "--keys", tmp_path / "keys", "--json"))
     assert (told["num_deleted"], told["version"]) == (1, 3)
-    assert "Give one of --keys FILE and --where" in run("delete", web, code=2)
+    assert "Give one of --keys FILE, --where" in run("delete", web, code=2)
     assert "version 3 (now), the current one: 13 samples" in run("version", "tag", web, "now")
     listed = run("version", "list", web).splitlines()
     assert [line[:9] for line in listed if line.startswith("version")] == ["version 1", "version 2", "version 3"]
