@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -216,7 +217,7 @@ def _by_contents(
     def look(shard: int) -> tuple[Mask, set[str]]:
         mask, there = np.zeros(sizes[shard], np.bool_), set[str]()
         for row, sample in enumerate(samples[stops[shard] - sizes[shard] : stops[shard]]):
-            values = [value for name, value in sample.items() if not name.startswith("__")]
+            values: list[Any] = [value for name, value in sample.items() if not name.startswith("__")]
             hit = {hashlib.new(kind, value).hexdigest() for kind in kinds for value in values} & asked
             mask[row], there = bool(hit), there | hit
         return mask, there
