@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from shard_tools.change.check.recheck import RecheckReport, recheck, show_recheck
 from shard_tools.change.check.verify import VerifyReport, show_verify, verify
@@ -37,6 +38,14 @@ from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
+from shard_tools.commands.life import (
+    append_all,
+    append_command,
+    dedupe_command,
+    delete_command,
+    split_command,
+    version_group,
+)
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
@@ -55,6 +64,7 @@ from shard_tools.terminal.options import (
     SECRET_PAIR,
     SEED,
     SIZE,
+    STORAGE_OPTION_NAMES,
     as_storage_options,
     duplicates_option,
     engine_option,
@@ -82,6 +92,10 @@ from streaming.errors import shell_word
 from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 
+_OF_APPEND = frozenset(
+    {"sources", "target", "kind", "workers", "appends", "tokenizer", "chat_template", "allow_unfinished", "as_json",
+     "dry_run", "quiet", "debug", *STORAGE_OPTION_NAMES}
+)  # fmt: skip
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
@@ -91,7 +105,10 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "column": column_group,
         "view": view_group,
         "plan": plan_command,
+        "append": append_command,
         "clean": clean_command,
+        "dedupe": dedupe_command,
+        "delete": delete_command,
         "diff": diff_command,
         "doctor": doctor_command,
         "export": export_command,
@@ -100,6 +117,8 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "stats": stats_command,
         "trace": trace_group,
         "show": show_command,
+        "split": split_command,
+        "version": version_group,
     },
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -172,12 +191,13 @@ def cli() -> None:
     help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
 @start_over_option
+@click.option("--append", "appends", is_flag=True, help="Add what is new to the set in TARGET, with the set's options.")
 @unfinished_option
 @json_option
 @with_storage_options
 def convert_command(
     sources: tuple[str, ...], target: str, *, engine: str, workers: int | None, as_json: bool, shuffle: Any,
-    max_side: int | None, quality: int | None, image_format: str | None, image_fields: tuple[str, ...],
+    max_side: int | None, quality: int | None, image_format: str | None, image_fields: tuple[str, ...], appends: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
     """Pack each SOURCE into indexed tar shards in TARGET.
@@ -196,6 +216,11 @@ def convert_command(
       shard_tools convert table.parquet shards/ --field image=jpg --shuffle 7
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
+    if appends:
+        _refuse_options_of_the_set(_OF_APPEND)
+        taken = ("kind", "allow_unfinished", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
+        append_all(sources, target, workers=workers, as_json=as_json, **{name: arguments[name] for name in taken})
+        return
     storage_options = as_storage_options(arguments)
     arguments |= {"keep_order": True} if shuffle == KEEP_ORDER else {"shuffle_seed": shuffle}
     images = ImageOptions(max_side=max_side, quality=quality, format=image_format, fields=image_fields)
@@ -211,6 +236,20 @@ def convert_command(
             sources, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
     emit(report, as_json=as_json, for_people=show_convert)
+
+
+def _refuse_options_of_the_set(taken: frozenset[str]) -> None:
+    """Refuse options of a conversion that a set has already.
+
+    Raises:
+        click.UsageError: One is given.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        is_given = context.get_parameter_source(name) in {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+        if is_given and name not in taken:
+            raise click.UsageError(f"{parameter.opts[0]}: with --append, options come from the set; leave it out.")
 
 
 @cli.command("index")
@@ -344,6 +383,7 @@ def verify_command(
     "--key-prefix", default="", metavar="TEXT", help="Prefix for every key; may contain {shard} and {number}."
 )
 @click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples in this list (see verify).")
+@click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line.")
 @click.option(
     "--memory",
     "memory_bytes",

@@ -101,6 +101,7 @@ described_options = together(
     click.option("--where", metavar="CONDITION", help="Only the samples that match; see docs/filters.md."),
     click.option("--view", metavar="NAME", help="Only the samples of a saved view."),
     click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line."),
+    click.option("--version", metavar="VERSION", help="A version of the set, by number or name; see version list."),
     click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000."),
     click.option(
         "--classes",
@@ -258,7 +259,7 @@ def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: Options of packs contradict each other.
     """
-    names = ("where", "view", "subset", "exclude", "balanced", "curriculum", "classes")
+    names = ("where", "view", "version", "subset", "exclude", "balanced", "curriculum", "classes")
     described = {name: arguments.pop(name) for name in names}
     trusted = arguments.pop("trust")
     described["trust"] = True if "all" in trusted else trusted or None

@@ -97,6 +97,8 @@ start_over_option = click.option("--overwrite", is_flag=True, help="Delete the c
 engine_option = click.option(
     "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."
 )
+STORAGE_OPTION_NAMES = ("endpoint_url", "region", "profile", "ca_file", "anon", "storage_option")
+"""The parameters that :func:`with_storage_options` adds for the store."""
 _SWITCHES = frozenset({"anon", "requester_pays", "path_style", "hedge", "read_only"})
 _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
 

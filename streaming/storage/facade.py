@@ -252,6 +252,26 @@ class Storage:
             return
         self._store.call(url, lambda adapter: adapter.put(url, view))
 
+    def put_if(self, url: str, data: bytes | bytearray | memoryview, version: str | None) -> None:
+        """Replace ``url`` if it has the ``version`` that :meth:`info` reported; None: create it if there is none.
+
+        Of several writers that replace one version, one wins. Where a store cannot compare and write at once (fsspec,
+        object stores without ``If-Match``), they are compared right before.
+
+        Raises:
+            ChangedError: It has another version, is gone, or is there already; nothing was written.
+        """
+        self._check_writable(url, "write")
+        view = memoryview(data).cast("B")
+        try:
+            self._store.call(url, lambda adapter: adapter.put_if(url, view, version))
+        except ChangedError:
+            # A request whose answer was lost has written, and is refused when it is sent again.
+            with suppress(NotFoundError):
+                if self._store.read(as_url(url), 0, None) == view:
+                    return
+            raise
+
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """Return a writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
 

@@ -24,7 +24,7 @@ DATA = {
     Mixture: "sources weights repeats quotas unit ends shuffle seed batches fetch_bytes max_bad_samples classes",
     StreamingDataset: (
         "urls index fields decode where view subset exclude shuffle seed duplicate_keys allow_unfinished on_error "
-        "max_bad_samples classes"
+        "max_bad_samples classes version"
     ),
     Packed: (
         "documents length column field dtype overlong mask_field shift_labels labels_across pad_id max_docs multiple "

@@ -94,12 +94,16 @@ OURS = {
     ("shard_tools/look/doctor/packages.py", "wanted"): "a requirement of ours",
     ("shard_tools/change/export/run.py", "name"): "an option of ours",
     ("shard_tools/change/export/run.py", "to"): "a format of ours",
+    ("shard_tools/change/life/prune.py", "drops"): "words, each quoted",
+    ("shard_tools/make/write/change.py", "self.work"): "a number of ours",
     ("shard_tools/look/show/access.py", "host"): "of the command line",
     ("shard_tools/look/show/server.py", "port"): "a number",
     ("shard_tools/change/columns/compute.py", "' or '.join(_WIDTHS)"): "names of ours",
     ("shard_tools/look/show/data/bad.py", "lists"): "words, after --drop",
     ("shard_tools/look/stats/surprises.py", "self.place if len(self.urls) == 1 else 'SOURCE'"): "words: Facts.place",
     ("shard_tools/look/stats/surprises.py", "facts.place"): "words: Facts.place",
+    ("shard_tools/look/stats/surprises.py", "self.place if len(self.urls) == 1 else 'SET'"): "words: Facts.place",
+    ("shard_tools/look/stats/surprises.py", "facts.dedupe"): "words: Facts.place",
     ("shard_tools/look/stats/surprises.py", "facts.reshard"): "words: Facts.reshard",
 }
 NOTES = {

@@ -80,6 +80,8 @@ NOT_RUN = {
     ("convert", ""): "test_cli.py::test_convert_reports",
     ("convert", "--from"): "test_class_folders.py::test_images_beside_folders_of_classes_are_told_of",
     ("copy", ""): "test_copy.py::test_as_a_command",
+    ("append", ""): "test_life.py::test_as_commands",
+    ("dedupe", ""): "test_life.py::test_as_commands",
     ("export", ""): "test_export.py::test_in_a_bucket_by_the_command",
     ("info", ""): "test_cli.py::test_info_verb",
     ("map", ""): "test_map.py::test_several_sources_follow_each_other",
@@ -221,6 +223,24 @@ def tool_error(*arguments: object) -> None:
     result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
     assert result.exit_code in {1, 2, 3}, result.output
     raise ShardstreamError(result.output)
+
+
+@scenario(("version", ""), ("version", "--drop"))
+def versions_are_listed_named_and_given_up(folder: Path) -> None:
+    samples = write_set(folder, (3, 4))
+    tool("version", "tag", folder, "v1")
+    (folder / "keys").write_text(samples.open()[0]["__key__"])
+    tool("delete", folder, "--keys", folder / "keys")
+    do(error_of(lambda: StreamingDataset(folder / "000000.tar")), "version list")
+    do(error_of(lambda: StreamingDataset(folder, version="v2")), "version tag")
+    assert len(StreamingDataset(folder, version="v2")) == 6
+    text = error_of(lambda: tool_error("delete", folder, "--where", "__key__ != ''", "--purge"))
+    assert "no sample would stay" in text
+    (folder / "keys").write_text(samples.open()[1]["__key__"])
+    do(error_of(lambda: tool_error("delete", folder, "--keys", folder / "keys", "--purge")), "version prune")
+    tool("delete", folder, "--keys", folder / "keys", "--purge")
+    assert len(StreamingDataset(folder)) == 5
+    do(error_of(lambda: tool_error("version", "tag", folder, "v1", "--of", 9)), "version tag", NAME="now")
 
 
 @scenario(("index", ""), ("index", "--force"), ("index", "--prune"))

@@ -219,6 +219,7 @@ CASES: dict[str, dict[str, Case]] = {
             (*OF_TEXT, "where", "by size", "balanced", "curriculum"): "their columns need an index, made with "
             "`shard_tools index --duplicate-keys`"}),
         "allow_unfinished": Case(True, base={"StreamingDataset": {"urls": "unfinished"}}),
+        "version": Case(1, base={"StreamingDataset": {"urls": "living"}}),
         "max_gzip_ratio": Case(2.0, look=ratios_of, cannot={
             (*OF_TEXT, "remote"): "no field of these is packed, and a compressed shard has no index"}),
         "on_error": Case("raise", base=on_bad()),

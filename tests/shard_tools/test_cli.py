@@ -43,6 +43,10 @@ VERBS = (
     "export",
     "show",
     "clean",
+    "append",
+    "dedupe",
+    "delete",
+    "split",
 )
 
 
@@ -148,6 +152,11 @@ def test_every_verb_has_help_with_an_example_and_json() -> None:
         "column drop",
         "column list",
         "trace merge",
+        "version diff",
+        "version list",
+        "version prune",
+        "version show",
+        "version tag",
         "view list",
         "view save",
         "view show",

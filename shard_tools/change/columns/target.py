@@ -27,7 +27,6 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import joined_type, read_column, read_sample_columns, write_column
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import (
-    SCHEMA_FILE,
     checked_name,
     column_document_path,
     column_path,
@@ -35,6 +34,7 @@ from streaming.shards.index.layout import (
 )
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.value import Schema, SchemaColumn, late_origin
+from streaming.shards.versions.publish import change_schema
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
@@ -411,7 +411,7 @@ def _note_column(storage: Storage, home: str, name: str, column: SchemaColumn | 
     columns = {other: one for other, one in known.columns.items() if other != name}
     new = replace(known, columns=columns if column is None else {**columns, name: column})
     if new != known:
-        storage.put(join_url(home, SCHEMA_FILE), new.to_bytes())
+        change_schema(storage, home, new)
 
 
 def _files_of(storage: Storage, homes: Sequence[str], name: str) -> list[str]:

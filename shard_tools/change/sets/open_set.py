@@ -79,15 +79,18 @@ class OpenSet:
         return unlike_sets(self.homes, storage)
 
     def kept(
-        self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None
-    ) -> Selection | None:
-        """Return which samples a condition, a saved view and a range keep, as a dataset with these options; None: all.
+        self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None,
+        exclude: str | None = None,
+    ) -> Selection | None:  # fmt: skip
+        """Return which samples a condition, a saved view, a range and a list of keys keep, as a dataset; None: all.
 
         Raises:
             ConfigError: A column or the view does not exist, or no sample is kept.
             IndexMismatchError: A late column does not belong to these shards.
         """
-        asked = asked_filter(storage, self.as_opened, where=where, view=view, subset=subset, exclude=None, peers=None)
+        asked = asked_filter(
+            storage, self.as_opened, where=where, view=view, subset=subset, exclude=exclude, peers=None
+        )
         return None if asked is None or asked.keeps_all else narrowed(storage, self.as_opened, asked)
 
     def late_columns(self, storage: Storage, names: Iterable[str] | None = None) -> dict[str, LateColumn]:

@@ -45,6 +45,7 @@ from streaming.shards.index.sample_table import columns_from_footer
 from streaming.shards.schema.meeting import RESHARD, met
 from streaming.shards.schema.value import Schema
 from streaming.shards.tar.passed_over import PassedOver
+from streaming.shards.versions.publish import write_index
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys, Int64Array
 
@@ -315,7 +316,7 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
         left = [shard.name for shard in table.shards if shard.name not in set(gone)]
         for name in gone:  # before the table that names them: a run that is killed is continued by the next one
             storage.delete(join_url(home, samples_path(name)))
-        storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
+        write_index(storage, home, table.select(left), table)
     return len(gone)
 
 

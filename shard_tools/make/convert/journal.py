@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from shard_tools.make.convert.base.identity import SourceIdentity
+from streaming.common.threads import map_threads
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.shards.index.files import (
     SOURCES_KIND,
@@ -23,10 +24,12 @@ from streaming.shards.index.files import (
     write_document,
     write_table,
 )
+from streaming.shards.index.layout import inputs_path
 from streaming.storage import ReadBuffer, Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
 _VERSION, _KEPT = 1, 32
+_THREADS = 16
 _COLUMNS = {
     "number": pa.int64(), "name": pa.string(), "size_bytes": pa.int64(), "version": pa.string(), "crc32c": pa.uint32(),
 }  # fmt: skip
@@ -180,6 +183,18 @@ def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
         return storage.read_parsed(url, _identities, is_sealed)
     except (NotFoundError, AccessDeniedError):
         return []
+
+
+def load_inputs(home: str, names: Sequence[str], storage: Storage) -> list[SourceIdentity]:
+    """Return the inputs of what was appended to the set in ``home``, given the names of their lists.
+
+    Raises:
+        IndexFormatError: A list is damaged.
+        NotFoundError: One is gone.
+    """
+    urls = [join_url(home, inputs_path(name)) for name in names]
+    lists = map_threads(lambda url: storage.read_parsed(url, _identities, is_sealed), urls, _THREADS)
+    return [one for identities in lists for one in identities]
 
 
 def _identities(data: ReadBuffer, source: str) -> list[SourceIdentity]:

@@ -63,6 +63,7 @@ from streaming.shards.index.layout import (
     INDEX_DIRECTORY,
     SCHEMA_FILE,
     UNFINISHED_FILE,
+    VERSIONS_DIRECTORY,
     WRITERS_DIRECTORY,
     samples_directory,
     samples_path,
@@ -221,6 +222,11 @@ class PackingRun:
         if found is None:
             raise TargetNotEmptyError(
                 f"{shown} holds {counted(len(there), 'file')} of another data set, such as {redact(there[0])}; {cure}"
+            )
+        if any(f"/{VERSIONS_DIRECTORY}/" in url for url in there):
+            raise TargetNotEmptyError(
+                f"{shown} holds a set that has versions, since it was changed after it was converted; add what is new "
+                f"with --append, or {cure}"
             )
         if not found.same_work(self._journal):
             # It may still be running, so its place is not taken even if it has written nothing else.
@@ -511,14 +517,14 @@ def _write(
                 if record.origin != through or record.remarks or record.left_out:
                     waiting.append((at, replace(record, fields={}, metadata={})))
                     through = record.origin
-            _write_run(writer, run, records, known_keys)
+            write_run(writer, run, records, known_keys)
             num_bytes = sum(len(value) for record in run for value in record.fields.values())
             progress.advance(num_bytes=num_bytes, num=len(run))
             number += len(run)
     return number
 
 
-def _write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record], known_keys: Collection[str]) -> None:
+def write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record], known_keys: Collection[str]) -> None:
     """Write records; names among them and the later ones that cannot be stored are told together."""
     num_new = next((number for number, record in enumerate(run) if record.key in known_keys), len(run))
     before = writer.num_samples

@@ -190,7 +190,7 @@ def convert(
     place = Destination.of(target)
     reader = options.open(source, target, storage, classes=options.classes, images=options.image_folder)
     check_columns(reader, options.named_columns)
-    written, image_columns = _reencoded(reader, options)
+    written, image_columns = reencoded(reader, options)
     classes: dict[str, int] = getattr(reader, "classes", {})
     seed: int | None = getattr(reader, "shuffle_seed", options.shuffle_seed)
     packed = pack(
@@ -223,7 +223,7 @@ def convert(
     )
 
 
-def _reencoded(reader: Source, options: ConvertOptions) -> tuple[Source, tuple[str, ...]]:
+def reencoded(reader: Source, options: ConvertOptions) -> tuple[Source, tuple[str, ...]]:
     """Return the source with its images re-encoded as asked, and the columns that this adds.
 
     Raises:

@@ -46,6 +46,8 @@ class Layout:
         configs: It may have configurations, of which ``--source-config`` takes one.
         image_folder: Its images may lie elsewhere (``--image-folder``).
         named: A name that is no path may stand for it.
+        apart: Each file stands for itself, so that some may be left out, when more is appended to a set.
+        numbers: Keys are numbers of records, unless a field is named.
     """
 
     open: Callable[[str, Storage, SourceOptions], Source]
@@ -62,6 +64,8 @@ class Layout:
     configs: bool = False
     image_folder: bool = False
     named: bool = False
+    apart: bool = False
+    numbers: bool = False
 
     def has(self, name: str) -> bool:
         """Tell whether a file with this name, in lower case, is one of this layout."""
@@ -75,44 +79,52 @@ def _endings(extensions: frozenset[str]) -> tuple[str, ...]:
 LAYOUTS: dict[str, Layout] = {
     "images": Layout(
         open=ImageFolder, suffixes=_endings(IMAGE_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True,
-        images=True,
+        images=True, apart=True,
     ),
     "jsonl": Layout(
         open=partial(lines.LineFiles, "jsonl"), suffixes=lines.SUFFIXES["jsonl"], fields=True, shuffles=True,
-        several=True,
+        several=True, apart=True, numbers=True,
     ),
     "parquet": Layout(
-        open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True
+        open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True,
+        apart=True, numbers=True,
     ),
-    "csv": Layout(open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True, several=True),
+    "csv": Layout(
+        open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True, several=True, apart=True, numbers=True,
+    ),
     "text": Layout(
         open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True,
-        several=True,
+        several=True, apart=True, numbers=True,
     ),
-    "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True, several=True, images=True),
+    "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES, shards=True, several=True, images=True, apart=True),
     "mds": Layout(
-        open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True, several=True, images=True
+        open=mds.MdsFiles, suffixes=mds.SUFFIXES, fields=True, shuffles=True, several=True, images=True,
+        numbers=True,
     ),
     "litdata": Layout(
-        open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True, several=True, images=True
+        open=litdata.LitDataFiles, names=litdata.NAMES, fields=True, shuffles=True, several=True, images=True,
+        numbers=True,
     ),
     "tfrecord": Layout(
-        open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True, several=True, images=True
+        open=tfrecord.TfRecords, names=tfrecord.NAMES, fields=True, shuffles=True, several=True, images=True,
+        apart=True, numbers=True,
     ),
     "tfrecord-raw": Layout(
-        open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True, several=True, images=True
+        open=partial(tfrecord.TfRecords, raw=True), fields=True, shuffles=True, several=True, images=True,
+        apart=True, numbers=True,
     ),
     "lmdb": Layout(open=lmdb.LmdbFiles, suffixes=lmdb.SUFFIXES, fields=True, shuffles=True, several=True, images=True),
     "audio": Layout(
-        open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True
+        open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True,
+        apart=True,
     ),
-    "files": Layout(open=FolderFiles, shuffles=True, several=True, zips=True, images=True),
+    "files": Layout(open=FolderFiles, shuffles=True, several=True, zips=True, images=True, apart=True),
     "coco": Layout(
         open=CocoFolder, classes=True, shuffles=True, zips=True, images=True, parts=True, image_folder=True
     ),
     "voc": Layout(open=VocFolder, classes=True, shuffles=True, zips=True, images=True, parts=True),
     "hf": Layout(
-        open=HfDataset, fields=True, shuffles=True, images=True, parts=True, configs=True, named=True
+        open=HfDataset, fields=True, shuffles=True, images=True, parts=True, configs=True, named=True, numbers=True,
     ),
 }  # fmt: skip
 SOURCE_KINDS = ("auto", *LAYOUTS)
@@ -206,6 +218,7 @@ def open_source(
         taken = ", ".join(name for name, one in LAYOUTS.items() if one.zips)
         raise ConfigError(f"{redact(zipped[0])}: an archive is read as {taken}, not as {kind!r}; unpack it")
     _refuse_unfit(kind, layout, replace(options, more=tuple(specs[1:])))
+    watched.known = options.known if layout.apart else None
     reader = layout.open(specs[0], watched, replace(options, more=tuple(specs[1:])))
     watched.expect(reader.origins().inputs)
     return reader

@@ -12,6 +12,7 @@ from functools import partial
 
 from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.make.convert.base.files import SourceFile, find_files, is_folder
+from shard_tools.make.convert.base.identity import SourceStorage
 from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.common.arguments import checked_ratio
 from streaming.errors import ConfigError
@@ -50,6 +51,8 @@ class TarFiles(CountedFiles):
                 collections.deque(ahead.list(folder), 0)  # which makes known what is marked below it
             marks = Marks(ahead, (), [file.url for file in files], exclude=options.exclude)
             marks.check(allow_unfinished=options.allow_unfinished)
+        if options.known is not None:
+            files = options.known.new(files, SourceStorage.of(storage))
         super().__init__("tars", files, storage)
         self._max_gzip_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
         self._numbered = options.key_field == NUMBER_KEYS

@@ -25,7 +25,7 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import joined_type
 from streaming.shards.index.cutter import ChunkCutter
 from streaming.shards.index.large_members import LARGE_BYTES, large_sums
-from streaming.shards.index.layout import chunks_path, samples_path
+from streaming.shards.index.layout import samples_path
 from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer, contents_from_footer
 from streaming.shards.index.spans import SpanCutter, spans_of
 from streaming.shards.schema.joined import SchemaConflict, joined
@@ -33,6 +33,7 @@ from streaming.shards.schema.kinds import kind_by_name
 from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import Schema, SchemaColumn, SchemaField
 from streaming.shards.tar.group import check_density
+from streaming.shards.versions.publish import write_index
 from streaming.storage import Storage, join_url, redact
 from streaming.types import Int64Array
 
@@ -343,16 +344,22 @@ class IndexRecorder:
         names = self._sizes_below(self._directory, ".tar")
         sizes = {self._name_of(name): size_bytes for name, size_bytes in names.items()}
         tables = dict(self._tables)
-        beside = self._from_chunk_table(sizes, known=tables.keys())
+        before = self._chunk_table()
+        beside = self._from_chunk_table(before, sizes, known=tables.keys())
         tables |= beside
-        tables |= self._from_sample_tables(sizes, known=tables.keys())
+        if before is None or before.version is None:  # else what else is there is of other versions
+            tables |= self._from_sample_tables(sizes, known=tables.keys())
         if not tables:
             return
         if beside:
             self._schema = self._beside()
         self._add_array_types([name for name in names if self._name_of(name) in tables])
-        write_schema(self._storage, self._index, self._schema)  # first: whoever sees the shards sees what they mean
-        self._storage.put(join_url(self._index, chunks_path()), ChunkTable.merged(tables).to_parquet())
+        write_index(self._storage, self._index, ChunkTable.merged(tables), before, self._schema)
+
+    def recorded(self) -> tuple[dict[str, ChunkTable], Schema]:
+        """Return the chunk tables of the shards that were written, by name, and what they mean, to be published."""
+        self._add_array_types(list(self._tables))
+        return dict(self._tables), self._schema
 
     def _name_of(self, name: str) -> str:
         """Return the name in the index of a shard of the directory."""
@@ -390,10 +397,17 @@ class IndexRecorder:
         source = self._columns.get(name)
         return source if isinstance(source, str) and source != name else ""
 
-    def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
+    def _chunk_table(self) -> ChunkTable | None:
+        """Return the chunk table that is there; a damaged one is rebuilt from the sample tables."""
         try:
-            table = read_chunks(self._storage, self._index)
-        except (NotFoundError, IndexFormatError):  # a damaged one is rebuilt from the sample tables
+            return read_chunks(self._storage, self._index)
+        except (NotFoundError, IndexFormatError):
+            return None
+
+    def _from_chunk_table(
+        self, table: ChunkTable | None, sizes: Mapping[str, int], known: Iterable[str]
+    ) -> dict[str, ChunkTable]:  # fmt: skip
+        if table is None:
             return {}
         # An index in another place may also cover other directories, whose shards are not in `sizes`.
         wanted = {

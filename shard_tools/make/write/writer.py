@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
+from uuid import uuid4
 
 import numpy as np
 
+from shard_tools.make.write.change import SetChange, next_number, open_head, with_added
 from shard_tools.make.write.columns import ColumnSpec, ColumnValue, parse_columns
 from shard_tools.make.write.encode import Buffers, encode_field
 from shard_tools.make.write.keys import SeenKeys, check_field, check_key
@@ -23,6 +25,7 @@ from streaming.common.arguments import checks_names, is_list, is_whole, parse_by
 from streaming.common.forks import Maker
 from streaming.errors import SEVERAL, ConfigError, ShardstreamError, StorageError
 from streaming.shards.catalog.unfinished import WRITER
+from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.schema.value import Schema, class_schema
 from streaming.shards.tar.blocks import is_meta
 from streaming.shards.tar.group import MAX_FIELDS
@@ -115,6 +118,9 @@ class ShardWriter:
         classes: Names of classes in the order of their numbers, by field, such as ``{"cls": ["cat", "dog"]}``; where a
             column has the field's name, its numbers mean the same. Readers get them, and compare them where this set
             meets another one. Writers of one directory give the same.
+        append: Add to the set that is there: the shards get names of their own, and :meth:`close` publishes them as the
+            set's next version. Until then, and if the writer fails, readers see the set as it is. Of two writers that
+            append at the same time one wins, and :meth:`close` of the other one raises.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -135,6 +141,7 @@ class ShardWriter:
         overwrite: bool = False,
         start_shard: int = 0,
         classes: Mapping[str, Sequence[str]] | None = None,
+        append: bool = False,
     ) -> None:
         self._pattern = _parse_pattern(pattern)
         self._max_bytes = parse_bytes(max_bytes, name="max_bytes")
@@ -157,7 +164,8 @@ class ShardWriter:
         self._recorder = IndexRecorder.create(
             self._storage, self._pattern.directory, index=index, columns=columns, schema=schema
         )  # fmt: skip
-        self._mark = self._pattern.mark(self._storage, start_shard) if self._marks else None
+        self._mark = self._pattern.mark(self._storage, start_shard) if self._marks and not append else None
+        self._change = self._appending(schema, overwrite=overwrite, index=index) if append else None
         self._may_differ = False  # whether something in the directory is not as it was
 
     @property
@@ -221,7 +229,9 @@ class ShardWriter:
         self._maker.check()
         try:
             self._finish_shard()
-            if chunk_table and self._recorder is not None:
+            if self._change is not None and self._recorder is not None:
+                self._publish(self._change, self._recorder)
+            elif chunk_table and self._recorder is not None:
                 self._recorder.publish_chunk_table()
             if self._mark is not None and (self._shards or self._recorder is not None):
                 awaits_table = self._recorder is not None and not chunk_table
@@ -230,6 +240,15 @@ class ShardWriter:
             self.abort()
             raise
         self._state = "closed"
+
+    def _publish(self, change: SetChange, recorder: IndexRecorder) -> None:
+        """Publish the set with the shards of this writer, if there are any."""
+        if not self._shards:
+            return
+        tables, meaning = recorder.recorded()
+        table = ChunkTable.merged(change.head.table.by_shard(), tables)
+        change.publish(table, schema=with_added(change.head, meaning))
+        change.__exit__(None, None, None)
 
     def abort(self) -> None:
         """Drop the open shard and stop.
@@ -246,6 +265,8 @@ class ShardWriter:
         if self._mark is not None and not self._may_differ:
             with suppress(ShardstreamError):  # it stays marked
                 self._mark.withdraw()
+        if self._change is not None and self._url:
+            self._change.__exit__(ShardstreamError, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -267,8 +288,33 @@ class ShardWriter:
             max_samples=self._max_samples,
         )
 
+    def _appending(self, schema: Schema, *, overwrite: bool, index: object) -> SetChange:
+        """Return the change of the set that this writer makes; its shards follow those that are there.
+
+        Raises:
+            ConfigError: Another option contradicts it, or the set means something else.
+        """
+        if overwrite or self._next_shard or index is not True:
+            raise ConfigError(
+                "append=True: the set says which shard is next, and has its index beside the shards; leave overwrite, "
+                "start_shard and index out"
+            )
+        pattern = self._pattern
+        head = open_head(self._storage, pattern.directory or ".")
+        self._next_shard = next_number((one.name for one in head.table.shards), pattern.stem, pattern.suffix)
+        change = SetChange(
+            self._storage, head, command="ShardWriter", what=redact(pattern.url(0)), identity=uuid4().hex
+        )
+        with_added(head, schema)
+        self._pattern = replace(pattern, suffix=change.named(pattern.suffix))
+        return change
+
     def _start_shard(self) -> None:
         url = self._pattern.url(self._next_shard)
+        if self._change is not None:
+            if not self._shards:
+                self._change.__enter__()
+            self._change.writes([split_url(url)[1]])
         if not self._overwrite and self._storage.exists(url):
             raise StorageError(
                 f"{redact(url)} exists already; pass overwrite=True to replace it, or keep it and pass "
@@ -342,6 +388,14 @@ class UnmarkedWriter(ShardWriter):
         super()._finish_shard()
         if self.on_shard is not None and self.num_shards > num_shards:
             self.on_shard(self.num_shards, self.num_samples, self._shard_bytes)
+
+    def finish(self) -> tuple[dict[str, ChunkTable], Schema]:
+        """Publish the last shard, and close; return the shards' chunk tables by name, and what they mean.
+
+        They are in no chunk table yet: that is up to the caller.
+        """
+        self.close(chunk_table=False)
+        return ({}, Schema()) if self._recorder is None else self._recorder.recorded()
 
     @property
     def shard_bytes(self) -> int:

@@ -80,6 +80,9 @@ class Source(ShardSet, Table, Bytes, Protocol):
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the order of each pass under these settings."""
 
+    def where_is(self, fingerprint: str) -> str:
+        """Say how to open what had this fingerprint, of which there is a state; "" if that is not known."""
+
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
         """Return what makes this set need less memory, for messages; "" if nothing of its own does.
 

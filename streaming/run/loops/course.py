@@ -176,8 +176,11 @@ class Single(RunOrder):
                 f"this state belongs to another selection of samples from these shards. {why}"
                 if why
                 else f"this state belongs to another data set: {state.num_samples} samples, fingerprint "
-                f"{state.fingerprint[:12]}; this one has {num_samples} samples, fingerprint {own[:12]}. Open the same "
-                "shards in the same order, with the index they had"
+                f"{state.fingerprint[:12]}; this one has {num_samples} samples, fingerprint {own[:12]}. "
+                + (
+                    self.source.where_is(state.fingerprint)
+                    or "Open the same shards in the same order, with the index they had"
+                )
             )
         return self
 

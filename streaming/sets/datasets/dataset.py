@@ -32,6 +32,7 @@ from streaming.sets.datasets.face import DataSet, Numbers, reading
 from streaming.sets.filters.select import Condition
 from streaming.sets.sources.samples import SampleSource, num_data_ranks
 from streaming.shards.schema.joined import Classes, checked_classes
+from streaming.shards.versions.history import checked_version
 from streaming.types import DuplicateKeys, Sample, Transform
 
 _AT_THE_LOADER = "it belongs to the loader; write DataLoader(dataset, {}=…)"
@@ -133,6 +134,8 @@ class StreamingDataset(DataSet[SampleSource]):
         allow_unfinished: Read what is there of a set that a command or a ``ShardWriter`` is still writing, or was
             interrupted at. A warning says how much that is. Such a set is refused otherwise
             (docs/reliability.md#unfinished-sets).
+        version: Number or name of a version of the set, such as ``3`` or ``"v3"`` (``shard_tools version list``): what
+            it held then, whatever was appended or deleted since. Default: the current one when it is opened.
         max_gzip_ratio: Refuse a ``.tar.gz``, and a field such as ``json.gz``, that inflates to more than this many
             times its size (and to more than 64 MiB).
         on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor
@@ -178,6 +181,7 @@ class StreamingDataset(DataSet[SampleSource]):
         cache_limit: int | str | None = None,
         duplicate_keys: DuplicateKeys = "error",
         allow_unfinished: bool = False,
+        version: int | str | None = None,
         max_gzip_ratio: float = MAX_GZIP_RATIO,
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
@@ -191,6 +195,7 @@ class StreamingDataset(DataSet[SampleSource]):
             where=where, view=view, subset=subset, exclude=exclude, shuffle=shuffle, seed=seed,
             storage_options=storage_options, mirrors=mirrors, cache_dir=cache_dir, cache_limit=cache_limit,
             duplicate_keys=duplicate_keys, allow_unfinished=checked_flag("allow_unfinished", allow_unfinished),
+            version=checked_version("version", version),
             max_gzip_ratio=checked_ratio("max_gzip_ratio", max_gzip_ratio), on_error=on_error,
             max_bad_samples=checked_limit(max_bad_samples),
             bad_samples_file=checked_path("bad_samples_file", bad_samples_file),

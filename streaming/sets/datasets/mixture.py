@@ -25,7 +25,7 @@ _AT_THE_SOURCE = "it belongs to each source; write Mixture({{…: StreamingDatas
 _ELSEWHERE = {
     name: _AT_THE_SOURCE.format(name)
     for name in ("index", "fields", "decode", "transform", "storage_options", "mirrors", "cache_dir", "cache_limit",
-                 "on_error", "where", "view", "subset", "allow_unfinished")
+                 "on_error", "where", "view", "subset", "allow_unfinished", "version")
 } | {
     "stopping_strategy": 'write ends="first" or "all"',
     "probabilities": "write weights={…: …}",

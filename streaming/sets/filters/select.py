@@ -66,6 +66,7 @@ from streaming.shards.index.keys import key_array
 from streaming.shards.index.layout import samples_directory
 from streaming.shards.index.selection import Everything, Filtered, Kept, Selection
 from streaming.shards.index.where import Where, unknown_column
+from streaming.shards.schema.value import late_origin
 from streaming.storage import Storage, join_url, redact, scheme_of
 from streaming.types import Int64Array, ReadBuffer
 
@@ -81,6 +82,10 @@ listed."""
 _NO_PLACES = np.zeros(0, np.int64)
 _KEPT_BYTES = 64 << 20
 """Bits kept of the most recently evaluated filters: of half a billion samples."""
+
+
+class NothingKeptError(ConfigError):
+    """A filter keeps no sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +281,7 @@ def select(
     kept = work.joined(shared_parts(peers, f"kept/{name}", work.part))
     selected = Filtered.of(table, table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
     if not kept.total:
-        raise ConfigError(
+        raise NothingKeptError(
             f"{asked.words} keeps none of the {table.total_samples:,} samples of {redact(shards.urls[0])}"
             f"{f' and {len(shards.urls) - 1} other shards' if len(shards.urls) > 1 else ''}. Look at the values with "
             f"`shard_tools ls URL`"
@@ -630,10 +635,23 @@ def late_columns_of(
     def look() -> bytes:
         late = find_columns(storage, homes_of(shards.urls, shards.index), names)
         _check_once(storage, shards, sorted(late))
+        _tell_of_others(shards, late)
         return json.dumps(documents_as_json(late)).encode()
 
     place = f"columns/{digest_of([list(shards.urls), shards.index, sorted(names)])}"
     return documents_of_json(json.loads(shared(peers, place, look)))
+
+
+def _tell_of_others(shards: OpenShards, late: Mapping[str, LateColumn]) -> None:
+    """Log late columns that are not those of the version of a set that is read: they were added again since."""
+    for name, column in late.items():
+        for home, document in column.documents.items():
+            said = shards.schemas[home].columns.get(name) if home in shards.versions else None
+            if said is not None and not said.origin.startswith(late_origin(document.column_version, "")):
+                _log.warning(
+                    "%s: column %r was added again since version %d of this set; its values may differ from those then",
+                    redact(home), name, shards.versions[home],
+                )  # fmt: skip
 
 
 def column_reader(

@@ -32,6 +32,7 @@ from streaming.shards.index.selection import Selection
 from streaming.shards.schema.joined import Classes, translation, unknown_fields
 from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import WITHIN, Schema
+from streaming.shards.versions.history import VersionName, version_with
 from streaming.storage import Storage, mirrors_of, redact
 from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
@@ -72,6 +73,7 @@ class SampleSource(ChunkSource, SampleRows):
         max_bad_samples: float,
         bad_samples_file: str | None,
         classes: Classes = None,
+        version: VersionName = None,
     ) -> None:
         self.fields = fields
         self.decode = decode
@@ -86,13 +88,13 @@ class SampleSource(ChunkSource, SampleRows):
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
-        peers = job_peers(agent_store())
-        is_first = is_first_process()
+        peers, is_first = job_peers(agent_store()), is_first_process()
         if is_first:
             tell_of_opening_alone(peers, num_data_ranks)
         self.shards = open_shards(
-            self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished
-        )
+            self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished,
+            version=version,
+        )  # fmt: skip
         self._meet(classes)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
@@ -164,6 +166,16 @@ class SampleSource(ChunkSource, SampleRows):
         samples, was = without_part(fingerprint, MEANING)
         return super().chunks_when(samples, num_shards) if self._spoken.continues(was) else None
 
+    def where_is(self, fingerprint: str) -> str:
+        """See ``Source``: the version of the set that has these samples."""
+        base = fingerprint.partition(";")[0]
+        for home in self.shards.versions if len(self.shards.versions) == 1 else ():
+            found = version_with(self.storage, home, base)
+            if found is not None:
+                name = repr(found.name) if found.is_tag else found.number
+                return f"They are those of version {found.number} of this set: open it with version={name}"
+        return ""
+
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
         """Return the same set with its numbers of classes translated to those of these lists.
 
@@ -226,7 +238,8 @@ class SampleSource(ChunkSource, SampleRows):
 
     def words(self) -> str:
         """Describe what is read, without what may be secret in it."""
-        parts = [self._spelt, f"{len(self.shards.urls)} shards"]
+        numbers = sorted({*self.shards.versions.values()})
+        parts = [self._spelt, *(f"version {number}" for number in numbers), f"{len(self.shards.urls)} shards"]
         if self.indexed:
             table = self.table
             parts += [f"{table.total_samples} samples", format_bytes(table.total_bytes), self._asked]

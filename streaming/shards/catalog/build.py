@@ -28,13 +28,14 @@ from streaming.errors import (
     shell_place,
 )
 from streaming.shards.catalog.scan import Progress, compressed_error, scan_shard, tell_passed_over
-from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.chunk_table import ChunkTable, VersionFacts
 from streaming.shards.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.shards.index.files import is_sealed, read_footer
 from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, samples_path
 from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.shards.schema.value import Schema
 from streaming.shards.tar.passed_over import OnPassedOver, PassedOver
+from streaming.shards.versions.publish import read_table, schema_of, write_index
 from streaming.storage import Reader, Storage, WrongBytesError, join_url, redact, split_url
 from streaming.types import DuplicateKeys
 
@@ -80,8 +81,7 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
         NotFoundError: There is none.
         IndexFormatError: It is damaged, or too new.
     """
-    url = join_url(home, chunks_path())
-    return storage.read_parsed(url, ChunkTable.from_parquet, is_sealed)
+    return read_table(storage, join_url(home, chunks_path()))
 
 
 def read_schema(storage: Storage, home: str) -> Schema:
@@ -91,11 +91,7 @@ def read_schema(storage: Storage, home: str) -> Schema:
         IndexFormatError: Its ``schema.json`` is damaged, or of another version.
         StorageError: The store failed.
     """
-    url = join_url(home, SCHEMA_FILE)
-    try:
-        return storage.read_parsed(url, Schema.from_bytes, is_sealed)
-    except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
-        return Schema()
+    return schema_of(storage, home)
 
 
 def write_schema(storage: Storage, home: str, schema: Schema) -> None:
@@ -181,7 +177,7 @@ def index_shards(
     merged = {home: ChunkTable.merged(rows_of[home], by_name) for home, by_name in fresh.items()}
     for home, table in merged.items():
         if table != known[home]:
-            storage.put(join_url(home, chunks_path()), table.to_parquet())
+            write_index(storage, home, table, known[home])
     _tell_of_all(indexed, on_passed_over or tell_passed_over)
     return in_order(urls, index_url, merged)
 
@@ -387,6 +383,7 @@ def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = N
 
     Raises:
         IndexMissingError: A shard is in no index; the message names the command that makes one.
+        IndexMismatchError: The set lives, and a shard is not in its current version.
         IndexFormatError: An index file is damaged or too new.
         ConfigError: Two shards have the same name in one index.
     """
@@ -396,11 +393,21 @@ def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = N
         known = if_there(partial(read_chunks, storage, home), storage, beside, tell=True)
         present = {shard.name for shard in known.shards} if known else set()
         rest = {name: url for name, url in group.items() if name not in present}
+        if rest and known is not None and known.version is not None:
+            raise _of_another_version(next(iter(rest.values())), home, known.version)
         parts = [known] if known else []
         if rest:
             parts += _footers(storage, home, rest, beside)
         tables[home] = joined(parts)
     return tables
+
+
+def _of_another_version(url: str, home: str, version: VersionFacts) -> IndexMismatchError:
+    return IndexMismatchError(
+        f"{redact(url)}: not in version {version.number} of this set: it was replaced or deleted, or is being added. "
+        f"Name the folder, {shell_place(home)}, for the shards of that version; earlier ones: shard_tools version list "
+        f"{shell_place(home)}"
+    )
 
 
 def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, *, tell: bool = False) -> _T | None:

@@ -30,6 +30,7 @@ class FoundShards:
         sizes: Size of each shard, if there is no index.
         missing_index: Why there is no index, and what to do; "" if there is one.
         schemas: What the sets say that they mean, by directory of the index; those that say nothing are empty.
+        versions: Of sets that live, the number of the version that is read, by directory.
     """
 
     urls: tuple[str, ...]
@@ -37,11 +38,13 @@ class FoundShards:
     sizes: tuple[int, ...] = ()
     missing_index: str = ""
     schemas: Mapping[str, Schema] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return all of it; the columns as they lie in memory, little-endian."""
         head: dict[str, Any] = {"urls": self.urls, "sizes": self.sizes, "missing_index": self.missing_index,
-                                "schemas": {home: one.as_dict() for home, one in self.schemas.items()}}  # fmt: skip
+                                "schemas": {home: one.as_dict() for home, one in self.schemas.items()},
+                                "versions": {**self.versions}}  # fmt: skip
         columns = []
         if self.table is not None:
             head["shards"] = shard_rows(self.table.shards)
@@ -56,14 +59,14 @@ class FoundShards:
         head, start = unframed(data)
         table = None
         if "shards" in head:
-            columns = {}
+            columns: dict[str, Any] = {}
             for name, dtype in zip(_COLUMNS, head["dtypes"], strict=True):
                 columns[name] = np.frombuffer(data, dtype, head["chunks"], start)
                 start += columns[name].nbytes
             table = ChunkTable(shards=shards_of_rows(head["shards"]), **columns)
         return cls(
             urls=tuple(head["urls"]), table=table, sizes=tuple(head["sizes"]), missing_index=head["missing_index"],
-            schemas={home: Schema.from_dict(one) for home, one in head["schemas"].items()},
+            schemas={home: Schema.from_dict(one) for home, one in head["schemas"].items()}, versions=head["versions"],
         )  # fmt: skip
 
 
@@ -95,6 +98,10 @@ class StorageAhead(Storage):
     def listed(self, end: str) -> list[str]:
         """Return the objects of all listings whose URL ends with ``end``."""
         return [url for url in {**self._listed, **self._infos} if url.endswith(end)]
+
+    def listed_below(self, part: str) -> list[str]:
+        """Return what is before ``part`` in the URLs of listings that hold it, each once."""
+        return [*dict.fromkeys(url.partition(part)[0] for url in self._listed if part in url)]
 
     def will_ask(self, url: str) -> None:
         """Request size and version of ``url`` in the background."""

@@ -31,6 +31,7 @@ from streaming.shards.catalog.build import (
     check_sizes,
     if_there,
     in_order,
+    joined,
     load_index,
     load_tables,
     read_footer_of,
@@ -47,7 +48,9 @@ from streaming.shards.index.files import is_sealed, read_facts
 from streaming.shards.index.layout import SCHEMA_FILE, chunks_path
 from streaming.shards.index.sample_table import Records, SampleTable, Spans
 from streaming.shards.schema.value import Schema
-from streaming.storage import ReadBuffer, Storage, join_url, redact, scheme_of, split_url
+from streaming.shards.versions.history import VersionName, number_of, read_version
+from streaming.shards.versions.publish import schema_of
+from streaming.storage import ReadBuffer, Storage, as_url, join_url, redact, scheme_of, split_url
 from streaming.types import DuplicateKeys
 
 _log = logging.getLogger(__name__)
@@ -103,6 +106,7 @@ def open_shards(
     *,
     duplicate_keys: DuplicateKeys = "error",
     allow_unfinished: bool = False,
+    version: VersionName = None,
 ) -> OpenShards:
     """Return the shards at ``urls`` with their index; small sets without one are indexed in memory.
 
@@ -114,26 +118,29 @@ def open_shards(
             index.
         duplicate_keys: As for :func:`streaming.shards.catalog.scan.scan_shard`, if shards are scanned.
         allow_unfinished: Read what is there of a set that is still being written, and log it.
+        version: Number or name of the version to open of each set; None: the current one.
 
     Raises:
         UnfinishedError: The set is not whole (:mod:`streaming.shards.catalog.unfinished`).
         NotFoundError: Nothing matches, or a shard is missing.
         IndexMismatchError: The index does not cover or match these shards.
     """
+
+    def find() -> FoundShards:
+        if version is None:
+            return _find(storage, urls, index, allow_unfinished=allow_unfinished)
+        return _find_version(storage, urls, index, version)
+
     if peers is None:
-        # Not serialized: for a large table the round trip takes a second.
-        found = _find(storage, urls, index, allow_unfinished=allow_unfinished)
+        found = find()  # not serialized: for a large table the round trip takes a second
     else:
         spelt = str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls))
-        name = digest_of([spelt, index, allow_unfinished])
-        data = shared(
-            peers, f"open/{name}", lambda: _find(storage, urls, index, allow_unfinished=allow_unfinished).to_bytes()
-        )
-        found = FoundShards.from_bytes(data)
+        name = digest_of([spelt, index, allow_unfinished, version])
+        found = FoundShards.from_bytes(shared(peers, f"open/{name}", lambda: find().to_bytes()))
     if not found.sizes:
         return OpenShards(
             urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None,
-            schemas=found.schemas,
+            schemas=found.schemas, versions=found.versions,
         )  # fmt: skip
     scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, duplicate_keys))
     table = ChunkTable.concat([samples.chunks for samples in scanned])
@@ -179,7 +186,48 @@ def _find(
                     f"the index lists a shard that the store does not have: {error}. Restore it, leave it out of "
                     f"the URLs, or rebuild the index: shard_tools index <urls of the shards that exist>"
                 ) from error
-        return FoundShards(urls=shards, table=table, schemas=_schemas(storage, homes, telling))
+        lives = {home: one for home, one in tables.items() if one.version is not None}
+        schemas = _schemas(storage, homes, [home for home in telling if home not in lives])
+        return FoundShards(
+            urls=shards, table=table, versions={home: number_of(one) for home, one in lives.items()},
+            schemas=schemas | {home: schema_of(storage, home, one) for home, one in lives.items()},
+        )  # fmt: skip
+
+
+def _find_version(
+    storage: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None, version: int | str
+) -> FoundShards:  # fmt: skip
+    """Return the shards of a version of the sets in these directories, by its chunk table; nothing is listed.
+
+    Raises:
+        ConfigError: One of the places is no directory of a set, or has no such version.
+        IndexMismatchError: A shard of it is not what it was.
+    """
+    homes = folders_of(urls)
+    specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
+    if index is not None or len(homes) != sum(len(str(spec).split("::")) for spec in specs):
+        raise ConfigError(
+            f"version={version!r}: a version is one of a set in a directory, with its index there; give the directory "
+            "of each set, and leave index= out"
+        )
+    tables = {home: read_version(storage, home, version) for home in dict.fromkeys(map(as_url, homes))}
+    shards = tuple(join_url(home, shard.name) for home, table in tables.items() for shard in table.shards)
+    table = joined(list(tables.values()))
+    if len(shards) <= CHECKED_AT_OPEN:
+        with closing(StorageAhead(storage)) as ahead:
+            for url in shards:
+                ahead.will_ask(url)
+            try:
+                check_sizes(ahead, shards, table)
+            except NotFoundError as error:
+                raise IndexMismatchError(
+                    f"version {version} of {redact(homes[0])}: one of its shards was purged: {error}; choose another "
+                    f"one: shard_tools version list {shell_place(homes[0])}"
+                ) from error
+    return FoundShards(
+        urls=shards, table=table, versions={home: number_of(one) for home, one in tables.items()},
+        schemas={home: schema_of(storage, home, one) for home, one in tables.items()},
+    )  # fmt: skip
 
 
 def _homes(shards: Sequence[str], index: str | None) -> list[str]:

@@ -172,6 +172,10 @@ class OneOrder(ABC):
         made.seed = self.seed if seed is None else checked_seed("seed", seed)
         return made
 
+    def where_is(self, fingerprint: str) -> str:  # noqa: ARG002  few sets know
+        """See ``Source``: not known."""
+        return ""
+
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:  # noqa: ARG002  as Source has it
         """See ``Source``: nothing of its own."""
         return ""

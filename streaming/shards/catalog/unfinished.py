@@ -18,7 +18,8 @@ from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError, 
 from streaming.shards.catalog.listing import StorageAhead
 from streaming.shards.catalog.urls import expand_urls, folders_of, is_hidden
 from streaming.shards.index.files import is_sealed, read_document, write_document
-from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
+from streaming.shards.index.layout import CHUNKS_FILE, UNFINISHED_FILE, VERSIONS_DIRECTORY, WRITERS_DIRECTORY
+from streaming.shards.versions.publish import read_table
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
 
 WRITER = "ShardWriter"
@@ -228,7 +229,40 @@ def expand_ahead(urls: Urls, storage: StorageAhead, *, exclude: str | None = Non
     except NotFoundError:
         Marks(storage, folders, (), exclude=exclude).check(allow_unfinished=False)
         raise
+    shards = _of_current_versions(shards, folders, storage)
     return shards, Marks(storage, folders, shards, exclude=exclude)
+
+
+def _of_current_versions(
+    shards: tuple[str, ...], folders: Sequence[str], storage: StorageAhead
+) -> tuple[str, ...]:  # fmt: skip
+    """Take what was listed of sets that live as their chunk tables have it, also where a listing is older or younger.
+
+    Other shards there are replaced or deleted, and stay for earlier versions, or are not published yet.
+
+    Args:
+        shards: The shards; those that were listed may be of any version.
+        folders: What stands for all shards below it; of a pattern, the shards of the version that match it are taken.
+        storage: What has listed them.
+    """
+    found = shards
+    for home in storage.listed_below(f"/{VERSIONS_DIRECTORY}/"):
+        table = read_table(storage, join_url(home, CHUNKS_FILE))
+        if table.version is None:
+            continue
+        current = [join_url(home, shard.name) for shard in table.shards]
+        mine = [url for url in found if split_url(url)[0] == home and storage.was_listed(url)]
+        is_whole = any(f"{home}/".startswith(f"{folder}/") for folder in folders)
+        taken = current if is_whole else sorted({*current} & {*mine})
+        if mine and mine != taken:
+            at, listed = found.index(mine[0]), {*mine}
+            rest = [url for url in found[at:] if url not in listed]
+            found = (*found[:at], *taken, *rest)
+            _log.info(
+                "%s: version %d; %d shards there are of other versions, or not published, and are not read",
+                redact(home), table.version.number, len(listed.difference(current)),
+            )  # fmt: skip
+    return found
 
 
 def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]:

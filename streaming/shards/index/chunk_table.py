@@ -18,6 +18,7 @@ from streaming.shards.tar.headers import BLOCK_BYTES
 from streaming.types import Int64Array
 
 KIND = "chunks"
+_LIVES = "lives"
 _MAX_TOTAL_BYTES = 1 << 62  # so that no sum of sizes or samples leaves int64
 _COLUMNS = {
     "shard": np.int32,
@@ -38,6 +39,47 @@ class ShardInfo:
     num_samples: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionFacts:
+    """What the chunk table of a set that lives says beyond its rows.
+
+    Attributes:
+        number: Number of the version; each change of the set has the next one.
+        schema: What the set means, as ``schema.json`` says it of other sets.
+        inputs: Names of the lists of inputs of what was appended.
+        records: Number of the next record, where keys are numbers; 0: nothing was appended yet.
+    """
+
+    number: int
+    schema: Mapping[str, Any]
+    inputs: tuple[str, ...] = ()
+    records: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "number": self.number, "schema": dict(self.schema), "inputs": [*self.inputs], "records": self.records,
+        }  # fmt: skip
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> VersionFacts | None:
+        """Return what the facts of a chunk table say; None: the set does not live.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: They are damaged.
+        """
+        said = facts.get(_LIVES)
+        if said is None:
+            return None
+        number = _checked_count(said["number"])
+        if number < 1:
+            raise ValueError(f"version {number}")
+        inputs = tuple(map(_checked_name, said["inputs"]))
+        return cls(
+            number=number, schema=dict(said["schema"]), inputs=inputs, records=_checked_count(said["records"])
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkTable:
     """The ``C`` chunks of some shards, shard by shard, each shard's chunks in order of their bytes.
@@ -53,6 +95,8 @@ class ChunkTable:
         byte_start: int64 ``[C]``, offset in the shard.
         byte_end: int64 ``[C]``, exclusive.
         crc32c: uint32 ``[C]``, CRC32C (Castagnoli) of the chunk's bytes.
+        version: Of a set that lives, which version this is; it is no part of what tables are compared by. Tables that
+            are made of another one have none.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -62,6 +106,7 @@ class ChunkTable:
     byte_start: Int64Array = field(repr=False)
     byte_end: Int64Array = field(repr=False)
     crc32c: NDArray[np.uint32] = field(repr=False)
+    version: VersionFacts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS.items():
@@ -255,7 +300,9 @@ class ChunkTable:
             raise IndexFormatError("chunk table: two shards of one name cannot be in one index file")
         shard_column = pa.DictionaryArray.from_arrays(pa.array(self.shard), pa.array(names, pa.string()))
         arrays = [shard_column.cast(pa.string()), *(pa.array(getattr(self, name)) for name in list(_COLUMNS)[1:])]
-        facts = {"kind": KIND, "shards": shard_rows(self.shards)}
+        facts: dict[str, Any] = {"kind": KIND, "shards": shard_rows(self.shards)}
+        if self.version is not None:
+            facts[_LIVES] = self.version.as_dict()
         return write_table(pa.table(arrays, names=list(_COLUMNS)), facts, plain=list(_COLUMNS)[1:])
 
     @classmethod
@@ -270,7 +317,8 @@ class ChunkTable:
             shards = shards_of_rows(facts["shards"])
             columns = {name: numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
             columns["shard"] = _places(table.column("shard"), [shard.name for shard in shards])
-        chunks = cls(shards=shards, **columns)
+            version = VersionFacts.of_facts(facts)
+        chunks = cls(shards=shards, version=version, **columns)
         chunks.validate(source)
         return chunks
 
@@ -346,7 +394,7 @@ def _checked_name(name: Any) -> str:
 
 def one_shard_table(shard: ShardInfo, rows: Mapping[str, Any]) -> ChunkTable:
     """Return the chunk table of one shard from its columns, without ``shard``."""
-    columns = {name: np.array(rows[name], dtype) for name, dtype in list(_COLUMNS.items())[1:]}
+    columns: dict[str, Any] = {name: np.array(rows[name], dtype) for name, dtype in list(_COLUMNS.items())[1:]}
     return ChunkTable(shards=(shard,), shard=np.zeros(columns["crc32c"].size, np.int32), **columns)
 
 

@@ -17,6 +17,12 @@ _SAMPLES_DIRECTORY = f"{INDEX_DIRECTORY}/samples"
 _COLUMNS_DIRECTORY = f"{INDEX_DIRECTORY}/columns"
 _COLUMN_DOCUMENT = "column.json"
 _VIEWS_DIRECTORY = f"{INDEX_DIRECTORY}/views"
+VERSIONS_DIRECTORY = f"{INDEX_DIRECTORY}/versions"
+"""Chunk tables of versions, by number or name; only a set that lives has any."""
+INPUTS_DIRECTORY = f"{INDEX_DIRECTORY}/inputs"
+"""The inputs of what was appended; which of these files count is up to the chunk table."""
+PENDING_DIRECTORY = f"{INDEX_DIRECTORY}/pending"
+"""Notes of changes that are not published yet."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 _MAX_NAME = 100
 
@@ -89,3 +95,18 @@ def views_directory() -> str:
 def view_path(name: str) -> str:
     """Return the path of a saved view."""
     return f"{_VIEWS_DIRECTORY}/{name}.json"
+
+
+def version_path(name: str) -> str:
+    """Return the path of the chunk table of a version, given its number or its name."""
+    return f"{VERSIONS_DIRECTORY}/{name}.parquet"
+
+
+def inputs_path(name: str) -> str:
+    """Return the path of the list of inputs of one change."""
+    return f"{INPUTS_DIRECTORY}/{name}.parquet"
+
+
+def pending_path(name: str) -> str:
+    """Return the path of the note of one change that is not published yet."""
+    return f"{PENDING_DIRECTORY}/{name}.json"

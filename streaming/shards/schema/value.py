@@ -16,6 +16,8 @@ from streaming.shards.index.files import damaged, read_document, write_document
 from streaming.shards.schema.kinds import KINDS, kind_by_name
 
 FORMAT = "shardstream-schema"
+LIVES = "lives"
+"""The member that says that the chunk table says what the set means."""
 VERSION = 1
 WITHIN = ":"
 """Between a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
@@ -208,9 +210,13 @@ class Schema:
         """Return the same without late columns, which lie beside shards and do not go along with them."""
         return replace(self, columns={name: one for name, one in self.columns.items() if not one.is_late})
 
-    def to_bytes(self) -> bytes:
-        """Return ``schema.json``: sealed, the same bytes for the same schema."""
-        return write_document({"format": FORMAT, "version": VERSION, **self.as_dict()})
+    def to_bytes(self, *, lives: bool = False) -> bytes:
+        """Return ``schema.json``: sealed, the same bytes for the same schema.
+
+        ``lives``: the set's chunk table says what it means; this file is a copy for people.
+        """
+        more = {LIVES: True} if lives else {}
+        return write_document({"format": FORMAT, "version": VERSION, **self.as_dict(), **more})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -248,6 +254,11 @@ def _of_this_version(content: dict[str, Any]) -> dict[str, Any]:
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"format {content.get('format')!r}, version {content.get('version')!r}")
     return content
+
+
+def is_copy(data: Any) -> bool:
+    """Tell whether a ``schema.json`` that was read without complaint says that the chunk table counts."""
+    return read_document(data).get(LIVES) is True
 
 
 def class_schema(fields: Mapping[str, Any], columns: Mapping[str, Any] | None = None) -> Schema:

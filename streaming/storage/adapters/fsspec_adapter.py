@@ -38,6 +38,7 @@ from streaming.storage.base.adapter import (
     ThrottledError,
     TransientError,
     UnreachableError,
+    check_version,
     copy_piece,
     maker_of_writer,
     with_keys_of_now,
@@ -136,6 +137,14 @@ class FsspecAdapter:
         with self._errors(url, "writing", system):
             _make_parents(system, path)
             system.pipe_file(path, bytes(data))
+
+    def put_if(self, url: str, data: memoryview, version: str | None) -> None:
+        """See :class:`Adapter`.
+
+        Nothing of fsspec compares and writes at once: of two writers within that moment, the later one wins unseen.
+        """
+        check_version(version, partial(self.info, url), url)
+        self.put(url, data)
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""

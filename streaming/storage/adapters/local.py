@@ -8,17 +8,27 @@ import platform
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
-from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, Target, maker_of_writer
-from streaming.storage.base.locks import is_at, lock_open
+from streaming.storage.base.adapter import (
+    ChangedError,
+    ObjectInfo,
+    Sink,
+    StoreWriter,
+    Target,
+    check_version,
+    maker_of_writer,
+)
+from streaming.storage.base.locks import Waiting, is_at, lock_open, try_lock, unlock
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 from streaming.types import override
 
 _TEMPORARY = ".~shardstream-"  # not listed: such files belong to writers that are running, or were killed
 _NAME_CHARACTERS, _HOST_CHARACTERS = 80, 40  # of a file's name, and this machine's, in that of a temporary file
 _READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call
+_LOCK_S = 60.0  # a holder compares and renames one small file
 _HELD_BYTES = 256 << 10  # of small pieces to be written together
 
 
@@ -146,6 +156,13 @@ class LocalAdapter:
         with self.open_write(url, 0) as writer:
             writer.write(data)
 
+    def put_if(self, url: str, data: memoryview, version: str | None) -> None:
+        """See :class:`Adapter`: compared and renamed under a lock, which ends with its holder."""
+        directory, name = os.path.split(local_path(url))
+        with _os_errors(url, "writing"), _one_at_a_time(os.path.join(directory or ".", f"{_TEMPORARY}{name}.lock")):
+            check_version(version, partial(self.info, url), url)
+            self.put(url, data)
+
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:  # noqa: ARG002 (parts are for object stores)
         """See :class:`Adapter`."""
         return _FileWriter(url)
@@ -154,6 +171,31 @@ class LocalAdapter:
         """See :class:`Adapter`."""
         with suppress(FileNotFoundError), _os_errors(url, "deleting"):
             os.unlink(local_path(url))
+
+
+@contextmanager
+def _one_at_a_time(path: str) -> Iterator[None]:
+    """Hold the lock of the file at ``path``, which is there only meanwhile; a file system without locks has none.
+
+    Raises:
+        StorageError: Another process holds it for too long.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    waiting, held, has_locks = Waiting(_LOCK_S), None, True
+    try:
+        while (held := try_lock(path)) is None and waiting.pause():
+            pass
+    except OSError:
+        has_locks = False
+    if held is None and has_locks:
+        raise StorageError(f"another process has held the lock {path} for {_LOCK_S:g} s; is it stopped?")
+    try:
+        yield
+    finally:
+        if held is not None:
+            with suppress(OSError):
+                os.unlink(path)
+            unlock(held)
 
 
 def _check_version(url: str, found: str, wanted: str | None) -> None:

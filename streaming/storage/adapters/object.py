@@ -26,7 +26,7 @@ from streaming.common.platforms import trim_heap
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.storage.adapters.certificates import read_authorities
 from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
-from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
+from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, is_unsupported, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
@@ -37,6 +37,8 @@ from streaming.storage.base.adapter import (
     StoreWriter,
     Target,
     TransientError,
+    changed_before,
+    check_version,
     copy_piece,
 )
 from streaming.storage.base.options import GROWTH, StorageOptions
@@ -158,6 +160,37 @@ class ObjectAdapter:
         store, key, place = self._at(url)
         with object_errors(place, "writing"):
             client().api.put(store, key, data, use_multipart=False)
+
+    def put_if(self, url: str, data: memoryview, version: str | None) -> None:
+        """See :class:`Adapter`. A store without conditional writes is asked before it is written to."""
+        _writable(url)
+        store, key, place = self._at(url)
+        errors = client().errors
+        with object_errors(place, "writing"):
+            mode: Any = "create" if version is None else self._still(store, key, url, version)
+            try:
+                client().api.put(store, key, data, use_multipart=False, mode=mode)
+            except (errors.AlreadyExistsError, errors.PreconditionError):
+                raise changed_before(url) from None
+            except errors.BaseError as error:
+                if not is_unsupported(error):
+                    raise
+                check_version(version, partial(self.info, url), url)
+                self.put(url, data)
+
+    def _still(self, store: Any, key: str, url: str, version: str) -> dict[str, Any]:
+        """Return all versions of an object that has this one.
+
+        Raises:
+            ChangedError: It has another one.
+        """
+        try:
+            meta = client().api.head(store, key)
+        except FileNotFoundError:
+            raise changed_before(url) from None
+        if version not in {meta["e_tag"], meta["version"]}:
+            raise changed_before(url)
+        return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from streaming.common.forks import Maker
-from streaming.errors import AccessDeniedError, StorageError, TransferError, redact
+from streaming.errors import AccessDeniedError, NotFoundError, StorageError, TransferError, redact
 
 _T = TypeVar("_T")
 
@@ -181,6 +181,27 @@ class StoreWriter(Protocol):
             self.abort()
 
 
+def changed_before(url: str) -> ChangedError:
+    """Return the error for an object that has another version than the one that was to be replaced."""
+    return ChangedError(f"writing {redact(url)}: somebody else has written it meanwhile; nothing was replaced")
+
+
+def check_version(version: str | None, info: Callable[[], ObjectInfo], url: str) -> None:
+    """Compare what ``info`` says now with the version that is to be replaced; None: there is to be none.
+
+    Raises:
+        ChangedError: It differs.
+    """
+    try:
+        found = info().version
+    except NotFoundError:
+        if version is None:
+            return
+        raise changed_before(url) from None
+    if version is None or found != version:
+        raise changed_before(url)
+
+
 def maker_of_writer(url: str) -> Maker:
     """Return this process, as the maker of a writer of ``url``."""
     return Maker(f"the open writer of {redact(url)}", "Close it before the fork, or open another one in this process")
@@ -212,6 +233,13 @@ class Adapter(Protocol):
 
     def put(self, url: str, data: memoryview) -> None:
         """Create or replace one object, atomically."""
+
+    def put_if(self, url: str, data: memoryview, version: str | None) -> None:
+        """Replace one object if it has the ``version`` that :meth:`info` reported; None: create it if there is none.
+
+        Raises:
+            ChangedError: It has another version, is gone, or is there already; nothing was written.
+        """
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """Return a writer that creates or replaces one object."""

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shard_tools import ShardWriter
+from shard_tools.change.life.delete import delete
 from streaming import (
     Balanced,
     Curriculum,
@@ -100,7 +101,8 @@ class Places:
 
         ``whole``, and ``other``: other samples; ``bad``: with a sample that cannot be read; ``gz``, ``badgz``: without
         an index; ``twice``: a key comes twice, without an index;
-        ``unfinished``: still being written; ``unlike``: two sets that number classes in different ways.
+        ``unfinished``: still being written; ``unlike``: two sets that number classes in different ways; ``living``: it
+        had more samples in its first version.
         """
         for first, names in ((0, "xyz"), (100, "zxy")):
             pattern, classes = f"{root}/unlike/from-{first}/{{:06d}}.tar", {"cls": [*names]}
@@ -115,6 +117,8 @@ class Places:
                     writer.write(sample_of(number, bad=name == "bad" and number == BAD))
                 if name == "unfinished":
                     shutil.copytree(where, root / name)
+        shutil.copytree(root / "whole", root / "living")
+        delete(f"{root}/living", storage=Storage(), where="n < 3")
         for name in ("whole", "bad"):
             target = root / {"whole": "gz", "bad": "badgz"}[name]
             target.mkdir()

@@ -51,6 +51,7 @@ class ReshardOptions(ShardOptions):
         descending: Sort in descending order.
         where: Condition on columns, as ``StreamingDataset`` takes it.
         view: Name of a saved view whose samples are kept.
+        exclude: A file of keys, one in a line, whose samples are left out.
         columns: Late columns that the new sample tables hold, beside the columns of the old ones.
         fields: Keep only these fields; None: all.
         changes: Rename, leave out and add fields.
@@ -69,6 +70,7 @@ class ReshardOptions(ShardOptions):
     descending: bool = False
     where: str | None = None
     view: str | None = None
+    exclude: str | None = None
     columns: tuple[str, ...] = ()
     drop_missing: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = None
@@ -249,7 +251,7 @@ def _selected(
     return select(
         shards,
         storage,
-        kept=shards.kept(storage, where=options.where, view=options.view),
+        kept=shards.kept(storage, where=options.where, view=options.view, exclude=options.exclude),
         late=late,
         drop=drop,
         needed=options.drop_missing,
@@ -344,8 +346,8 @@ def _check(selection: Taken, options: ReshardOptions, source: str, late: Collect
     if not selection.num_samples:
         raise DataError(
             f"{redact(source)}: no sample is left: {selection.num_source} in all, {selection.num_dropped} on the list "
-            f"of --drop, {selection.num_filtered} that --where or --view does not take, {selection.num_lacking} that "
-            "lack a field of --drop-missing"
+            f"of --drop, {selection.num_filtered} that --where, --view or --exclude leaves out, "
+            f"{selection.num_lacking} that lack a field of --drop-missing"
         )
 
 

@@ -17,6 +17,7 @@ from shard_tools.make.convert.base.files import SourceFile, identity_of, is_loca
 from shard_tools.make.convert.base.identity import Origins, origins_of
 from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
+    Growing,
     Record,
     Skipped,
     SourceOptions,
@@ -127,7 +128,7 @@ class ClassFolders(ABC):
             files = [files[i] for i in permutation(len(files), self.shuffle_seed)]
         self.columns = ("cls", "class", *self.measures) if names else self.measures
         self._files = keyed(files, key_field, lambda _: ())
-        self._field = field_of(self._files, self.kind, self.own_field)
+        self._field = options.medium_field or field_of(self._files, self.kind, self.own_field)
 
     @abstractmethod
     def look(self, data: bytes) -> tuple[dict[str, object], str]:
@@ -214,13 +215,18 @@ def why_left_out(file: SourceFile) -> str:
 
 
 def numbered_classes(
-    names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
+    names: Sequence[str], given: str | Growing | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
     """Return the number of each class, and where the numbers come from: see :func:`_numbered`.
+
+    Where more is appended to a set, its classes keep their numbers, and new ones get the next.
 
     A set beside the target that numbers its classes in another way is named in the log: read together, as one parent
     folder, both are refused.
     """
+    if isinstance(given, Growing):
+        grown = [*given.names, *sorted({*names} - {*given.names})]
+        return {name: number for number, name in enumerate(grown)}, target or ""
     numbers, place = _numbered(names, given, source, target, storage)
     if numbers and target is not None and is_local(target):
         _tell_of_neighbors(sorted(numbers, key=numbers.__getitem__), local_path(target), storage)

@@ -140,11 +140,17 @@ def find_files(
         return once([file for found in each for file in found])
     literal = is_local(spec) and os.path.exists(local_path(spec))
     parts = expand_urls(spec, storage) if "{" in spec and not literal else [spec]
-    found = [file for part in parts for file in _find_part(part, storage, suffixes, exclude)]
+    found = _new([file for part in parts for file in _find_part(part, storage, suffixes, exclude)], storage)
     if not found:
         wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
         raise NotFoundError(f"{redact(spec)}: nothing found{wanted}; check the path, or name the layout with --from")
     return found
+
+
+def _new(files: list[SourceFile], storage: Storage) -> list[SourceFile]:
+    """Leave out what the set has that more is appended to."""
+    known = storage.known if isinstance(storage, SourceStorage) else None
+    return files if known is None or not isinstance(storage, SourceStorage) else known.new(files, storage)
 
 
 def once(files: list[SourceFile]) -> list[SourceFile]:
@@ -184,7 +190,7 @@ def list_files(
     for spec in specs:
         if is_folder(spec):
             found, left_out = walked(spec, exclude, {} if known is None else known)
-            files += found
+            files += _new(found, storage)
             skipped += left_out
         elif is_local(spec) or spec.endswith("/") or _WILDCARD.search(split_query(spec)[0]):
             files += find_files(spec, storage, exclude=exclude)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import crc32c
 
@@ -173,6 +173,9 @@ class Named(Protocol):
         """What its store says of its version."""
 
 
+_N = TypeVar("_N", bound=Named)
+
+
 def origins_of(files: Sequence[Named], storage: Storage, *, number: int | None = None) -> list[SourceIdentity]:
     """Return the identities of files that have one number together, or are numbered in their order."""
     sums = storage.sums if isinstance(storage, SourceStorage) else {}
@@ -203,6 +206,46 @@ def settle(inputs: Iterable[SourceIdentity]) -> None:
         time.sleep((_TICK_NS - age_ns) / 1e9)
 
 
+class KnownInputs:
+    """The inputs of a set that more is appended to: what is one of them is left out of a source.
+
+    Args:
+        inputs: The inputs.
+
+    Attributes:
+        left_out: Names of those that a source holds, too.
+        changed: Names of inputs that a source has in another version.
+    """
+
+    def __init__(self, inputs: Iterable[SourceIdentity]) -> None:
+        self._known = {one.name: one for one in inputs}
+        self.left_out: set[str] = set()
+        self.changed: set[str] = set()
+
+    def new(self, files: Sequence[_N], storage: SourceStorage) -> list[_N]:
+        """Return the files that are none of them; one that may have changed is read and compared."""
+        return [file for file in files if not self._has(file, storage)]
+
+    def _has(self, file: Named, storage: SourceStorage) -> bool:
+        (now,) = origins_of([file], storage)
+        return self.has(now, storage)
+
+    def has(self, now: SourceIdentity, storage: SourceStorage | None = None) -> bool:
+        """Tell whether an input is one of them by its name; what changed is noted.
+
+        ``storage`` is asked for a checksum where the version does not tell.
+        """
+        known = self._known.get(now.name)
+        if known is None:
+            return False
+        same = known.is_surely(now)
+        if not same and storage is not None and known.may_be(now):
+            storage.expect([now])
+            same = storage.checksum(now) == known.crc32c
+        (self.left_out if same else self.changed).add(now.name)
+        return True
+
+
 def is_file(url: str) -> bool:
     """Tell whether ``url`` is a path of this machine's file system."""
     return bool(url) and scheme_of(url) == "file"
@@ -213,7 +256,10 @@ class SourceStorage(Storage):
 
     Attributes:
         sums: CRC32C of each URL that was read from its first byte to its last, one read after the other.
+        known: What listings of sources leave out; None: nothing.
     """
+
+    known: KnownInputs | None = None
 
     def __init__(self, options: Mapping[str, object] | None = None) -> None:
         super().__init__(options)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from shard_tools.make.convert.base.identity import Origins
+from shard_tools.make.convert.base.identity import KnownInputs, Origins
 from shard_tools.make.write.keys import number_key as number_key  # noqa: PLC0414  sources take it from here
 from shard_tools.make.write.keys import wrong_names
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
@@ -114,6 +114,13 @@ FolderWalks = dict[tuple[str, str | None], Any]
 """What ``files.walked`` has found, by folder and by what was left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """The names of a set's classes, in the order of their numbers; further ones get the next numbers."""
+
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
     """How to read a source; each layout says which of these it takes (``sources.LAYOUTS``).
@@ -138,6 +145,8 @@ class SourceOptions:
         images: Where the images of a file of annotations are.
         unlike_columns: Take files of unlike columns as they are, and log it.
         walks: What is known of folders, so that none is walked twice.
+        known: The inputs of a set that the records are appended to, which are left out.
+        medium_field: The field that files of one medium are stored in; None: by their most frequent extension.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -146,7 +155,7 @@ class SourceOptions:
     keep_order: bool = False
     num_threads: int = 1
     exclude: str | None = None
-    classes: str | None = None
+    classes: str | Growing | None = None
     max_gzip_ratio: float = MAX_GZIP_RATIO
     allow_unfinished: bool = False
     unit: str = "line"
@@ -158,6 +167,8 @@ class SourceOptions:
     images: str | None = None
     unlike_columns: bool = False
     walks: FolderWalks = field(default_factory=dict)
+    known: KnownInputs | None = None
+    medium_field: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,194 @@
+"""Give up versions, and remove the shards that no version holds any more: the command ``version prune``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shard_tools.make.write.change import open_head, pending, work_of
+from shard_tools.running.report import Report
+from streaming.errors import ConfigError, shell_place, shell_word
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.files import is_sealed, read_document, write_document
+from streaming.shards.index.layout import (
+    INPUTS_DIRECTORY,
+    columns_directory,
+    pending_path,
+    samples_directory,
+    samples_path,
+    version_path,
+)
+from streaming.shards.versions.history import KeptVersion, kept_versions
+from streaming.shards.versions.publish import read_head
+from streaming.storage import Storage, join_url, redact
+
+_NOTE = "prune"
+"""Of a prune in progress: names of shards that it may remove, which no version tells once it is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport(Report):
+    """What was given up and removed.
+
+    Attributes:
+        target: The set.
+        dropped: The versions that were given up.
+        kept: The versions that stay, besides the current one.
+        num_shards: Shards that were removed.
+        num_bytes: Their bytes.
+        pending: Changes that are not published, whose shards stay: they are running, or were killed.
+        dry_run: Whether nothing was removed.
+    """
+
+    target: str
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    num_shards: int
+    num_bytes: int
+    pending: dict[str, str]
+    dry_run: bool
+
+
+def refuse_tagged(storage: Storage, home: str, names: Collection[str]) -> None:
+    """Refuse to purge shards that versions with a name hold.
+
+    Raises:
+        ConfigError: There is such a version.
+    """
+    tagged = [one.name for one in kept_versions(storage, home) if one.is_tag and _names([one.table]) & {*names}]
+    if tagged:
+        drops = " ".join(f"--drop {shell_word(name)}" for name in tagged)
+        raise ConfigError(
+            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; give them up first: shard_tools "
+            f"version prune {shell_place(home)} {drops}"
+        )
+
+
+def prune(
+    home: str, *, storage: Storage, drop: Sequence[str] = (), keep: int = 0, abandon: Sequence[str] = (),
+    dry_run: bool = False,
+) -> PruneReport:  # fmt: skip
+    """Give up versions of a set, and remove the shards, sample tables and columns that no other version holds.
+
+    The current version, and those with a name that ``drop`` does not say, stay. Shards that no version has ever listed
+    are left alone, unless a change wrote them that was given up.
+
+    Args:
+        home: Directory of the set.
+        storage: The store.
+        drop: Names of versions to give up, too.
+        keep: How many of the latest versions without a name stay.
+        abandon: Changes that were killed and that nobody will run again.
+        dry_run: Only tell.
+
+    Raises:
+        ConfigError: There is no version of a name of ``drop``, or no change of ``abandon``.
+    """
+    head = open_head(storage, home)
+    if not head.lives:
+        return PruneReport(
+            target=redact(home), dropped=(), kept=(), num_shards=0, num_bytes=0, pending={}, dry_run=dry_run
+        )
+    versions = kept_versions(storage, home)
+    noted = _noted(storage, home)
+    there = {one.name for one in versions}
+    drop = [name for name in drop if name in there or name not in noted.get("dropped", ())]  # again after a kill
+    stays, goes = _parted([one for one in versions if one.name != str(head.number)], drop, keep, home)
+    unknown = {*abandon} - pending(storage, home).keys()
+    if unknown:
+        raise ConfigError(f"--abandon {min(unknown)}: no change of this name is pending in {redact(home)}")
+    suspects = _names(one.table for one in goes) | {*noted.get("names", ())}
+    if not dry_run and (goes or suspects):
+        note = {
+            "format": "shardstream-pending", "version": 1, "command": "prune", "what": "", "names": sorted(suspects),
+            "dropped": [one.name for one in goes],
+        }  # fmt: skip
+        storage.put(join_url(home, pending_path(_NOTE)), write_document(note))
+        # By any file in this folder, listings tell that a set lives.
+        storage.put(join_url(home, version_path(str(head.number))), head.data)
+        for one in goes:  # first: from now on nobody names them, and who just did sees that they are gone
+            storage.delete(join_url(home, version_path(one.name)))
+    # In this order: a shard that is listed was noted before, and its note goes after it is published.
+    sizes = {info.url: info.size_bytes for info in storage.list(home)}
+    left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
+    gone = {one.name for one in goes}
+    kept = (one.table for one in kept_versions(storage, home) if one.name not in gone)
+    now = [read_head(storage, home).table, *kept]
+    held = _names(now)
+    published = {work_of(name) for name in held}  # whose run was killed right after that
+    waits = left.keys() - {*abandon} - published
+    removed = [
+        name for name in _shards_among(sizes, home)
+        if name not in held and (name in suspects or (work_of(name) is not None and work_of(name) not in waits))
+    ]  # fmt: skip
+    num_bytes = sum(sizes.get(join_url(home, name), 0) for name in removed)
+    num_shards = sum(join_url(home, name) in sizes for name in removed)
+    if not dry_run:
+        _remove(storage, home, {*removed}, sizes, held | {*_inputs(now)}, waits)
+        for work in [*(left.keys() - waits), _NOTE]:
+            storage.delete(join_url(home, pending_path(work)))
+    return PruneReport(
+        target=redact(home), dropped=tuple(one.name for one in goes), kept=tuple(one.name for one in stays),
+        num_shards=num_shards, num_bytes=num_bytes, pending={work: left[work] for work in sorted(waits)},
+        dry_run=dry_run,
+    )  # fmt: skip
+
+
+def _parted(
+    versions: Sequence[KeptVersion], drop: Sequence[str], keep: int, home: str
+) -> tuple[list[KeptVersion], list[KeptVersion]]:
+    """Return the versions that stay, and those that are given up."""
+    unknown = [name for name in drop if name not in {one.name for one in versions}]
+    if unknown:
+        raise ConfigError(
+            f"--drop {unknown[0]}: {redact(home)} has no version of this name; there are "
+            f"{', '.join(one.name for one in versions) or 'none'}"
+        )
+    numbers = [one for one in versions if not one.is_tag]
+    latest = {one.name for one in numbers[len(numbers) - keep :]} if keep else set()
+    goes = [one for one in versions if one.name in drop or (not one.is_tag and one.name not in latest)]
+    return [one for one in versions if one not in goes], goes
+
+
+def _names(tables: Iterable[ChunkTable]) -> set[str]:
+    return {shard.name for table in tables for shard in table.shards}
+
+
+def _inputs(now: Sequence[ChunkTable]) -> Iterable[str]:
+    for table in now:
+        yield from () if table.version is None else table.version.inputs
+
+
+def _noted(storage: Storage, home: str) -> dict[str, Any]:
+    """Return the note of a prune that was killed."""
+    url = join_url(home, pending_path(_NOTE))
+    return storage.read_parsed(url, lambda data, _: read_document(data), is_sealed) if storage.exists(url) else {}
+
+
+def _shards_among(there: Collection[str], home: str) -> list[str]:
+    """Return the names of shards in a directory that are there, or of which a sample table is left."""
+    below, tables = join_url(home, ""), join_url(home, samples_directory(), "")
+    names = {url.removeprefix(below) for url in there if url.endswith(".tar") and "/" not in url.removeprefix(below)}
+    names |= {url.removeprefix(tables).removesuffix(".parquet") for url in there if url.startswith(tables)}
+    return sorted(names)
+
+
+def _remove(
+    storage: Storage, home: str, names: Collection[str], there: Collection[str], held: Collection[str],
+    waits: Collection[str],
+) -> None:  # fmt: skip
+    """Delete shards with all that belongs to them, the shards first, and lists of inputs that no version names."""
+    inputs, columns = join_url(home, INPUTS_DIRECTORY, ""), join_url(home, columns_directory(), "")
+    tables = {join_url(home, samples_path(name)) for name in names}
+    shards = {join_url(home, name) for name in names}
+
+    def is_gone(url: str) -> bool:
+        if url.startswith(columns):
+            return url.removeprefix(columns).partition("/")[2].removesuffix(".parquet") in names
+        name = url.removeprefix(inputs).removesuffix(".parquet")
+        return url in tables or (url.startswith(inputs) and name not in held and name not in waits)
+
+    gone = [url for url in there if url not in shards and is_gone(url)]
+    for url in [*shards & {*there}, *gone]:
+        storage.delete(url)

@@ -1,0 +1,110 @@
+"""Write shards anew without some of their samples, every byte that stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shard_tools.change.sets.open_set import needed_samples
+from shard_tools.make.write.change import SetChange
+from shard_tools.running.progress import Progress
+from streaming.common.threads import map_threads
+from streaming.sets.filters.late_columns import LateColumn, find_columns, read_values
+from streaming.shards.catalog.scan import scan_shard
+from streaming.shards.fetch.read import FetchRange, fetch_range
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.columns import write_column
+from streaming.shards.index.layout import column_path, samples_path
+from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.tar.headers import END_OF_ARCHIVE
+from streaming.storage import Storage, join_url
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Old:
+    """A shard that is to be replaced: its rows of the chunk table, which samples stay, and the name of the new one."""
+
+    rows: ChunkTable
+    stays: Mask
+    name: str
+
+
+def without(
+    change: SetChange, storage: Storage, leaves: Mapping[str, Mask], *, workers: int, progress: Progress
+) -> ChunkTable:  # fmt: skip
+    """Write the shards that hold samples to be left out anew; return the chunk table of the set without these.
+
+    Memory: a chunk for each of the ``workers``, and sample tables.
+
+    Args:
+        change: The change that this is.
+        storage: The store.
+        leaves: Which samples are left out, by the name of their shard.
+        workers: Shards at a time.
+        progress: Receives the shards and their bytes.
+    """
+    table = change.head.table
+    tables = table.by_shard()
+    olds = [
+        _Old(rows=tables[name], stays=~leaves[name], name=change.new_name(name))
+        for name in leaves if not leaves[name].all()
+    ]  # fmt: skip
+    progress.start(total_bytes=sum(one.rows.shards[0].size_bytes for one in olds), total=len(olds))
+    names = [name for name, column in change.head.schema.columns.items() if column.is_late]
+    late = [*find_columns(storage, [change.head.home], names).values()]
+    one_by_one = partial(_written, storage, change.head.home, late, progress)
+    new = {one.name: rows for one, rows in zip(olds, map_threads(one_by_one, olds, workers), strict=True)}
+    kept = {name: rows for name, rows in tables.items() if name not in leaves}
+    return ChunkTable.merged(kept, new)
+
+
+def _written(
+    storage: Storage, home: str, late: Sequence[LateColumn], progress: Progress, old: _Old
+) -> ChunkTable:  # fmt: skip
+    """Write a shard without some of its samples, and what belongs to it; return its rows of the chunk table."""
+    url, target = join_url(home, old.rows.shards[0].name), join_url(home, old.name)
+    samples = needed_samples(storage, url, None)
+    with storage.open_write(target) as out:
+        for piece in _pieces(storage, url, old, samples):
+            out.write(piece)
+        out.write(END_OF_ARCHIVE)
+    found = scan_shard(storage, target, old.name, duplicate_keys="keep")
+    stays = pa.array(old.stays)
+    found = replace(found, columns={name: column.filter(stays) for name, column in samples.columns.items()})
+    for column in late:
+        values = read_values(storage, url, None, old.rows, column).filter(stays)
+        data = write_column(
+            values, name=column.name, shard=found.shard, fingerprint=found.chunks.fingerprint,
+            version=column.documents[home].column_version,
+        )  # fmt: skip
+        storage.put(join_url(home, column_path(column.name, old.name)), data)
+    storage.put(join_url(home, samples_path(old.name)), found.to_parquet())
+    progress.advance(num_bytes=old.rows.shards[0].size_bytes, num=1)
+    return found.chunks
+
+
+def _pieces(storage: Storage, url: str, old: _Old, samples: SampleTable) -> Iterator[memoryview]:
+    """Yield the records that stay; every byte is compared with the index."""
+    rows, borders = old.rows, samples.record_starts
+    for chunk in range(rows.num_chunks):
+        first, num = int(rows.first_sample[chunk]), int(rows.num_samples[chunk])
+        stays = old.stays[first : first + num]
+        if not stays.any():
+            continue
+        start = int(rows.byte_start[chunk])
+        wanted = FetchRange(
+            url=url, byte_start=start, byte_end=int(rows.byte_end[chunk]), first_sample=first, num_samples=num,
+            crc32c=int(rows.crc32c[chunk]), shard_bytes=rows.shards[0].size_bytes,
+        )  # fmt: skip
+        buffer = memoryview(bytearray(wanted.num_bytes))
+        fetch_range(storage, wanted, buffer)
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], stays, [False])).astype(np.int8)))
+        for low, high in edges.reshape(-1, 2).tolist():
+            yield buffer[int(borders[first + low]) - start : int(borders[first + high]) - start]

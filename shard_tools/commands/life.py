@@ -1,0 +1,432 @@
+"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe``, ``split`` and ``version``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, get_args
+
+import click
+
+from shard_tools.change.life.dedupe import CONTENT, DedupeReport, Keep, dedupe
+from shard_tools.change.life.delete import DeleteReport, delete
+from shard_tools.change.life.prune import PruneReport, prune
+from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
+from shard_tools.change.sets.rewrite.split import SplitOptions, SplitReport, split
+from shard_tools.make.convert import SOURCE_KINDS
+from shard_tools.make.convert.append import AppendReport, append, is_of_tokens
+from shard_tools.make.convert.journal import load_journal
+from shard_tools.make.convert.pack import Destination
+from shard_tools.make.tokens.append import append_tokens
+from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
+from shard_tools.running.engine import DEFAULT_WORKERS
+from shard_tools.running.processes import ProcessExecutor
+from shard_tools.running.progress import progress_bar
+from shard_tools.running.report import plain, plain_place
+from shard_tools.terminal.options import (
+    COUNT,
+    SIZE,
+    as_storage_options,
+    json_option,
+    places_and_target,
+    quiet_option,
+    unfinished_option,
+    union_option,
+    with_storage_options,
+    writing_options,
+)
+from shard_tools.terminal.verbs import emit
+from streaming.common.arguments import counted, format_bytes
+from streaming.common.platforms import num_cores
+from streaming.errors import shell_word
+from streaming.shards.versions.history import checked_version
+from streaming.storage import Storage, redact
+
+_LISTED = 20
+
+
+def _store(arguments: dict[str, Any]) -> Storage:
+    return Storage(as_storage_options(arguments))
+
+
+@click.command("append")
+@writing_options
+@click.argument("places", nargs=-1, required=True, metavar="SOURCE... SET")
+@click.option(
+    "--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]"
+)
+@click.option("--tokenizer", metavar="FILE", help="The tokenizer that made SET, if it holds tokens.")
+@click.option("--chat-template", metavar="FILE", help="Its template.  [default: the tokenizer's]")
+@click.option(
+    "--workers", type=COUNT, help="Reader threads (default 8), or tokenizer processes (default: one per core)."
+)
+@unfinished_option
+@json_option
+@with_storage_options
+def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
+    """Add what is new in each SOURCE to SET, as its next version.
+
+    Options are those with which SET was converted. Its classes keep their numbers, and new ones get the next. Inputs
+    that SET has are not read again; what is there is not written again. Readers see all that is new, or nothing yet.
+
+    \b
+    Example:
+      shard_tools append photos/ s3://bucket/train/
+      shard_tools append 'days/2026-11-30/*.jsonl' s3://bucket/web/ --json
+    """
+    sources, target = places_and_target(places)
+    append_all(sources, target, as_json=as_json, **arguments)
+
+
+def append_all(
+    sources: Sequence[str], target: str, *, tokenizer: str | None, chat_template: str | None, workers: int | None,
+    as_json: bool, **arguments: Any,
+) -> None:  # fmt: skip
+    """Add sources to a set, and print what was added.
+
+    Raises:
+        click.UsageError: A tokenizer is given for a set without tokens.
+    """
+    storage_options = as_storage_options(arguments)
+    directory = Destination.of(target).directory
+    has_tokens = is_of_tokens(load_journal(directory, Storage(storage_options)))
+    if not has_tokens and (tokenizer or chat_template):
+        raise click.UsageError(f"--tokenizer is for sets of tokens, and {redact(directory)} is none. Leave it out.")
+    with progress_bar("append", "samples") as progress:
+        how = {"storage_options": storage_options, "progress": progress, **arguments}
+        if not has_tokens:
+            report = append(sources, target, workers=workers or DEFAULT_WORKERS["local"], **how)
+        else:
+            workers = workers or num_cores()
+            made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template}
+            with ProcessExecutor(workers) if workers > 1 and tokenizer else nullcontext() as executor:
+                report = append_tokens(sources, target, workers=workers, executor=executor, **made_by, **how)
+    emit(report, as_json=as_json, for_people=_show_append)
+
+
+@click.command("delete")
+@click.argument("target", metavar="SET")
+@click.option("--keys", metavar="FILE", help="Delete the samples with these keys: a file with one in each line.")
+@click.option("--where", metavar="CONDITION", help='Delete the samples that match, such as "score < 0.2".')
+@click.option(
+    "--contents",
+    metavar="FILE",
+    help="Delete the samples with a field of such SHA-256 or MD5, one in each line.",
+)
+@click.option("--purge", is_flag=True, help="Remove the old shards, and the versions without a name.")
+@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be deleted and written.")
+@quiet_option
+@json_option
+@with_storage_options
+def delete_command(
+    target: str, *, keys: str | None, where: str | None, contents: str | None, purge: bool, workers: int,
+    dry_run: bool, as_json: bool, **arguments: Any,
+) -> None:  # fmt: skip
+    """Leave samples out of SET, a directory of indexed shards.
+
+    Only the shards that hold them are written anew, under other names; then the set's next version is published.
+    Earlier versions keep the old shards, until --purge or `version prune` removes them.
+
+    \b
+    Example:
+      shard_tools delete s3://bucket/train/ --keys requests.txt --purge
+      shard_tools delete s3://bucket/train/ --where "score < 0.2" --dry-run
+    """
+    if [keys, where, contents].count(None) != 2:
+        raise click.UsageError("Give one of --keys FILE, --where CONDITION and --contents FILE.")
+    with progress_bar("delete", "shards") as progress:
+        report = delete(
+            target, storage=_store(arguments), keys=keys, where=where, contents=contents, purge=purge,
+            dry_run=dry_run, workers=workers,
+            progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show_delete)
+
+
+@click.command("dedupe")
+@click.argument("target", metavar="SET")
+@click.option(
+    "--by", metavar="content|key|FIELD", default=CONTENT, show_default=True,
+    help="What makes samples the same: the bytes of all fields, the key, or the bytes of a field.",
+)  # fmt: skip
+@click.option(
+    "--keep", type=click.Choice(get_args(Keep)), default="first", show_default=True, help="Which one stays, in order."
+)
+@click.option("--pairs", metavar="FILE", help="Write each pair to this file, as a line of JSON.")
+@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
+@click.option("--dry-run", is_flag=True, help="Only tell what SET has twice.")
+@quiet_option
+@json_option
+@with_storage_options
+def dedupe_command(
+    target: str, *, by: str, keep: Keep, pairs: str | None, workers: int, dry_run: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Leave out the samples that SET, a directory of indexed shards, has twice or more.
+
+    Each is named with the one that stays. Only samples that the index cannot tell apart, by keys, sizes and checksums,
+    are read. Shards are written as by `delete`, as the set's next version.
+
+    \b
+    Example:
+      shard_tools dedupe s3://bucket/train/ --by jpg --dry-run
+      shard_tools dedupe s3://bucket/train/ --by key --keep newest --pairs pairs.jsonl
+    """
+    storage = _store(arguments)
+    with progress_bar("dedupe", "shards") as progress:
+        report = dedupe(
+            target, storage=storage, by=by, keep=keep, dry_run=dry_run, workers=workers, progress=progress
+        )  # fmt: skip
+    if pairs is not None:
+        storage.put(pairs, b"".join(pair.to_line() for pair in report.pairs))
+    emit(report, as_json=as_json, for_people=_show_dedupe)
+
+
+@click.command("split")
+@writing_options
+@click.argument("places", nargs=-1, required=True, metavar="SOURCE... TARGET")
+@click.option(
+    "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
+)
+@click.option(
+    "--group-field", metavar="COLUMN", help="Keep samples with one value of this column, late or not, together."
+)
+@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@click.option(
+    "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
+)
+@click.option("--overwrite", is_flag=True, help="Delete what the new sets hold and start over.")
+@union_option
+@unfinished_option
+@json_option
+@with_storage_options
+def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+    """Write each sample of SOURCE into one of several sets, TARGET/train and others, in one pass.
+
+    The hash of its key, or of a column, decides alone. So a set that has grown is split as before, and a group, such as
+    all pictures of one person, is never in two sets.
+
+    \b
+    Example:
+      shard_tools split s3://bucket/all/ s3://bucket/parts/ --split val=1% --split test=1%
+      shard_tools split faces/ parts/ --split val=5% --group-field person
+    """
+    sources, target = places_and_target(places)
+    storage_options = as_storage_options(arguments)
+    with progress_bar("split", "samples") as progress:
+        report = split(
+            sources, target, options=SplitOptions(split=shares, **arguments), storage_options=storage_options,
+            progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show_split)
+
+
+@click.group("version")
+def version_group() -> None:
+    """Name, list, show, compare and prune the versions of a set.
+
+    Each change of a set is its next version; earlier ones can be opened by number until they are pruned, and by name
+    for good.
+
+    \b
+    Example:
+      shard_tools version tag s3://bucket/train/ v3
+    """
+
+
+@version_group.command("tag")
+@writing_options
+@click.argument("target", metavar="SET")
+@click.argument("name")
+@click.option("--of", "version", metavar="VERSION", help="The version that gets the name. Default: the current one.")
+@json_option
+@with_storage_options
+def tag_command(target: str, name: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
+    """Keep a version of SET under NAME, for good: StreamingDataset(SET, version=NAME).
+
+    \b
+    Example:
+      shard_tools version tag s3://bucket/train/ v3
+      shard_tools version tag s3://bucket/train/ before-cleaning --of 7
+    """
+    report = tag(target, name, storage=_store(arguments), version=checked_version("--of", version))
+    emit(report, as_json=as_json, for_people=_show_version)
+
+
+@version_group.command("list")
+@quiet_option
+@click.argument("target", metavar="SET")
+@json_option
+@with_storage_options
+def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
+    """List the versions of SET that can be opened, and changes that are not published.
+
+    \b
+    Example:
+      shard_tools version list s3://bucket/train/
+    """
+    emit(history(target, storage=_store(arguments)), as_json=as_json, for_people=_show_history)
+
+
+@version_group.command("show")
+@quiet_option
+@click.argument("target", metavar="SET")
+@click.argument("version", required=False)
+@json_option
+@with_storage_options
+def show_command(target: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
+    """Show what a version of SET holds. Default: the current one.
+
+    \b
+    Example:
+      shard_tools version show s3://bucket/train/ v3
+    """
+    report = show(target, checked_version("VERSION", version), storage=_store(arguments))
+    emit(report, as_json=as_json, for_people=_show_version)
+
+
+@version_group.command("diff")
+@quiet_option
+@click.argument("target", metavar="SET")
+@click.argument("old", metavar="OLD")
+@click.argument("new", metavar="NEW", required=False)
+@json_option
+@with_storage_options
+def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arguments: Any) -> None:
+    """Tell which samples of SET, by key, version NEW has and OLD has not, and the other way round.
+
+    NEW is the current version by default. Only the key columns of shards that differ are read.
+
+    \b
+    Example:
+      shard_tools version diff s3://bucket/train/ v3
+    """
+    old_version, new_version = checked_version("OLD", old), checked_version("NEW", new)
+    report = compare(target, old_version, new_version, storage=_store(arguments))
+    emit(report, as_json=as_json, for_people=_show_diff)
+
+
+@version_group.command("prune")
+@click.argument("target", metavar="SET")
+@click.option(
+    "--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Latest versions without a name to keep."
+)
+@click.option("--drop", multiple=True, metavar="NAME", help="Give up the version of this name, too.")
+@click.option(
+    "--abandon", multiple=True, metavar="CHANGE", help="Remove what a killed change wrote; see `version list`."
+)
+@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@quiet_option
+@json_option
+@with_storage_options
+def prune_command(
+    target: str, *, keep: int, drop: tuple[str, ...], abandon: tuple[str, ...], dry_run: bool, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Give up the versions of SET without a name, and remove the shards that no other version holds.
+
+    \b
+    Example:
+      shard_tools version prune s3://bucket/train/ --keep 3
+      shard_tools version prune s3://bucket/train/ --drop v1 --dry-run
+    """
+    report = prune(target, storage=_store(arguments), keep=keep, drop=drop, abandon=abandon, dry_run=dry_run)
+    emit(report, as_json=as_json, for_people=_show_prune)
+
+
+def _show_append(report: AppendReport) -> None:
+    known = f"{counted(report.num_known, 'input')} known already" if report.num_known else ""
+    if not report.num_added:
+        click.echo(f"nothing new: {known}; version {report.version}, {counted(report.num_samples, 'sample')}")
+        return
+    click.echo(
+        f"{counted(report.num_added, 'sample')} added in {counted(report.num_shards, 'shard')} "
+        f"({format_bytes(report.num_bytes)}), version {report.version}: {report.num_samples:,} in all"
+        f"{'; ' + known if known else ''}"
+    )
+    for reason, count in report.left_out.items():
+        click.echo(f"  left out: {plain(reason)}: {count:,}", err=True)
+    for field, names in report.new_classes.items():
+        click.echo(f"  field {field!r}: new classes {', '.join(map(plain, names))}")
+
+
+def _show_delete(report: DeleteReport) -> None:
+    done = "would be deleted" if report.dry_run else f"deleted, version {report.version}"
+    click.echo(
+        f"{counted(report.num_deleted, 'sample')} in {counted(report.num_shards, 'shard')} "
+        f"({format_bytes(report.num_bytes)}) {done}; {report.num_samples:,} stay"
+    )
+    if report.num_not_found:
+        shown = ", ".join(map(plain, report.first_not_found))
+        click.echo(f"{counted(report.num_not_found, 'line')} of the list not in the set, such as {shown}", err=True)
+    if report.purged is not None:
+        _show_prune(report.purged)
+
+
+def _show_dedupe(report: DedupeReport) -> None:
+    for pair in report.pairs[:_LISTED]:
+        click.echo(f"{plain(pair.key)} in {plain(pair.shard)} is {plain(pair.kept_key)} in {plain(pair.kept_shard)}")
+    if len(report.pairs) > _LISTED:
+        click.echo(f"… and {len(report.pairs) - _LISTED:,} more; --pairs FILE or --json names each")
+    done = "would be left out" if report.dry_run else f"left out, version {report.version}"
+    click.echo(
+        f"{counted(report.num_removed, 'sample')} in {counted(report.num_shards, 'shard')} {done}; "
+        f"{report.num_samples:,} stay; the bytes of {report.num_compared:,} were compared"
+    )
+
+
+def _show_split(report: SplitReport) -> None:
+    for one in report.sets:
+        click.echo(
+            f"{plain(one.name)}: {counted(one.num_samples, 'sample')} in {counted(one.num_shards, 'shard')}, "
+            f"{format_bytes(one.num_bytes)}: {plain_place(one.target)}"
+        )
+    if report.was_complete:
+        click.echo("Complete already; nothing written.")
+
+
+def _show_version(report: VersionReport) -> None:
+    names = f" ({', '.join(report.names)})" if report.names else ""
+    now = ", the current one" if report.is_current else ""
+    click.echo(
+        f"version {report.number}{names}{now}: {counted(report.num_samples, 'sample')} in "
+        f"{counted(report.num_shards, 'shard')}, {format_bytes(report.num_bytes)}, fingerprint "
+        f"{report.fingerprint[:12]}"
+    )
+    for field, classes in report.classes.items():
+        click.echo(f"  {plain(field)}: {counted(len(classes), 'class')}")
+    if report.columns:
+        click.echo(f"  columns {', '.join(map(plain, report.columns))}")
+
+
+def _show_history(report: HistoryReport) -> None:
+    for one in report.versions:
+        _show_version(one)
+    for work, words in report.pending.items():
+        click.echo(f"{work}: {plain(words)} is not published: it is running, or was killed")
+
+
+def _show_diff(report: VersionDiff) -> None:
+    for count, what, keys, shards in (
+        (report.num_added, "added", report.first_added, report.shards_added),
+        (report.num_removed, "removed", report.first_removed, report.shards_removed),
+    ):
+        some = f", such as {', '.join(map(plain, keys))}" if keys else ""
+        click.echo(f"{counted(count, 'sample')} {what}{some}; {counted(len(shards), 'shard')} {what}")
+    click.echo(f"{counted(report.num_same, 'sample')} in shards of both; versions {report.old} and {report.new}")
+    for words in report.schema:
+        click.echo(plain(words))
+
+
+def _show_prune(report: PruneReport) -> None:
+    would = "would be " if report.dry_run else ""
+    click.echo(
+        f"{counted(len(report.dropped), 'version')} {would}given up, {counted(report.num_shards, 'shard')} "
+        f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: "
+        f"{', '.join(report.kept) or 'none'}"
+    )
+    for work, words in report.pending.items():
+        what = f"{work}: {plain(words)} is not published, so its shards stay"
+        click.echo(f"{what}; run it again, or give --abandon {shell_word(work)}", err=True)

@@ -1,0 +1,148 @@
+"""Find the versions of a set: each is a chunk table, under its number or under a name that somebody gave it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_word
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.layout import VERSIONS_DIRECTORY, checked_name, chunks_path, version_path
+from streaming.shards.versions.publish import Head, read_table
+from streaming.storage import ChangedError, Storage, join_url, redact
+
+VersionName: TypeAlias = int | str | None
+"""A version as users name it: its number, or a name that it was given; None: the current one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptVersion:
+    """A version that can be opened.
+
+    Attributes:
+        name: What it is called: a name that it was given, or its number.
+        number: Its number.
+        table: Its chunk table.
+    """
+
+    name: str
+    number: int
+    table: ChunkTable
+
+    @property
+    def is_tag(self) -> bool:
+        """Whether somebody gave it a name."""
+        return not self.name.isdecimal()
+
+
+def checked_version(option: str, value: object) -> VersionName:
+    """Return the value of an option that names a version.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and int(value) >= 1:
+        return int(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{option}: expected the number or the name of a version, such as 3 or 'v3', got {value!r}")
+    return checked_name(value, f"{option}: version")
+
+
+def number_of(table: ChunkTable) -> int:
+    """Return the number of a version, given its chunk table."""
+    return 1 if table.version is None else table.version.number
+
+
+def read_version(storage: Storage, home: str, name: int | str) -> ChunkTable:
+    """Return the chunk table of a version.
+
+    Raises:
+        ConfigError: There is no such version; the message names those that there are.
+        IndexFormatError: Its table is damaged.
+    """
+    try:
+        return read_table(storage, join_url(home, version_path(str(name))))
+    except NotFoundError:
+        pass
+    try:
+        current = read_table(storage, join_url(home, chunks_path()))
+    except NotFoundError as error:
+        raise ConfigError(
+            f"version {name!r}: there is no set in {redact(home)}; give the directory that holds its _shardstream/"
+        ) from error
+    if name == number_of(current):
+        return current
+    for one in kept_versions(storage, home) if isinstance(name, int) else ():
+        if one.number == name:  # it is kept under a name alone
+            return one.table
+    there = ", ".join([*_names(storage, home), f"{number_of(current)} (the current one)"])
+    raise ConfigError(
+        f"version {name!r}: {redact(home)} has none of this name; there are {there}. Name the current one: shard_tools "
+        f"version tag {shell_place(home)} {shell_word(name if isinstance(name, str) else 'NAME')}"
+    )
+
+
+def _names(storage: Storage, home: str) -> list[str]:
+    """Return the names of all versions that are kept, numbers first; of a store that lists nothing, none."""
+    below = join_url(home, VERSIONS_DIRECTORY, "")
+    try:
+        found = [info.url.removeprefix(below).removesuffix(".parquet") for info in storage.list(below)]
+    except StorageError:
+        return []
+    return sorted(found, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
+
+
+def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
+    """Return all versions that are kept beside the current one, in their order.
+
+    Raises:
+        IndexFormatError: A table is damaged.
+    """
+    found = []
+    for name in _names(storage, home):
+        try:
+            table = read_table(storage, join_url(home, version_path(name)))
+        except NotFoundError:  # it was dropped meanwhile
+            continue
+        found.append(KeptVersion(name=name, number=number_of(table), table=table))
+    return sorted(found, key=lambda one: (one.number, one.is_tag, one.name))
+
+
+def version_with(storage: Storage, home: str, fingerprint: str) -> KeptVersion | None:
+    """Return a version whose chunk table has this fingerprint; None: there is none, or it cannot be found out."""
+    try:
+        return next((one for one in kept_versions(storage, home) if one.table.fingerprint == fingerprint), None)
+    except (StorageError, IndexFormatError):
+        return None
+
+
+def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None) -> None:
+    """Keep a version under a name, for good.
+
+    Args:
+        storage: The store.
+        head: The current version of the set, which lives.
+        name: The name.
+        table: The chunk table of an earlier version; None: the current one.
+
+    Raises:
+        ConfigError: Another version has this name, or the one that was to get it is dropped meanwhile.
+    """
+    url = join_url(head.home, version_path(checked_name(name, "version")))
+    kept = head.table if table is None else table
+    data = kept.to_parquet()
+    try:
+        storage.put_if(url, data, None)
+    except ChangedError as error:
+        other = number_of(read_table(storage, url))
+        raise ConfigError(
+            f"version {name!r} exists already: it is number {other}. Choose another name, or give it up: shard_tools "
+            f"version prune {shell_place(head.home)} --drop {shell_word(name)}"
+        ) from error
+    number = number_of(kept)
+    others = () if table is None else kept_versions(storage, head.home)
+    if table is not None and not any(one.number == number and one.name != name for one in others):
+        storage.delete(url)
+        raise ConfigError(f"version {number} was dropped meanwhile; shard_tools version list {shell_place(head.home)}")
