@@ -242,7 +242,7 @@ class SourceLanes:
         """Return the consecutive passes laid together with a pass of an era; the latest are cached."""
         found = self._known(era, number)
         if found is None:
-            found = self._asked(era, number)
+            found = self._unlaid(era, number)
             lay_passes([found])
             self.keep(era, found)
         return found
@@ -250,8 +250,8 @@ class SourceLanes:
     def _known(self, era: _Era, number: int) -> LaidPasses | None:
         return self._bundles.get((era.first_pass, (number - era.first_pass) // era.num_bundled))
 
-    def _asked(self, era: _Era, number: int) -> LaidPasses:
-        """Return the bundle that holds a pass, not laid yet."""
+    def _unlaid(self, era: _Era, number: int) -> LaidPasses:
+        """Return the bundle that holds a pass, before it is laid."""
         first = number - (number - era.first_pass) % era.num_bundled
         numbers = range(first, min(first + era.num_bundled, era.stop_pass))
         return LaidPasses(era.listing, numbers, era.first_draw + (first - era.first_pass) * era.samples)
@@ -267,7 +267,7 @@ class SourceLanes:
             number = numbers.start
             while number < numbers.stop:
                 known = self._known(era, number)
-                bundle = self._asked(era, number) if known is None else known
+                bundle = self._unlaid(era, number) if known is None else known
                 stop_here = min(numbers.stop, bundle.numbers.stop)
                 yield _Part(self, era, bundle, range(number, stop_here), known is None)
                 number = stop_here

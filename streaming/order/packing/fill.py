@@ -187,7 +187,7 @@ class Filler:
                 view = memoryview(bytes(view) + bytes(longest))
             return FoundItems(dtype=item, memory=view, firsts=firsts.tolist(), stops=(firsts + size * counts).tolist())
         if (starts % size).any():  # in a tar, documents begin at multiples of 512; misaligned ones are copied
-            view, starts = self._laid_anew(starts, size)
+            view, starts = self._aligned(starts, size)
         data = np.frombuffer(view, item, len(view) // size)
         firsts[self._pieces] = (starts // size + self._rows.starts)[there]
         firsts -= segments.begins
@@ -303,7 +303,7 @@ class Filler:
         wanted += _places(len(wanted), wanted.dtype)
         return memory.take(wanted, mode="clip")
 
-    def _laid_anew(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
+    def _aligned(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
         """Copy the available documents end to end; return the copy, and the byte at which each document begins."""
         copied, moved = bytearray(), np.zeros_like(starts)
         stops = starts + self._rows.stops * size

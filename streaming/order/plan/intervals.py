@@ -57,8 +57,8 @@ class ChunkIntervals(IntColumns):
     def live_bytes(self, chunk_bytes: Int64Array) -> int:
         """Return the maximum bytes needed at the same time, given the bytes of each chunk, int64 [C]."""
         changes = chunk_bytes[self.chunk_ids]
-        # [2 n]: each interval takes its bytes in its first batch, and frees them after its last. # Releases come before
-        # the acquisitions of the same batch.
+        # [2 n]: each interval takes its bytes in its first batch, and frees them after its last. In a batch, bytes are
+        # freed before others are taken.
         times = np.concatenate([self.last_batches + 1, self.first_batches])
         changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
         return int(changes.cumsum().max(initial=0))
