@@ -42,7 +42,7 @@ def map_threads(
         ahead: Maximum number of items in progress or ready. Default: two per thread.
 
     Raises:
-            Exception: The error of a call, in the order of items; calls that have not begun are canceled.
+        Exception: The error of a call, in the order of items; calls that have not begun are canceled.
     """
     if num_threads <= 1:
         for number, item in enumerate(items):
@@ -80,7 +80,7 @@ def in_order(
         most_bytes: Maximum bytes of results in progress or ready; a single item may have more.
 
     Raises:
-            Exception: The error of a call, in the order of items; calls that have not begun are canceled.
+        Exception: The error of a call, in the order of items; calls that have not begun are canceled.
     """
     pending: deque[tuple[int, int, Future[_R]]] = deque()  # number of the item, its bytes, its call
     pending_bytes = 0

@@ -82,7 +82,7 @@ class Schedule:
             segments: Number of steps of the staircase that approximates the ramp.
 
         Raises:
-                ConfigError: The names of ``start`` and ``end`` differ, a value is not a number of at least 0, or
+            ConfigError: The names of ``start`` and ``end`` differ, a value is not a number of at least 0, or
                 ``over`` is not a positive integer.
         """
         return cls(shape="linear", start=_plain(start), end=_plain(end), over=over, num_segments=segments)

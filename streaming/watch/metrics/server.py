@@ -139,7 +139,7 @@ def serve(loader: Observed, path: str | os.PathLike[str] = "run/rank{rank}.sock"
             process, so call this after torch.distributed is initialized. A file that a killed job left is replaced.
 
     Returns:
-            An object that can end the service before the loader ends. It need not be kept.
+        An object that can end the service before the loader ends. It need not be kept.
 
     Raises:
         ConfigError: Another process answers there, another kind of file has the name, or the file cannot be made.

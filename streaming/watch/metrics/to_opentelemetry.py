@@ -66,10 +66,10 @@ def opentelemetry(loader: Observed, meter_provider: Any = None, *, name: str | N
         name: Value of the attribute ``loader``; None: the first free name of ``"loader"``, ``"loader2"``, …
 
     Returns:
-            An object that can end the export before the loader ends.
+        An object that can end the export before the loader ends.
 
     Raises:
-            ConfigError: OpenTelemetry is not installed, ``loader`` is not one of ours, or the name is taken.
+        ConfigError: OpenTelemetry is not installed, ``loader`` is not one of ours, or the name is taken.
     """
     try:
         import opentelemetry.metrics as library

@@ -60,10 +60,10 @@ def prometheus(loader: Observed, registry: Any = None, *, name: str | None = Non
         name: Value of the label ``loader``; None: the first free name of ``"loader"``, ``"loader2"``, …
 
     Returns:
-            An object that can end the export before the loader ends.
+        An object that can end the export before the loader ends.
 
     Raises:
-            ConfigError: prometheus-client is not installed, ``loader`` is not one of ours, or the name is taken.
+        ConfigError: prometheus-client is not installed, ``loader`` is not one of ours, or the name is taken.
     """
     try:
         import prometheus_client.core as library

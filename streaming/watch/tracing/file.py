@@ -40,7 +40,7 @@ class TraceFile:
         about: Further facts about the loader, for the file.
 
     Raises:
-            ConfigError: It is not the path of a file, or nothing can be written there.
+        ConfigError: It is not the path of a file, or nothing can be written there.
     """
 
     def __init__(self, path: Any, rank: int, about: dict[str, Any]) -> None:
