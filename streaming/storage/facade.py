@@ -271,7 +271,7 @@ class Storage:
             raise ReadOnlyError(url, action)
 
     def _connect_anew(self) -> None:
-        """Reset the storage in a forked child: the inherited connections, threads and history belong to the parent."""
+        """Reset a forked child: the inherited connections, threads and history belong to its parent."""
         never_free((self._store, self._mirror_stores))
         self._connect()
 
@@ -282,8 +282,7 @@ class Storage:
         self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
 
     def _somewhere(self, url: str, work: Callable[[Site], _T]) -> _T:
-        """Return the result of ``work`` at the primary or, if that fails permanently, at the first mirror that
-        succeeds.
+        """Return the result of ``work`` at the primary or, if it fails permanently, at the first mirror that succeeds.
 
         "No such object" and "it was replaced" are answers, not failures.
         """
@@ -291,8 +290,8 @@ class Storage:
         if route is None:
             return work(Site(self._store, url))
         text, failure = as_url(url), None
-        asked, on_trial = route.turn()
-        if asked:
+        is_due, on_trial = route.turn()
+        if is_due:
             try:
                 found = work(Site(self._store, text, (lambda: True) if on_trial else lambda: route.rests))
             except (NotFoundError, ChangedError):
@@ -323,7 +322,7 @@ class Storage:
         missing = next((one for one in errors if isinstance(one, NotFoundError)), None)
         if missing is not None:
             missing.add_note(
-                f"it was asked because {redact(route.prefix)} fails, of which it should be a complete copy"
+                f"the mirror was used because {redact(route.prefix)} fails; it should be a complete copy of that"
             )
             raise missing
         if failure is None:  # the primary was not tried, and no mirror is left

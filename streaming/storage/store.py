@@ -90,11 +90,11 @@ class Store:
         seen = self._pins.get(url)
         if not seen or self.adapter(url).keeps_versions:
             return
-        if self._told_version(url, hopeless) != seen:
+        if self._reported_version(url, hopeless) != seen:
             self._pins.drop(url)
             raise ChangedError(f"reading {redact(url)}: the object changed since it was first read; use new names")
 
-    def _told_version(self, url: str, hopeless: Callable[[], bool]) -> str:
+    def _reported_version(self, url: str, hopeless: Callable[[], bool]) -> str:
         """Return the version that info reports; empty if it reports none."""
         info = self._call(url, lambda adapter: adapter.info(url), hopeless)
         return "" if info.version is None else f"{info.version} {info.size_bytes}"
@@ -137,13 +137,13 @@ class Store:
         adapter, traffic = self.adapter(url), self.traffic_of(url)
         asks = pinned and not adapter.keeps_versions and stop != start
         if asks and self._pins.get(url) is None:
-            self._pins.keep(url, self._told_version(url, hopeless))
+            self._pins.keep(url, self._reported_version(url, hopeless))
         if pinned:
             version = self._pins.get(url)
         version = version if adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
-        told_size = adapter.in_pieces or stop is not None  # otherwise, the answer's duration is unknown
-        hedging = traffic if told_size and self._options.hedge else None
+        knows_size = adapter.in_pieces or stop is not None  # otherwise, the answer's duration is unknown
+        hedging = traffic if knows_size and self._options.hedge else None
         with self._active.under_way(url, start, stop) as call, self._threads if hedging else nullcontext():
             try:
                 if not transfer.is_done:
@@ -172,14 +172,14 @@ class Store:
         policy = self._options.retry
         until_s = call.began_s + policy.deadline_s
 
-        def asked() -> _T:
+        def sent() -> _T:
             call.attempt += 1
             self._count("requests", 1)
             with nullcontext() if traffic is None else traffic.request(until_s):
                 return attempt(until_s)
 
         def counted() -> _T:
-            return with_keys_of_now(asked)
+            return with_keys_of_now(sent)
 
         if traffic is not None:
             traffic.retries.earn()

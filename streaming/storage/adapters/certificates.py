@@ -30,8 +30,8 @@ def why_refused(said: str, endpoint: str, authorities: str) -> str:
     if "NotValidForName" in reason:
         names = list(dict.fromkeys(_PRESENTED.findall(reason.partition("presented")[2])))[:_MOST_NAMES]
         return (
-            f"its certificate is for {', '.join(names) or 'other names'}, not for {host}; name the server as its "
-            "certificate does, or have one made for this name too"
+            f"its certificate is for {', '.join(names) or 'other names'}, not for {host}; use a name in the "
+            "certificate, or have one made for this name, too"
         )
     if "NotValidYet" in reason or "Expired" in reason:
         when = "is not valid yet" if "NotValidYet" in reason else "has expired"
@@ -85,5 +85,5 @@ def why_unusable(said: str, authorities: str) -> str:
         return ""
     return (
         f"a certificate in {authorities} is damaged, or cut off; `openssl x509 -in FILE -noout -text` reads its first "
-        "one. Get the file anew"
+        "one. Get the file again"
     )

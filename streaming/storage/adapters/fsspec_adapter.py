@@ -71,7 +71,10 @@ _BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 
 class FsspecAdapter:
-    """Any scheme that fsspec supports. Makes one file system per scheme, at first use."""
+    """Any scheme that fsspec supports. Makes one file system per scheme, at first use.
+
+    ``_lock`` guards ``_systems``.
+    """
 
     in_pieces = False
     keeps_versions = False
@@ -243,7 +246,7 @@ def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
         version = version.timestamp()  # some file systems list seconds but report dates
     size = entry.get("size")
     if size is None:
-        raise StorageError(f"looking at {redact(url)}: the server does not tell its size; use one that does")
+        raise StorageError(f"looking at {redact(url)}: the server does not report its size; use one that does")
     return ObjectInfo(url=url, size_bytes=int(size), version=None if version is None else str(version))
 
 

@@ -72,7 +72,10 @@ class _ObjectRange:
 
 
 class ObjectAdapter:
-    """s3, gs, az, http and https. Makes one obstore client per bucket (or host), at first use."""
+    """s3, gs, az, http and https. Makes one obstore client per bucket (or host), at first use.
+
+    ``_lock`` guards ``_stores`` and ``_forgot``.
+    """
 
     in_pieces = True
     keeps_versions = True

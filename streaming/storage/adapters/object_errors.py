@@ -334,9 +334,9 @@ _FINAL = (
     *(
         (token, f"the answer {words}, which is needed; use a server or proxy that does, or copy the data to one")
         for token, words in (
-            ("MissingContentLength", "does not say its length"),
+            ("MissingContentLength", "does not state its length"),
             ("InvalidContentLength", "gives a length that is not a number"),
-            ("MissingLastModified", "does not say when the object was changed"),
+            ("MissingLastModified", "does not state when the object was changed"),
             ("InvalidLastModified", "gives an invalid date for the object's last change"),
             ("BadHeader", "has a header that is not text"),
         )
@@ -367,7 +367,7 @@ def _not_found(where: str, place: RequestPlace, code: str) -> str:
     if code in {"NoSuchBucket", "ContainerNotFound"}:
         bucket = place.url.partition("://")[2].partition("/")[0]
         return f"{where}: no bucket {bucket!r} at {place.endpoint}; check its name, and endpoint_url in storage_options"
-    return f"{where}: no such object at {place.endpoint}; check the URL, and list what lies beside it"
+    return f"{where}: no such object at {place.endpoint}; check the URL, and list the objects beside it"
 
 
 def _wrong_region(where: str, place: RequestPlace, text: str, said: str) -> str:
