@@ -108,7 +108,7 @@ def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str
     unknown = ", ".join(repr(name) for name in used if name.lower() not in known)
     if unknown:
         raise MeshError(
-            f"the names do not tell whether ranks along {unknown} read different data: "
+            f"the names do not show whether ranks along {unknown} read different data: "
             f"pass data_axes=, a choice of {names}"
         )
     found = tuple(name for name in names if name.lower() in DATA_NAMES)

@@ -337,5 +337,5 @@ def as_device_mesh(mesh: DeviceMesh | TorchDeviceMesh | None) -> DeviceMesh:
 def _torch_rank(mesh: object) -> int:
     get_rank = getattr(mesh, "get_rank", None)
     if not callable(get_rank):
-        raise MeshError("the mesh cannot tell this process's rank: pass rank=")
+        raise MeshError("the mesh does not know this process's rank: pass rank=")
     return int(get_rank())

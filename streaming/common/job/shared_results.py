@@ -131,7 +131,7 @@ def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
         left_s = max(until_s - time.monotonic(), 0)
         if not left_s:
             if wait_s:
-                text = "rank %d has not started to open this data set within %g s; rank %d does so in its place"
+                text = "rank %d has not started to open this data set within %g s; rank %d opens it instead"
                 _log.warning(text, rank, wait_s, peers.rank)
             return False
         time.sleep(min(pause_s, left_s))

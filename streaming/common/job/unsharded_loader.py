@@ -40,7 +40,7 @@ class UnshardedWarning:
         _log.warning(
             "torch's DataLoader reads this StreamingDataset item by item with torch's own sampler, so each of %d ranks "
             "gets all samples, not its share. Use streaming.DataLoader(dataset, batch_size); or give torch's "
-            "TorchIterable(dataset) in place of the data set, or batch_sampler=DeviceMeshSampler(dataset, batch_size)",
+            "TorchIterable(dataset) instead of the data set, or batch_sampler=DeviceMeshSampler(dataset, batch_size)",
             ranks,
         )
 

@@ -187,7 +187,7 @@ class ExactLanes(EndlessOrder):
             parts = stream.parts(low, high, int(since.min()), int(until.max()) + 1)
             lane = parts.lanes - low
             since, until, first, last = since[lane], until[lane], parts.begins, parts.ends
-            # 3. Keep the runs that are due here. A run that began before, or ends later, stays in memory even if its #
+            # 3. Keep the runs that are due here. A run that began before, or ends later, stays in memory even if its
             # source is not drawn in between; unless the source has lost its weight, and the run may never be due again.
             is_held = weights.get(self._leaves[leaf], 0) > 0
             due = np.flatnonzero((first < until) & (last > since) & (is_held | (since < until)))

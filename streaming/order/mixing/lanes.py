@@ -122,7 +122,7 @@ class MixedLanes(EndlessOrder):
         """
         growth, lanes = self._growths[name], self._lanes[name]
         if growth.ends_at == np.inf:
-            raise ConfigError(f"source {name!r}: it is drawn from without end")
+            raise ConfigError(f"source {name!r}: draws from it never end")
         laid, due = np.zeros(self.settings.lanes, np.int64), int(growth.dues[-1])
         if growth.ends_at:
             runs = lanes.runs(0, self.settings.lanes, max(due - lanes.mean_chunk - 1, 0), due + 2)

@@ -357,7 +357,7 @@ def _runs_of(
     """Return the runs of each part that hold ``[starts[i], stops[i])`` of the streams, by lane, and each run's part."""
     low, high = lane_range
     num_lanes, bundles = parts[0].source.num_lanes, [part.bundle for part in parts]
-    # 1. Per part, int64 [P]: its number of passes, the samples of a pass, its first pass within the bundle, and the #
+    # 1. Per part, int64 [P]: its number of passes, the samples of a pass, its first pass within the bundle, and the
     # first draw of the bundle.
     num_passes, sizes, skipped, drawn = np.array(
         [(len(one.numbers), one.era.samples, one.numbers.start - one.bundle.numbers.start, one.bundle.first_draw)

@@ -314,7 +314,7 @@ def blend_of_entry(
         constant = EndlessBlend.constant(weights)
         return constant if schedule is None else EndlessBlend(schedule)
     if weights or schedule is not None:
-        raise ConfigError("weights: a pass of the mixture has quotas, which no weights go with")
+        raise ConfigError("weights: a pass of the mixture has quotas, so it cannot have weights")
     return PassBlend(quotas)
 
 
@@ -328,4 +328,4 @@ def check_by_source(what: str, given: object, sources: Mapping[str, str] | None 
         raise ConfigError(f"{what}: expected a dict by the names of the sources, got {given!r}")
     unknown = sorted(set(given) - set(given if sources is None else sources), key=str)
     if unknown:
-        raise ConfigError(f"{what}: {unknown} are no sources; they are {sorted(sources or ())}")
+        raise ConfigError(f"{what}: {unknown} are not sources; the sources are {sorted(sources or ())}")

@@ -65,7 +65,8 @@ class ChunkMemory:
 
     Attributes:
         memory: As given.
-        align_bytes: Alignment of a chunk's position within a page, in bytes: a page if chunks are mapped, otherwise 1.
+        align_bytes: The memory of a chunk begins at a multiple of this many bytes of its file: a page if chunks are
+            mapped, otherwise 1.
     """
 
     def __init__(self, chunks: Chunks, memory: Budget, *, is_shared: bool = False) -> None:
@@ -367,7 +368,7 @@ class LiveDemand(Demand):
             raise MemoryLimitError(
                 f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: a batch has "
                 f"{plan.shape.most_rows} rows of one rank, and in some epoch these may be the largest ones, which take "
-                f"up to {format_bytes(self._batch_bytes)} with what is read beside them. Chunks get "
+                f"up to {format_bytes(self._batch_bytes)} including bytes read along with them. Chunks get "
                 f'{budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.least_mib(self._batch_bytes)}MiB", '
                 f"or a smaller batch{budget.BATCHES_BESIDE}"
             )

@@ -66,7 +66,7 @@ class ChunkIntervals(IntColumns):
 
 def _merged(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Merge overlapping or adjacent intervals of each chunk; int64 [n] each, in any order."""
-    # The cost of counting depends on the largest id, that of sorting on the number of ids, which is small on one of #
+    # The cost of counting depends on the largest id, that of sorting on the number of ids, which is small on one of
     # many ranks.
     if len(ids) and int(ids.max()) < 16 * len(ids):
         shared = np.bincount(ids)[ids] > 1

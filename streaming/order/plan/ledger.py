@@ -46,7 +46,7 @@ _DEALT = {
     "batches": 'batches="one_source" and {} samples in a global batch',
 }  # fmt: skip
 NO_OTHER_SEED = (
-    "seed: a mixture without end has one order, of which epochs are parts: another seed from some epoch on would "
+    "seed: a mixture without end has one order, and epochs are parts of it: another seed from some epoch on would "
     "repeat some samples and leave out others. Give the seed to the Mixture"
 )
 Segment = tuple[int, dict[str, float]]

@@ -10,7 +10,7 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 
     lanes    a a b b c c d d
     R = 2    0 0 0 0 1 1 1 1        whole lanes: no chunk is read by two ranks
-    R = 3    0 0 1 1 1 2 2 2        lanes b and c are each shared by two ranks
+    R = 3    0 0 1 1 1 2 2 2        lane c is shared by two ranks
     R = 4    0 0 1 1 2 2 3 3
 """
 

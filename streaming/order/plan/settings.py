@@ -184,7 +184,7 @@ class Shape:
             ConfigError: It is None.
         """
         if self.epoch_size is None:
-            raise ConfigError("epoch_size: give it; nothing else says when an epoch ends")
+            raise ConfigError("epoch_size: give it; nothing else defines when an epoch ends")
         return self.epoch_size
 
     @property

@@ -178,7 +178,7 @@ def _whole_ledger(entries: Any, text: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise StateError(f"state: {_TEXT}: expected the ledger's JSON: {error}") from error
     if not _is_part(entries, whole):
-        raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger where {_TEXT} is None")
+        raise StateError(f"state: ledger and {_TEXT} contradict each other; change a ledger where {_TEXT} is None")
     return whole
 
 

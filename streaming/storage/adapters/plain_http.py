@@ -278,7 +278,7 @@ def _announced(connection: Connection, head: _Head, request: Request) -> int:
     found = _RANGE.fullmatch(head.headers.get("content-range", "")) if head.status == 206 else None
     start, stop = (int(found[1]), int(found[2]) + 1) if found else (-1, -1)
     if start != request.start or not start < stop <= request.stop:
-        raise AnswerError(head.status, "another range than was asked for")
+        raise AnswerError(head.status, "another range than requested")
     if head.length > stop - start:
         raise LeftError
     return stop - start

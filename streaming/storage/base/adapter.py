@@ -52,7 +52,7 @@ class UnreachableError(TransientError):
     """No connection at all (unknown host, connection refused). Retried only for a few seconds."""
 
 
-RESUMED = "a job that resumes from its last state_dict loses no sample, and a command goes on where it stopped"
+RESUMED = "a job that resumes from its last state_dict loses no sample, and a command continues where it stopped"
 """The cost of a restart, for messages."""
 
 

@@ -117,10 +117,10 @@ def server_fault(url: str) -> str:
     """Describe the fault in host and port of an http(s) URL; "" if there is none."""
     server = url.partition("://")[2].partition("/")[0].partition("?")[0].rpartition("@")[2]
     if server.count(":") > 1 and "[" not in server:
-        return "an IPv6 address stands in brackets, as in http://[::1]:9000"
+        return "an IPv6 address needs brackets, as in http://[::1]:9000"
     host, colon, port = re.fullmatch(r"(.*?)(?:(:)([^:\]]*))?", server, re.DOTALL).groups("")  # type: ignore[union-attr]
     if colon and not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
-        return "its port is no number from 1 to 65535"  # not shown: it may be part of a password
+        return "its port is not a number from 1 to 65535"  # not shown: it may be part of a password
     return _host_fault(host)
 
 
@@ -131,9 +131,9 @@ def _host_fault(host: str) -> str:
         try:
             ipaddress.IPv6Address(host[1:-1] if host.endswith("]") and "%" not in host else "")
         except ValueError:
-            return "what stands in brackets is no IPv6 address without a zone"
+            return "the text in brackets is not an IPv6 address without a zone"
     elif host.isascii() and not _HOST.fullmatch(host):
-        return f"{host[:80]!r} is no name of a host"
+        return f"{host[:80]!r} is not a host name"
     return ""
 
 
@@ -229,7 +229,7 @@ def _check_bucket(url: str, scheme: str) -> None:
         raise ConfigError(f"{redact(url)!r}: the bucket's name has a blank or a control character; leave it out")
     if ":" in bucket or ("@" in bucket and scheme not in _AZURE):
         raise ConfigError(
-            f"{scheme}://…: a ':' or '@' stands in the bucket's name; no user, key or password is read from this URL. "
+            f"{scheme}://…: a ':' or '@' is in the bucket's name; no user, key or password is read from this URL. "
             f"Write {scheme}://bucket/key, and give keys in storage_options ({_KEYS[scheme]}) or the environment"
         )
 

@@ -106,7 +106,7 @@ class Recorder(Observer):
     """Record until ``num_steps`` steps of the consumer are over. Thread-safe; in a forked child it does nothing.
 
     ``_lock`` guards all fields that change: ``recording``, ``_is_over``, ``_fetched``, ``_built``, ``_num_asking``,
-    ``_asked_s``, ``_consumer``, ``_hand_over`` and ``_pulled``. Only the consumer's thread uses ``_num_written``.
+    ``_asked_s``, ``_consumer``, ``_hand_over`` and ``_pulled``.
 
     Args:
         metrics: Numbers of the loop to record. A previous observer keeps receiving all calls.

@@ -153,7 +153,7 @@ def _check_option(where: str, name: str, value: Any) -> None:
         hint = did_you_mean(name, MACHINERY)
         raise ConfigError(
             f"{where}: options: {name!r}{hint}: a file of tuned options may set only how batches are made ready "
-            f"({some_names([*MACHINERY])}), and nothing that may change what is trained on. Leave it out there, and "
+            f"({some_names([*MACHINERY])}), and nothing that may change the training data. Leave it out there, and "
             "give it in the program"
         )
     if value is None:
