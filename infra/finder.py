@@ -23,8 +23,8 @@ class MeshFinder:
        ``torch.multiprocessing.spawn`` no environment variable is set), so a process that seems to be alone may turn out
        to be one of many, and must not read all data.
     4. From the first iteration on, the mesh is fixed. If torch.distributed later disagrees, the next iteration raises
-    an error, because earlier iterations read another share of the data. A destroyed process group does not count as
-    disagreement.
+       an error, because earlier iterations read another share of the data. A destroyed process group does not count as
+       disagreement.
 
     ::
 

@@ -40,7 +40,7 @@ class Observer:
     Work has the name of its counter. A result of None means that the end of the work is not observed.
     """
 
-    def begin(self, name: str) -> Begun | None:  # noqa: ARG002 used by subclasses
+    def begin(self, name: str) -> Begun | None:  # noqa: ARG002  used by subclasses
         """Record that this thread begins some work."""
         return None
 

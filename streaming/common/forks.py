@@ -4,8 +4,8 @@ A child of ``os.fork`` (and so of ``multiprocessing`` with the method "fork") ha
 threads stays half done in it: their locks stay taken, their queues have no reader. Conversely, the parent sees
 everything that the child writes to shared memory or to an open file. So each of our objects is of one of three kinds:
 
-- the child can use it: ``in_children`` gives it new locks and connections before the child does anything else; it
-belongs to its maker: ``Maker.check`` rejects every other process, by name and with the cure;
+- the child can use it: ``in_children`` gives it new locks and connections before the child does anything else;
+- it belongs to its maker: ``Maker.check`` rejects every other process, by name and with the cure;
 - it shares memory with the child: ``before_forks`` lets it record what the child will hold.
 
 Helper processes of this process also receive every signal to its process group, such as a scheduler's announcement that

@@ -123,8 +123,8 @@ class RankGroup:
     ::
 
         ranks = RankGroup(board, rank, ranks, subject="set_weights", timeout_s=600)
-        answers = ranks.exchange(lambda: {"weights": weights}) # the facts of all ranks; equal on each
-        ranks.exchange(prepare) # if one rank cannot, no rank continues
+        answers = ranks.exchange(lambda: {"weights": weights})  # the facts of all ranks; equal on each
+        ranks.exchange(prepare)  # if one rank cannot, no rank continues
 
     Calls are matched by rounds that the store counts, and not by each rank alone. So a rank that missed a call takes
     part in the next one, and a rank that calls after the others have given up changes nothing alone.

@@ -45,6 +45,6 @@ def _same_type(record: dict[str, Any]) -> BaseException | None:
         return None
     try:
         error: BaseException = kind(*([record["message"]] if record["args"] is None else record["args"]))
-    except Exception:  # noqa: BLE001 a class may require any arguments
+    except Exception:  # noqa: BLE001  a class may require any arguments
         return None
     return error if str(error) == record["message"] else None

@@ -399,7 +399,7 @@ class EvenLanes(ExactLanes):
                              zip(self._leaves, self._streams, strict=False)]  # fmt: skip
         return made
 
-    # --- what is drawn ---
+    # --- draws ---
 
     @override
     def _drawn_of(self, leaf: str, drawn: Int64Array, row: int) -> Mapping[str, int]:

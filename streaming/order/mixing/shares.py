@@ -201,7 +201,7 @@ class ShareTree:
             at = parents[at][0]
         return found[::-1]
 
-    # --- what is drawn ---
+    # --- draws ---
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """See ``LaneShares``."""

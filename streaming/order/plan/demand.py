@@ -2,9 +2,9 @@
 
 The loop obeys the demand, and ``shard_tools plan`` prints it. How chunks are kept is decided once per plan::
 
-    all chunks fit          KeptDemand      each is fetched once and stays ranks share an order    SlicesDemand    a
-    rank reads its slices of chunks, which saves bytes otherwise LiveDemand chunks are fetched when needed, and freed
-    afterwards
+    all chunks fit          KeptDemand      each is fetched once and stays
+    ranks share an order    SlicesDemand    a rank reads its slices of chunks, which saves bytes
+    otherwise               LiveDemand      chunks are fetched when needed and freed afterwards
 
 Chunks differ in size, so each epoch, rank and start needs a different amount at once. The check of ``memory_limit``
 (``ChunkMemory.check``) depends on none of them: it uses the needs of fixed ranks in epoch 0. A plan that later needs

@@ -8,8 +8,8 @@ may change between releases: orders are a contract with every checkpoint, pinned
 A map-style dataset does not read neighbors together. So its order can be a true permutation of all samples, different
 in each pass, evaluated sample by sample:
 
-- up to :data:`MAX_SORTED` samples: sorted by their hashes, like the chunks of a pass; beyond: an unbalanced Feistel
-network over the next power of two, walked until it lands inside (Black and Rogaway,
+- up to :data:`MAX_SORTED` samples: sorted by their hashes, like the chunks of a pass;
+- beyond: an unbalanced Feistel network over the next power of two, walked until it lands inside (Black and Rogaway,
   "Ciphers with Arbitrary Finite Domains", 2002). It stores nothing, so a billion samples take no memory.
 """
 

@@ -104,7 +104,7 @@ class Exported:
                 continue
             try:
                 found = observe(loader)
-            except Exception:  # noqa: BLE001 a border to another thread: an error of one loader must not hide the others
+            except Exception:  # noqa: BLE001  a border to another thread: an error of one loader must not hide the others
                 if not entry.has_failed:
                     _log.exception("metrics of the loader %r cannot be read; they are left out", entry.name)
                 entry.has_failed = True
