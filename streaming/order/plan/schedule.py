@@ -98,7 +98,7 @@ class Schedule:
             end: The same from row ``over`` on.
             over: Length of the ramp in rows, which are samples over all ranks and epochs.
             degree: Degree of the root. Above 1, the ramp changes fast at the start; below 1, at the end.
-            segments: Number of steps of the staircase that stands for the ramp.
+            segments: Number of steps of the staircase that approximates the ramp.
 
         Raises:
             ConfigError: As for :meth:`linear`.
@@ -115,7 +115,7 @@ class Schedule:
             start: Weights of sources by name, or a number, at row 0.
             end: The same from row ``over`` on.
             over: Length of the ramp in rows, which are samples over all ranks and epochs.
-            segments: Number of steps of the staircase that stands for the ramp.
+            segments: Number of steps of the staircase that approximates the ramp.
 
         Raises:
             ConfigError: As for :meth:`linear`.

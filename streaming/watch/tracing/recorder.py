@@ -5,8 +5,8 @@ The life of a recording:
 1. Work is entered at its end, by the thread that did it, under one lock that is held for microseconds. Work in progress
    when recording begins is entered in the same way.
 2. The consumer's time is divided by its requests: from a request to its batch, the consumer is inside the loader; from
-   the batch to the next request, it is in its own step. Requests of a wrapper that reads ahead are part of the wrapper's
-   own request.
+   the batch to the next request, it is in its own step. Requests of a wrapper that reads ahead are part of the
+   wrapper's own request.
 3. When the steps are over, or an iteration ends earlier, the recording is written. Work in progress, and the consumer's
    step, are written with their time so far, and marked as not over.
 4. After the last write, nothing is entered any more.
