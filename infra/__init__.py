@@ -1,7 +1,7 @@
 """Detect where this process runs, and which share of the data it needs.
 
-Launchers, environment variables and meshes are handled here, and nowhere else. The package imports nothing else of ours
-and no framework, and knows nothing about datasets.
+Launchers, environment variables and meshes are handled here, and nowhere else. The package imports no other package of
+ours and no framework, and knows nothing about datasets.
 """
 
 from __future__ import annotations

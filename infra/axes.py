@@ -101,14 +101,14 @@ def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str
     """Return the axes that are data axes according to their names, in the mesh's order.
 
     Raises:
-        MeshError: The name of an axis longer than 1 is not known, or does not tell (see `check_experts`).
+        MeshError: The name of an axis longer than 1 is unknown or ambiguous (see `check_experts`).
     """
     known = DATA_NAMES | REPLICA_NAMES | EXPERT_NAMES
     used = [name for name, size in zip(names, shape, strict=False) if size > 1]
     unknown = ", ".join(repr(name) for name in used if name.lower() not in known)
     if unknown:
         raise MeshError(
-            f"the names do not tell whether ranks along {unknown} read different data: "
+            f"the names do not show whether ranks along {unknown} read different data: "
             f"pass data_axes=, a choice of {names}"
         )
     found = tuple(name for name in names if name.lower() in DATA_NAMES)
@@ -134,7 +134,7 @@ def check_experts(used: Sequence[str], data_axes: tuple[str, ...]) -> None:
 
 
 def nested_list(ranks: object) -> object:
-    """Return ``ranks.tolist()`` if it exists (tensors, arrays), else ``ranks``."""
+    """Return ``ranks.tolist()`` if it exists (tensors, arrays), otherwise ``ranks``."""
     tolist = getattr(ranks, "tolist", None)
     return tolist() if callable(tolist) else ranks
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class MeshError(ValueError):
-    """An inconsistent mesh or launcher environment; the message names the values and what to do."""
+    """An inconsistent mesh or launcher environment; the message names the values and the cure."""
 
 
 class RankUnknownError(MeshError):
-    """The number of processes is known, but not this process's rank until torch.distributed is initialized.
+    """The number of processes is known, but this process's rank is unknown until torch.distributed is initialized.
 
     Attributes:
         world_size: The number of processes.

@@ -13,18 +13,18 @@ from infra.mesh import DeviceMesh, as_device_mesh
 class MeshFinder:
     """Find this process's place among the training processes.
 
-    The one rule for everything that reads a share of the data.
+    Everything that reads a share of the data follows this one rule:
 
-    1. A mesh that was given is used as it is.
+    1. A given mesh is used unchanged.
     2. Otherwise torch.distributed gives rank and world size if it is initialized; if not, the launcher does: see
        `infra.launch`.
     3. The result is provisional until the first iteration, and is looked up again on each use before it. Loaders are
        often made before ``init_process_group`` is called (Lightning and Accelerate call it late, and under
-       ``torch.multiprocessing.spawn`` no environment variable is set), so a process that seems to be alone may turn
-       out to be one of many, and must not read everything.
+       ``torch.multiprocessing.spawn`` no environment variable is set), so a process that seems to be alone may turn out
+       to be one of many, and must not read all data.
     4. From the first iteration on, the mesh is fixed. If torch.distributed later disagrees, the next iteration raises
-       an error, because what was read so far was another share of the data. A process group that has been destroyed
-       does not count as disagreement.
+       an error, because earlier iterations read another share of the data. A destroyed process group does not count as
+       disagreement.
 
     ::
 
@@ -58,7 +58,7 @@ class MeshFinder:
         """Look up the mesh again and return whether it has changed.
 
         Args:
-            to_read: An iteration begins: the mesh must be known for certain, and is fixed from now on.
+            to_read: Whether an iteration begins; then the mesh must be certain, and is fixed from now on.
 
         Raises:
             MeshError: ``to_read`` is set, and the rank is unknown or the mesh differs from that of earlier iterations.
@@ -79,7 +79,7 @@ class MeshFinder:
         except RankUnknownError as error:
             if to_read:
                 raise
-            # Before an iteration only lengths are needed, and they do not depend on the rank.
+            # Before an iteration, only lengths are needed, and they do not depend on the rank.
             self._found_by = "environment"
             return DeviceMesh.from_sizes(rank=0, world_size=error.world_size)
         self._found_by = launch.launcher

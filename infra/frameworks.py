@@ -1,4 +1,4 @@
-"""Ask torch.distributed and Ray Train about this process. Neither is imported: one that is in use is already loaded."""
+"""Query torch.distributed and Ray Train about this process. Neither is imported: if in use, it is already loaded."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def train_worker() -> TrainWorker | None:
     try:
         context = train.get_context()
         world_size = context.get_world_size()
-    except (RuntimeError, DeprecationWarning):  # "cannot be used outside of …"; in a trial of Ray Tune it raises that
+    except (RuntimeError, DeprecationWarning):  # "cannot be used outside of …"; in a Ray Tune trial, the latter
         return None
-    if world_size is None:  # what Ray's older API says there
+    if world_size is None:  # the answer of Ray's older API
         return None
     return TrainWorker(
         rank=context.get_world_rank(),

@@ -18,17 +18,17 @@ process that has ``ray.train`` loaded, as its workers have.
  8    single             nothing of the above
 ====  =================  ==========================================================  =================================
 
-If torch.distributed is initialized, its numbers are used, wherever it got them from: the environment often knows
-nothing (``torch.multiprocessing.spawn``), or counts nodes instead of processes. An environment that cannot be
-reconciled with them raises an error that names both, since otherwise ranks might read each other's samples.
+If torch.distributed is initialized, its numbers are used, regardless of their source: the environment often has none
+(``torch.multiprocessing.spawn``), or counts nodes instead of processes. An environment that cannot be reconciled with
+them raises an error that names both, since otherwise ranks might read each other's samples.
 
 An indexed Job of Kubernetes gives each pod its index but not the number of pods: its manifest must set ``WORLD_SIZE``
 to its ``completions`` (one process per pod). A pod that starts torchrun does not need this.
 
 A SLURM batch script or interactive shell also has ``SLURM_PROCID=0`` and ``SLURM_NTASKS``, but it is not one of those
-tasks: it counts as a single process. It is told by a reserved step number; older versions of SLURM set none for a batch
-script, but ``SLURM_TASK_PID``, as for everything that SLURM itself starts. A process without either, such as one in a
-container that is given only some of the variables, is the task that its ``SLURM_PROCID`` says.
+tasks: it counts as a single process. It is recognized by a reserved step number. Older versions of SLURM set no step
+number for a batch script, but ``SLURM_TASK_PID``, as for all processes that SLURM itself starts. A process with
+neither, such as one in a container that gets only some of the variables, is the task that its ``SLURM_PROCID`` names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher says about this process; None for what it does not say.
+    """This process's place according to its launcher; None for values that the launcher does not set.
 
     Attributes:
         launcher: ``"torch.distributed"``, ``"ray"``, ``"torchrun"``, ``"lightning"``, ``"openmpi"``, ``"mpich"``,
@@ -92,7 +92,7 @@ class AgentStore:
         port: Its port.
         rank: This process's rank in the job.
         world_size: Number of processes in the job.
-        attempt: Differs between starts of a job, so that a restart does not see keys from before.
+        attempt: Identifier of the job's attempt, so that a restart does not see keys of earlier attempts.
     """
 
     host: str
@@ -124,11 +124,11 @@ def agent_store(environ: Environ | None = None) -> AgentStore | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayCluster:
-    """The Ray cluster that this process is to use, as far as its environment says.
+    """The Ray cluster that this process should use, according to its environment.
 
     Attributes:
-        address: The value of ``RAY_ADDRESS``; "": it is not set.
-        uses_tls: Whether its processes talk over TLS.
+        address: The value of ``RAY_ADDRESS``; "" if it is not set.
+        uses_tls: Whether its processes communicate over TLS.
     """
 
     address: str
@@ -171,16 +171,16 @@ def discover(environ: Environ | None = None) -> Launch:
 
 
 def is_first_process() -> bool:
-    """Tell whether this process logs what all ranks of its job would: rank 0, or one that nothing says the rank of."""
+    """Return whether this process logs on behalf of all ranks of its job: it is rank 0, or its rank is unknown."""
     try:
         return discover().rank == 0
-    except MeshError:  # whoever needs the rank says what contradicts
+    except MeshError:  # code that needs the rank reports the contradiction
         return True
 
 
 def ranks_here() -> int:
-    """Return the number of processes of this job on this machine; 1 where no launcher says it."""
-    with suppress(MeshError):  # what needs a place in the job raises it
+    """Return the number of processes of this job on this machine; 1 if no launcher sets it."""
+    with suppress(MeshError):  # code that needs the rank raises it
         return discover().local_world_size or 1
     return 1
 
@@ -197,7 +197,7 @@ def _by_environment(env: Environ) -> Launch:
 
 
 def _by_group(group: DefaultGroup, env: Environ, launch: Launch | None) -> Launch:
-    """Return this process's place according to torch.distributed, with what the launcher adds to it.
+    """Return this process's place according to torch.distributed, with further values of the launcher.
 
     Raises:
         MeshError: The innermost launcher disagrees, whether it counts processes or equal groups of them (nodes).
@@ -205,7 +205,7 @@ def _by_group(group: DefaultGroup, env: Environ, launch: Launch | None) -> Launc
     launch = launch or next((found for reader in READERS if (found := reader(env)) is not None), None)
     if launch is not None and (launch.rank, launch.world_size) == (group.rank, group.world_size):
         return launch
-    said, rank, world_size = "the environment", _integer(env, "RANK"), _integer(env, "WORLD_SIZE")  # or half of it
+    said, rank, world_size = "the environment", _integer(env, "RANK"), _integer(env, "WORLD_SIZE")  # may be None
     if launch is not None:
         said, rank, world_size = launch.launcher, launch.rank, launch.world_size
     unit = group.world_size // max(1, world_size or 1)
@@ -245,8 +245,8 @@ def _torchrun(env: Environ) -> Launch | None:
 def _lightning(env: Environ) -> Launch | None:
     """Read the variables that Lightning's own launcher sets for the processes it starts: everything but their rank.
 
-    On the first node the rank is ``LOCAL_RANK``. On other nodes only torch.distributed can know it, because nothing
-    says how many processes a node has.
+    On the first node, the rank is ``LOCAL_RANK``. On other nodes, only torch.distributed knows it, because no variable
+    gives the number of processes per node.
     """
     if not _has(env, "WORLD_SIZE", "LOCAL_RANK") or "RANK" in env or _integer(env, "NODE_RANK") != 0:
         return None
@@ -291,7 +291,7 @@ def _slurm(env: Environ) -> Launch | None:
     size = next((name for name in sizes if name in env), None)
     is_first, where = _integer(env, "SLURM_PROCID") == 0, "" if step is None else f" in step {step}"
     if step is None and is_first and ("SLURM_TASK_PID" in env or size is None):
-        return None  # a batch script, or nothing to tell it from one
+        return None  # a batch script, or indistinguishable from one
     if step is not None and (not step.isdecimal() or int(step) >= _FIRST_RESERVED_SLURM_STEP):
         if is_first:
             return None
@@ -356,9 +356,9 @@ READERS: tuple[Callable[[Environ], Launch | None], ...] = (
 
 
 def _single(env: Environ) -> Launch:
-    """Treat this as the only process; refuse half of the environment of torchrun or of an indexed Job.
+    """Treat this as the only process; refuse an incomplete environment of torchrun or of an indexed Job.
 
-    Otherwise every pod of such a Job would take itself for the only process, and all would read the same samples.
+    Otherwise, every pod of such a Job would consider itself the only process, and all would read the same samples.
     """
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if "JOB_COMPLETION_INDEX" in env and rank is None and world_size is None:

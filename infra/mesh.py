@@ -12,9 +12,9 @@ rank  (dp, tp)    data_rank  replica_rank
 3     (1, 1)      1          1
 ====  ==========  =========  ============
 
-Expert parallelism: Megatron, DeepSpeed and torchtitan use data ranks as expert ranks too, and these read data of their
-own. For them leave ``ep_size`` out; or, if the mesh names the part that was carved out of the data ranks, declare it:
-``data_axes=("dp", "ep")``. Where ``ep`` is an axis of its own, whose ranks get the same batches, like tp, say
+Expert parallelism: Megatron, DeepSpeed and torchtitan also use data ranks as expert ranks, and these read different
+data. For them, leave ``ep_size`` out. If the mesh names the part carved out of the data ranks, declare it:
+``data_axes=("dp", "ep")``. If ``ep`` is an axis of its own whose ranks get the same batches, like tp, give
 ``data_axes=("dp",)``. A mesh with such an axis and without ``data_axes`` is refused.
 """
 
@@ -101,7 +101,7 @@ class DeviceMesh:
     ) -> Self:
         """Return the mesh with these sizes, with ranks numbered row-major over ``order``.
 
-        A size of None is 1, except that ``dp_size=None`` takes what the other axes leave of the world. Without any size
+        A size of None is 1, except for ``dp_size=None``: the world size divided by the other sizes. Without any size,
         the mesh is plain data parallelism over all processes.
 
         Args:
@@ -112,17 +112,17 @@ class DeviceMesh:
             cp_size: Context parallelism.
             ulysses_size: Sequence parallelism (Ulysses).
             ep_size: Expert parallelism; it needs ``data_axes``, see the module docstring.
-            rank: Rank to use instead of this process's own, so that one process can play all ranks; None: the
+            rank: Rank to use instead of this process's own, so that one process can simulate all ranks; None: the
                 launcher's.
-            world_size: World size to use instead of the launcher's. None, with ``rank`` given and no launcher that says
-                otherwise: the product of the sizes.
+            world_size: World size to use instead of the launcher's. None: the launcher's; the product of the sizes if
+                ``rank`` is given and there is no launcher.
             order: Axis names, outermost first; axes left out must have size 1.
             data_axes: Axes whose ranks read different data. None: dp and fsdp, if there is no ep.
             environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: The product of the sizes is not the world size, the rank is outside it, or it is not known
-                whether ranks along ep read different data.
+            MeshError: The product of the sizes is not the world size, the rank is outside it, or it is unknown whether
+                ranks along ep read different data.
         """
         given: dict[str, int | None] = {"dp": dp_size, "fsdp": fsdp_size, "tp": tp_size, "pp": pp_size}
         given |= {"cp": cp_size, "ulysses": ulysses_size, "ep": ep_size}
@@ -169,8 +169,8 @@ class DeviceMesh:
             environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: This is no mesh of torch's, a data axis does not exist, axis names are missing or not recognized,
-                or do not tell (ep), or ranks are missing.
+            MeshError: The argument is not torch's mesh, a data axis does not exist, axis names are missing, not
+                recognized or ambiguous (ep), or ranks are missing.
         """
         if not hasattr(torch_device_mesh, "mesh_dim_names"):
             given = type(torch_device_mesh).__name__
@@ -220,8 +220,8 @@ class DeviceMesh:
     def with_data_rank(self, data_rank: int, data_world_size: int) -> Self:
         """Return a mesh with another number of data ranks, as seen by this process with the given data rank.
 
-        The first data axis grows or shrinks if the other data axes divide ``data_world_size``; otherwise those become
-        1. The replica rank does not change. Ranks are renumbered row-major from 0.
+        The first data axis grows or shrinks if the other data axes divide ``data_world_size``; otherwise the others
+        become 1. The replica rank does not change. Ranks are renumbered row-major from 0.
 
         Raises:
             MeshError: ``data_rank`` is outside [0, data_world_size), or the mesh has no data axis.
@@ -319,7 +319,7 @@ class DeviceMesh:
 
 
 def as_device_mesh(mesh: DeviceMesh | TorchDeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh`` itself, the same grid as a torch mesh, or, for None, data parallelism over all processes.
+    """Return ``mesh`` itself, the grid of a torch mesh, or, for None, data parallelism over all processes.
 
     Raises:
         MeshError: ``mesh`` is none of these.
@@ -337,5 +337,5 @@ def as_device_mesh(mesh: DeviceMesh | TorchDeviceMesh | None) -> DeviceMesh:
 def _torch_rank(mesh: object) -> int:
     get_rank = getattr(mesh, "get_rank", None)
     if not callable(get_rank):
-        raise MeshError("the mesh cannot tell this process's rank: pass rank=")
+        raise MeshError("the mesh does not know this process's rank: pass rank=")
     return int(get_rank())

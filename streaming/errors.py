@@ -29,12 +29,12 @@
     └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot be pickled
         └── WorkerDiedError                          a batch on which decode workers die repeatedly
 
-Each type also derives from the matching builtin, so that ``except FileNotFoundError`` keeps working. A message says
-what went wrong, where (URL, key, byte range), expected and actual values, and what to do. Errors of other libraries are
+Each type also derives from the matching builtin, so that ``except FileNotFoundError`` keeps working. A message states
+what went wrong, where (URL, key, byte range), expected and actual values, and the cure. Errors of other libraries are
 translated in one place, the adapter that called them, and remain available as ``__cause__``.
 
-No message tells the user, the password or the query of a URL, whoever wrote it: it is left out when the error is made.
-Control characters are spelled out then, too, and the middle of long keys and values is left out.
+No message reveals the user, the password or the query of a URL, even in text of other libraries: they are removed when
+the error is made. Control characters are also spelled out then, and the middle of long keys and values is left out.
 Names in a command that a message suggests are quoted for the shell (:func:`shell_place`, :func:`shell_spec`,
 :func:`shell_word`), so a name cannot be a command.
 """
@@ -58,14 +58,14 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _URL = re.compile(r"(?<![a-zA-Z0-9+.\-])([0-9+.\-]*+)([a-zA-Z][a-zA-Z0-9+.\-]++://[^\s'\"`]++)")
 """A URL, after a character that cannot belong to its scheme. So each run of scheme letters is tried once, from its
-start: messages repeat keys of strangers, of any length."""
+start: messages repeat untrusted keys of any length."""
 _SLASHED = re.compile(r"\A([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?:\[]*:(?![0-9]*(?:/|\Z))[^?]*@")
-"""A user and a password with an unencoded slash: the text after the first colon is no port."""
+"""A user and a password with an unencoded slash: the text after the first colon is not a port."""
 _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000
 SEVERAL = re.compile(r"[{}]|::")
-"""What stands for several URLs, where commands take one (``streaming.shards.catalog.urls``)."""
+"""Patterns that stand for several URLs, in places where commands take one (``streaming.shards.catalog.urls``)."""
 _AFTER_URL = ".,:;)]"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _SHOWN = 10
@@ -75,7 +75,7 @@ _Error = TypeVar("_Error", bound=Exception)
 def redact(url: str) -> str:
     """Return ``url`` for messages: without user and password, and without a query string that may be a signature.
 
-    Outside http(s) a question mark may be part of a key: what follows it is hidden if it looks like ``name=value``.
+    Outside http(s), a question mark may be part of a key: the text after it is hidden if it looks like ``name=value``.
     """
     if ":/" not in url:
         return url
@@ -88,7 +88,7 @@ def redact(url: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return ``text`` with every URL in it redacted; punctuation after one stays."""
+    """Return ``text`` with every URL in it redacted; punctuation after a URL stays."""
 
     def shown(found: re.Match[str]) -> str:
         url = found[2].rstrip(_AFTER_URL)
@@ -98,14 +98,14 @@ def redact_text(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control characters, which could steer a terminal, spelled out; lines and tabs stay."""
+    """Return ``text`` with control characters, which could control a terminal, spelled out; lines and tabs stay."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shell_word(text: str) -> str:
     """Quote a name, which data may have chosen, as one word of a shell, for commands that a message suggests.
 
-    The shell reads any content as this name. Control characters are spelled in the form that bash and zsh read.
+    The shell reads any content as this name. Control characters are spelled in a form that bash and zsh read.
     """
     if not _CONTROL.search(text) and not set("\n\t") & set(text):
         return shlex.quote(text)
@@ -113,16 +113,16 @@ def shell_word(text: str) -> str:
 
 
 def shell_spec(url: str) -> str:
-    """Return what a user gave as a URL, path or pattern, without secrets, as one word of a shell."""
+    """Quote a user's URL, path or pattern, without secrets, as one word of a shell."""
     shown = redact(url) or "."
-    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # otherwise it would be an option
+    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # otherwise, it would be an option
 
 
 def shell_place(url: str) -> str:
-    """Return a file or folder as one word of a shell, without secrets, that commands read as this one.
+    """Quote a file or folder, without secrets, as one word of a shell that commands read as this one place.
 
-    Braces and ``::`` stand for several URLs. A local path that is there is read as it is. A web server is asked for the
-    same object if they are encoded. Of an object in a store, the folder is named.
+    Braces and ``::`` stand for several URLs. An existing local path is read literally. In the URL of a web server, they
+    are encoded, which names the same object. For an object in a store, the folder is named.
     """
     scheme = found[1].lower() if (found := _SCHEME.match(url)) else "file"
     special = None if scheme == "file" else SEVERAL.search(url)
@@ -149,9 +149,10 @@ def _spelled(letter: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a message in which the middle of long words, and of a long message, is left out.
+    """Shorten a message: the middle of long words, and of a long message, is left out.
 
-    Keys and values of samples have any length. Their beginning identifies them, and the end of a message is its cure.
+    Keys and values of samples may have any length. Their beginning identifies them, and the end of a message is its
+    cure.
     """
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _MOST_OF_A_WORD), text)
     return text if len(text) <= _MOST_OF_A_MESSAGE else _without_middle(text, _MOST_OF_A_MESSAGE)
@@ -174,7 +175,7 @@ class ConfigError(ShardstreamError, ValueError):
 
 
 class OptionError(ConfigError, TypeError):
-    """An option that does not exist; the message suggests the right one, or says where the option belongs."""
+    """An option that does not exist; the message suggests the right one, or where the option belongs."""
 
 
 class MemoryLimitError(ConfigError):
@@ -193,7 +194,7 @@ class ReadOnlyError(ShardstreamError):
     """A write through a store that was opened with ``read_only=True``; nothing was written.
 
     Attributes:
-        url: What would have been written or deleted.
+        url: URL that would have been written or deleted.
         action: ``"write"`` or ``"delete"``.
     """
 
@@ -250,7 +251,7 @@ class IndexMissingError(ShardstreamError, FileNotFoundError):
 
 
 class UnfinishedError(ShardstreamError, RuntimeError):
-    """Shards of a set that is not whole: a command is still writing it, or was interrupted."""
+    """Shards of an incomplete dataset: a command is still writing it, or was interrupted."""
 
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):
@@ -292,7 +293,7 @@ class WorkerDiedError(WorkerError):
 def first_of(errors: Sequence[_Error], what: str) -> _Error:
     """Return the first of several errors, with the messages of the next ones as notes, and the number of all others.
 
-    ``what`` says what they say, such as ``"shards are damaged"``.
+    ``what`` describes them, such as ``"shards are damaged"``.
     """
     first = errors[0]
     for other in errors[1:_SHOWN]:

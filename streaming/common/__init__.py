@@ -1,4 +1,4 @@
-"""Hold what every wing may use: checks of arguments, arrays, counters, forks, threads, ranks of the job, platforms.
+"""Provide utilities for every package: argument checks, arrays, counters, forks, threads, job ranks, platforms.
 
-Nothing here knows shards, sets or batches.
+Nothing here depends on shards, datasets or batches.
 """

@@ -1,4 +1,4 @@
-"""Check users' arguments: numbers of any library, and options by name, with a suggestion if one is misspelled."""
+"""Check users' arguments: numbers of any library, and option names, with a suggestion for misspelled ones."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SIZE = re.compile(r"\s*+([0-9]++(?:\.[0-9]++)?+)\s*+([a-zA-Z]*+)\s*+")
 DEFAULT_MEMORY_LIMIT = "4GiB"  # per rank, unless a control group allows less; `plan` uses it, too
 _LEAST_DEFAULT_BYTES = 64 << 20
 MAX_COUNT = 2**62
-"""Limit on samples, rows and epochs: sums of two stay within 64 bits."""
+"""Limit on samples, rows and epochs: the sum of two stays within 64 bits."""
 MAX_SEED = 2**64 - 1
 MOST_BUILDERS = 4096
-"""Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
+"""Upper bound on worker processes, threads, and batches ahead of each; a larger number is considered a mistake."""
 _LEAST_BY_SHARE = 2  # bad samples
 _MAY_BE_ARRAYS = frozenset(("dataset", "sampler", "loader", "exclude"))
 """Arguments that hold samples, numbers of samples, or keys."""
@@ -43,12 +43,12 @@ Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Tell whether it is a list, a tuple, or the list type of a configuration library; text is not."""
+    """Return whether ``value`` is a list, a tuple, or the list type of a configuration library, but not text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Tell whether ``value`` is an integer: Python's, NumPy's or another library's, but not a bool."""
+    """Return whether ``value`` is an integer of Python, NumPy or another library, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -71,12 +71,12 @@ def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object, and refuse duplicate names: ``dict`` would silently drop all but one.
 
     Raises:
-        ValueError: A name comes twice.
+        ValueError: A name occurs twice.
     """
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} comes twice in one object")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in one object")
     return made
 
 
@@ -99,7 +99,7 @@ def checked_seed(name: str, seed: object) -> int:
 
 
 def checked_number(index: SupportsIndex, count: int, what: str, owner: str) -> int:
-    """Return ``index`` as a number from 0 on; negative ones count from the end.
+    """Return ``index`` as a number from 0 on; negative indices count from the end.
 
     Raises:
         IndexError: ``owner`` has fewer items.
@@ -148,7 +148,7 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 
 def check_worker_init_fn(given: object, num_workers: int) -> None:
-    """Reject a ``worker_init_fn`` that cannot be called, or never would be.
+    """Reject a ``worker_init_fn`` that is not callable, or would never be called.
 
     Raises:
         ConfigError: It is not callable, or there are no worker processes.
@@ -165,7 +165,7 @@ def check_worker_init_fn(given: object, num_workers: int) -> None:
 
 
 def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
-    """Return a duration as a float; ``otherwise`` tells, in the message, what may be given instead.
+    """Return a duration as a float; ``otherwise`` names the alternatives in the message.
 
     Raises:
         ConfigError: It is not a number above 0, or infinite.
@@ -176,7 +176,7 @@ def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
 
 
 def seconds_or_none(name: str, seconds: object, without: str) -> float | None:
-    """Return a duration as a float, or None, whose meaning ``without`` tells in the message.
+    """Return a duration as a float, or None; ``without`` describes None in the message.
 
     Raises:
         ConfigError: It is anything else.
@@ -185,12 +185,12 @@ def seconds_or_none(name: str, seconds: object, without: str) -> float | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether ``value`` is a real number of any library, but not a bool."""
+    """Return whether ``value`` is a real number of any library, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class], _Class]:
-    """Make a class reject unknown options, and arrays as options, with a helpful message; also a dataclass.
+    """Make a class or dataclass reject unknown options, and arrays as options, with a helpful message.
 
     ::
 
@@ -200,7 +200,7 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
         Reader(bach_size=4)    # OptionError, a TypeError: Reader: no option 'bach_size'; did you mean 'batch_size'?
 
     Args:
-        elsewhere: For options known from other libraries: name -> what to write here instead.
+        elsewhere: Options of other libraries: name -> replacement in this library.
     """
     known_elsewhere = dict(elsewhere or {})
 
@@ -221,10 +221,10 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
 
 
 def checks_options(elsewhere: Mapping[str, str]) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
-    """Make a function reject unknown options as classes do that :func:`checks_names` decorates.
+    """Make a function reject unknown options, like classes decorated by :func:`checks_names`.
 
     Args:
-        elsewhere: For options known from other libraries: name -> what to write here instead.
+        elsewhere: Options of other libraries: name -> replacement in this library.
     """
 
     def decorate(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
@@ -247,10 +247,10 @@ def _refuse_unknown(owner: str, options: Iterable[str], known: tuple[str, ...], 
 
 
 def _refuse_arrays(options: Mapping[str, object]) -> None:
-    """Refuse arrays and tensors as options: comparing one with a choice gives an array again, or an obscure error.
+    """Refuse arrays and tensors as options: comparing one with a choice gives an array, or an obscure error.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: An option is an array.
     """
     for name, value in options.items():
         shape: Any = getattr(value, "shape", None)
@@ -262,13 +262,13 @@ def _refuse_arrays(options: Mapping[str, object]) -> None:
 
 
 def shows(describe: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Make a ``__repr__`` that also works before the constructor is done: debuggers show such objects."""
+    """Make a ``__repr__`` that also works before the constructor has finished: debuggers show such objects."""
 
     @functools.wraps(describe)
     def shown(self: Any) -> str:
         try:
             return describe(self)
-        except AttributeError:  # that the constructor had not set yet when it failed
+        except AttributeError:  # the constructor failed before it set the attribute
             return f"<{type(self).__name__}, not fully made>"
 
     return shown
@@ -281,7 +281,7 @@ def option_names(cls: type) -> tuple[str, ...]:
 
 
 def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[str, str]) -> str:
-    """Return the message that ``owner`` has no option ``name``, with the alternatives."""
+    """Return the message that ``owner`` has no option ``name``, with alternatives."""
     if name in elsewhere:
         return f"{owner}: no option {name!r}: {elsewhere[name]}"
     close = get_close_matches(name, known, n=1) or [one for one in known if one.replace("_", "") == name.lower()]
@@ -294,13 +294,13 @@ def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a hint at the name most similar to ``name``, to append to a message; "" if there is none."""
+    """Return a hint with the name most similar to ``name``, to append to a message; "" if none is similar."""
     close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
+    """Format the first names of a list, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -370,7 +370,7 @@ def loaders_share(memory_bytes: int, ranks_here: int) -> int:
 
 
 def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of fields as spelled in shards; None stands for all."""
+    """Return the names of fields as spelled in shards; None means all fields."""
     if fields is None:
         return None
     listed = fields if isinstance(fields, Sequence) and not isinstance(fields, (str, bytes)) else ()
@@ -381,13 +381,13 @@ def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def unpacked_name(field: str) -> str | None:
-    """Return the name of what a gzip field holds: ``"json"`` for ``"json.gz"``; None: its name does not end in gz."""
+    """Return the name of a gzip field without its ending: ``"json"`` for ``"json.gz"``; None: it has another ending."""
     inner, _, last = field.rpartition(".")
     return inner if last.lower() == "gz" else None
 
 
 def checked_urls(urls: Urls) -> Urls:
-    """Return ``urls``, if they are text or paths."""
+    """Return ``urls`` if they are strings or paths."""
     listed = [urls] if isinstance(urls, (str, os.PathLike)) else urls
     if isinstance(listed, (bytes, Mapping)) or not isinstance(listed, Sequence):
         raise ConfigError(f"urls: expected a URL, a path or a list of them, got {urls!r}")
@@ -398,7 +398,7 @@ def checked_urls(urls: Urls) -> Urls:
 
 
 def checked_index(index: str | PathLike[str] | None) -> str | None:
-    """Return the directory of the index as text."""
+    """Return the directory of the index as a string."""
     if index is None:
         return None
     if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
@@ -407,7 +407,7 @@ def checked_index(index: str | PathLike[str] | None) -> str | None:
 
 
 def checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
-    """Return a local path as an absolute one."""
+    """Return a local path as an absolute path."""
     if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
         raise ConfigError(f"{name}: expected a path, got {path!r}")
     return None if path is None else os.path.abspath(os.path.expanduser(_without_nul(name, os.fspath(path))))
@@ -435,10 +435,10 @@ def checked_limit(limit: object) -> float:
 
 
 def most_bad(limit: float, num_samples: float) -> int:
-    """Return how many of ``num_samples`` may be bad: a count as given, a share rounded up, two at least.
+    """Return how many of ``num_samples`` may be bad: a count unchanged, or a share rounded up, but at least 2.
 
-    A share of 1 is no limit, since bad substitutes, which count too, may come from beyond the epoch. A share of 0
-    allows none; any other is about a rate, of which one bad sample of a small set says nothing.
+    A share of 1 is no limit: bad substitutes count, too, and may come from beyond the epoch. A share of 0 allows none.
+    Any other share limits a rate, which one bad sample of a small dataset does not measure.
     """
     if isinstance(limit, int) or not limit:
         return int(limit)
@@ -471,13 +471,13 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, for people: ``"1 sample"``, ``"2,000 samples"``, ``"2 batches"``."""
+    """Format a number with its noun: ``"1 sample"``, ``"2,000 samples"``, ``"2 batches"``."""
     ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return ``num_bytes`` for people: ``"1.5 GiB"``."""
+    """Format ``num_bytes`` for people: ``"1.5 GiB"``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -1,4 +1,4 @@
-"""Count and time what one loader does: the numbers that explain what it waits for."""
+"""Count and time the work of one loader: the numbers that explain its waits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, Protocol, TypeAlias
 from streaming.common.forks import in_children, renew_lock
 
 Told: TypeAlias = Callable[..., Mapping[str, Any]]
-"""Tells facts of one stretch of work. Called only if somebody looks, in the thread that did the work; of a fetch that
-is under way, in any thread, without waiting."""
+"""Returns facts about one piece of work. It is called only if an observer asks, in the thread that did the work. For a
+fetch in progress, it may be called in any thread, and must not wait."""
 
 
 class Begun(Protocol):
-    """A stretch of work that somebody watches."""
+    """A piece of work in progress that is observed."""
 
     def end(self, start_s: float, end_s: float, told: Told | None, args: tuple[Any, ...]) -> None:
-        """Note that it is over, in the thread that began it; times are of ``time.perf_counter``."""
+        """Record the end of the work, in the thread that began it; times are from ``time.perf_counter``."""
 
 
 class Ask(Protocol):
-    """A request of the consumer for a batch that somebody watches: a context that lasts until it has one."""
+    """An observed request of the consumer for a batch: a context that lasts until the batch arrives."""
 
     def got(self, step: Mapping[str, Any]) -> None:
-        """Note which step's batch the consumer gets."""
+        """Record the step whose batch the consumer gets."""
 
     def __enter__(self) -> object: ...
 
@@ -35,21 +35,21 @@ class Ask(Protocol):
 
 
 class Observer:
-    """Watch what the threads of a loader do. This one does nothing. Thread-safe, and never raises.
+    """Observe the threads of a loader. This base class does nothing. Thread-safe, and never raises.
 
-    Work is named as it is counted. None, as the result, says that nobody wants to know when it ends.
+    Work has the name of its counter. A result of None means that the end of the work is not observed.
     """
 
-    def begin(self, name: str) -> Begun | None:  # noqa: ARG002  for those who watch
-        """Note that this thread begins some work."""
+    def begin(self, name: str) -> Begun | None:  # noqa: ARG002  used by subclasses
+        """Record that this thread begins some work."""
         return None
 
     def asks(self) -> Ask | None:
-        """Note that the consumer asks for a batch."""
+        """Record that the consumer requests a batch."""
         return None
 
     def seen(self, lane: str, name: str, start_s: float, end_s: float, told: Told, *args: Any) -> None:
-        """Note work that was done elsewhere, by a process or a device that ``lane`` names."""
+        """Record work that was done elsewhere, by the process or device named ``lane``."""
 
 
 WAITS = frozenset(("wait_for_fetch_s", "wait_for_build_s", "wait_for_batch_s", "exchange_s"))
@@ -70,7 +70,7 @@ def waited_here_s() -> float:
 
 
 def account_here(account: dict[str, float] | None) -> None:
-    """Add what this thread counts by ``Metrics.count`` from now on to ``account`` as well; None: no more."""
+    """From now on, also add this thread's ``Metrics.count`` to ``account``; None: stop."""
     _here.account = account
 
 
@@ -80,7 +80,7 @@ class Metrics:
     Names end in their unit: ``_bytes``, ``_s`` (seconds), or none for a count.
 
     Attributes:
-        observer: Watches the work that is timed. Whoever replaces it passes on to the one before.
+        observer: Observes timed work. A replacement forwards its calls to the previous observer.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -103,7 +103,7 @@ class Metrics:
             self._values[name] = self._values.get(name, 0) + amount
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to the number called ``name``, and to the account of what this thread is doing, if there is one."""
+        """Add to the number called ``name``, and to the account of this thread, if there is one."""
         self.add(name, amount)
         account = _here.account
         if account is not None:
@@ -112,33 +112,33 @@ class Metrics:
     def add_each(self, amounts: Mapping[str, float]) -> None:
         """Add to several numbers at once, which takes the lock once."""
         with self._lock:
-            # No addition is lost, and nobody sees some of these without the others.
+            # No addition is lost, and readers see all of these additions or none.
             for name, amount in amounts.items():
                 self._values[name] = self._values.get(name, 0) + amount
 
     def peak(self, name: str, value: float) -> None:
         """Raise the number called ``name`` to ``value`` if that is larger."""
         with self._lock:
-            # The largest value so far, whoever came first.
+            # The number stays the largest value so far.
             self._values[name] = max(self._values.get(name, 0), value)
 
     def timed(self, name: str, told: Told | None = None, *args: Any) -> Timed:
         """Return a context manager that adds the seconds spent inside to the number called ``name``.
 
-        ``told(*args)`` has the facts for whoever watches.
+        ``told(*args)`` returns facts for observers.
         """
         return Timed(self, name, told, args)
 
     def get(self, name: str) -> float:
         """Return the number called ``name``; 0 if nothing has been added yet."""
         with self._lock:
-            # A value that was really there, not half of an addition.
+            # The value is never half of an addition.
             return self._values.get(name, 0)
 
     def snapshot(self) -> dict[str, float]:
         """Return the current values of all numbers."""
         with self._lock:
-            # All numbers are of one moment.
+            # All numbers are from one moment.
             return dict(self._values)
 
 
@@ -146,13 +146,13 @@ class Timed:
     """See :meth:`Metrics.timed`. A class, because a generator takes three times as long.
 
     Attributes:
-        metrics: What it adds to.
-        name: The number that it adds to.
-        begun: Gets its end. Whoever replaces it passes on to the one before.
-        start_s: When it began, by ``time.perf_counter``.
-        told: Tells its facts; None: there are none.
-        args: What ``told`` is called with.
-        seconds: The time spent inside, once it is over.
+        metrics: The numbers to add to.
+        name: Name of the number.
+        begun: Receives the end of the work. A replacement forwards its calls to the previous one.
+        start_s: Start of the work, by ``time.perf_counter``.
+        told: Returns facts about the work; None: there are none.
+        args: Arguments of ``told``.
+        seconds: The time spent inside; set at the end.
     """
 
     __slots__ = ("args", "begun", "metrics", "name", "seconds", "start_s", "told")
@@ -169,12 +169,12 @@ class Timed:
         end_s = time.perf_counter()
         try:  # noqa: SIM105  `suppress` and `pop` take longer
             del _under_way[self]
-        except KeyError:  # a forked child has forgotten those of other threads
+        except KeyError:  # a forked child has dropped the entries of other threads
             pass
         metrics, name = self.metrics, self.name
         self.seconds = seconds = end_s - self.start_s
         with metrics._lock:
-            # No addition is lost. As in `add`, whose call would take longer.
+            # No addition is lost. This repeats `add`, because a call would take longer.
             values = metrics._values
             values[name] = values.get(name, 0) + seconds
         if name in WAITS:
@@ -185,17 +185,17 @@ class Timed:
 
 
 _under_way: dict[Timed, int] = {}
-"""What is timed at this moment, in the order of beginnings, and in which thread. Each change is one atomic step."""
+"""All timed work in progress, in the order of its start, and its thread. Each change is one atomic step."""
 
 
 def under_way() -> list[tuple[Timed, int]]:
-    """Return what is timed at this moment, by any loader, and in which thread; outer work before what is inside."""
-    return list(_under_way.copy().items())  # a copy is made in one step, whatever other threads begin and end meanwhile
+    """Return all timed work in progress, of any loader, and its thread; outer work comes before inner work."""
+    return list(_under_way.copy().items())  # copying is one atomic step, even while other threads begin and end work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What exporters read of a loader at one moment. Making one changes nothing, and is allowed in any thread.
+    """The state of a loader at one moment, for exporters. Making one changes nothing, and is allowed in any thread.
 
     Attributes:
         rank: Rank of this process.
@@ -204,7 +204,7 @@ class Observation:
         epoch: The epoch in progress, or the next one.
         samples_seen: Samples of this epoch that training has received, over all ranks.
         numbers: The numbers of ``loader.metrics()``.
-        readers: With ``remote_group``: the numbers of each data rank's reader; those that do not answer are missing.
+        readers: With ``remote_group``: the numbers of each data rank's reader. Readers that do not answer are missing.
     """
 
     rank: int

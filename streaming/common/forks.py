@@ -1,15 +1,15 @@
 """Keep our objects valid in a forked child, which has their memory but not the threads that serve them.
 
-A child of ``os.fork`` (and so of ``multiprocessing`` with the method "fork") has one thread. What the others were doing
-stays half done in it: their locks stay taken, their queues have no reader. Conversely, the parent sees what the child
-writes to shared memory or an open file. So each of our objects is of one of three kinds:
+A child of ``os.fork`` (and so of ``multiprocessing`` with the method "fork") has one thread. The work of all other
+threads stays half done in it: their locks stay taken, their queues have no reader. Conversely, the parent sees
+everything that the child writes to shared memory or to an open file. So each of our objects is of one of three kinds:
 
-- the child can use it: ``in_children`` gives it fresh locks and connections before the child does anything else;
+- the child can use it: ``in_children`` gives it new locks and connections before the child does anything else;
 - it belongs to its maker: ``Maker.check`` rejects every other process, by name and with the cure;
 - it shares memory with the child: ``before_forks`` lets it record what the child will hold.
 
-Helper processes of this one also receive every signal to its process group, such as a scheduler's announcement of the
-job's end. Only this process may decide how to react: see ``leave_signals_to_the_job``.
+Helper processes of this process also receive every signal to its process group, such as a scheduler's announcement that
+the job will end. Only this process may decide how to react: see ``leave_signals_to_the_job``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JOB_SIGNALS: frozenset[int] = frozenset(signal.valid_signals()) - {
 }
 """Signals that end a process unless it handles them, and that a person or a scheduler may send to a whole group."""
 _IGNORED = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
-"""Those of them that are also ignored by programs that a user's function starts; otherwise a sample would fail."""
+"""Job signals that programs started by a user's function ignore, too; otherwise a sample would fail."""
 
 _numbers = count()
 _before: _Hooks = {}
@@ -55,7 +55,7 @@ _is_watching = False
 
 
 def in_children(thing: _T, renew: Callable[[_T], object]) -> None:
-    """Register ``renew(thing)`` to be called in every forked child before its code runs, as long as ``thing`` lives.
+    """Register ``renew(thing)`` to be called in every forked child before its code runs, while ``thing`` lives.
 
     ``renew`` must not take a lock that existed before the fork, wait, or raise. It may set attributes without locks,
     since nothing else runs in the child yet.
@@ -64,12 +64,12 @@ def in_children(thing: _T, renew: Callable[[_T], object]) -> None:
 
 
 def renew_lock(thing: Any) -> None:
-    """Replace ``thing._lock``, for ``in_children``: nobody in the child would release one taken at the fork."""
+    """Replace ``thing._lock``, for ``in_children``: a lock taken at the fork would never be released in the child."""
     thing._lock = threading.Lock()
 
 
 def before_forks(thing: _T, prepare: Callable[[_T], object]) -> None:
-    """Register ``prepare(thing)`` to be called before every fork, in the forking thread, as long as ``thing`` lives.
+    """Register ``prepare(thing)`` to be called before every fork, in the forking thread, while ``thing`` lives.
 
     ``prepare`` must not wait or raise.
     """
@@ -79,24 +79,25 @@ def before_forks(thing: _T, prepare: Callable[[_T], object]) -> None:
 def never_free(thing: object) -> None:
     """Keep ``thing`` alive until the very end of a forked child.
 
-    For clients with event loops: child and parent share the kernel's list of what a loop waits for (epoll). If freed in
-    the child, their connections would be removed from that list, and the parent would wait for them forever.
+    This is for clients with event loops: child and parent share the kernel's list of connections that a loop waits for
+    (epoll). If the child freed the client, its connections would be removed from that list, and the parent would wait
+    for them forever.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Maker:
-    """The process that made an object, which alone may use it.
+    """The process that made an object, and alone may use it.
 
     Args:
-        what: The object, for messages, as "this ShardWriter".
+        what: The object, for messages, such as "this ShardWriter".
         cure: What to do in another process.
     """
 
     __slots__ = ("_cure", "_what", "pid")
 
     _own_pid = staticmethod(os.getpid)
-    """Available during interpreter shutdown, too, when a ``__del__`` finds the module's names gone."""
+    """Also available during interpreter shutdown, when the module's names are gone for a ``__del__``."""
 
     def __init__(self, what: str, cure: str) -> None:
         self.pid = self._own_pid()
@@ -120,7 +121,7 @@ class Maker:
 class _Hook(weakref.ref[Any]):
     """A weak reference to a thing, and the function to call with it.
 
-    One object for the garbage collector, where a closure would be six: hundreds of datasets have four hooks each.
+    It is one object for the garbage collector, where a closure would be six: hundreds of datasets have four hooks each.
     """
 
     __slots__ = ("call", "hooks", "number")
@@ -161,7 +162,7 @@ def _run(hooks: _Hooks) -> None:
 
 
 def leave_signals_to_the_job(numbers: Iterable[int] = JOB_SIGNALS) -> None:
-    """Make this process do nothing at these signals. For a process that ends with the process it serves.
+    """Make this process do nothing on these signals, for a process that ends with the process it serves.
 
     Programs that it starts inherit ignored signals. SIGTERM must end them (``terminate``), so a handler receives it.
     """
@@ -172,13 +173,13 @@ def leave_signals_to_the_job(numbers: Iterable[int] = JOB_SIGNALS) -> None:
 
 
 def hear_signals_in_children() -> None:
-    """Make forked children of this process end at signals again, unless it has handlers of its own."""
+    """Make signals end forked children of this process again, unless it has handlers of its own."""
     os.register_at_fork(after_in_child=_hear)
 
 
 @contextmanager
 def signals_held_back(numbers: Iterable[int] = JOB_SIGNALS) -> Iterator[None]:
-    """Block these signals in this thread, and in a program started within, until the program unblocks them."""
+    """Block these signals in this thread, and in programs started meanwhile until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Unpack gzip in bounded pieces, and refuse what inflates to far more than its size."""
+"""Unpack gzip in bounded pieces, and refuse streams that inflate to far more than their size."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Iterator
 
 GZIP_MAGIC = b"\x1f\x8b"
 INFLATED_BYTES = 4 << 20
-"""Largest piece that is yielded at once."""
+"""Maximum size of a yielded piece."""
 MAX_GZIP_RATIO = 200.0
-"""Text inflates to 3 to 20 times its size; deflate can reach at most 1,032 times, and bombs do."""
+"""Text inflates to 3 to 20 times its size. Deflate reaches at most 1,032 times, and bombs do."""
 HARMLESS_BYTES = 64 << 20
-"""Inflated size that is accepted whatever the ratio."""
+"""Inflated size that is accepted regardless of the ratio."""
 
 
 class GzipError(ValueError):
-    """A gzip stream is damaged, truncated, or inflates to more than is allowed."""
+    """A gzip stream is damaged or truncated, or inflates to more than allowed."""
 
 
 def gunzipped(pieces: Iterable[bytes], max_ratio: float, cure: str) -> Iterator[bytes]:
-    """Yield what a gzip stream inflates to, in pieces of at most ``INFLATED_BYTES``; several members may follow.
+    """Yield the inflated bytes of a gzip stream, in pieces of at most ``INFLATED_BYTES``; it may have several members.
 
     Args:
         pieces: The stream, cut anywhere.
-        max_ratio: It may inflate to this many times its size, and to ``HARMLESS_BYTES``.
-        cure: What to do if a larger ratio is meant, for the message.
+        max_ratio: Maximum ratio of the inflated size to the size; up to ``HARMLESS_BYTES``, any ratio is allowed.
+        cure: Advice in the message, for a larger ratio that is intended.
 
     Raises:
         GzipError: The stream is damaged or truncated, or inflates to more.

@@ -1,4 +1,4 @@
-"""Cache recently used values, computed once however many threads ask for them: ``LruCache``."""
+"""Cache recently used values, each computed once even if many threads request it: ``LruCache``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _VALUE = TypeVar("_VALUE")
 class LruCache(Generic[_KEY, _VALUE]):
     """Cache values up to a limit of bytes, evicting the least recently used.
 
-    Thread-safe. A forked child gets its own locks, and keeps what was made before the fork; a copy in another process
+    Thread-safe. A forked child gets its own locks, and keeps the values made before the fork. A copy in another process
     begins empty.
 
+    ``_lock`` guards ``_kept``, ``_kept_bytes``, ``_limit_bytes`` and ``_making``.
+
     Args:
-        limit_bytes: Limit for all values together; the latest is kept whatever its size.
-        size_of: Returns the bytes of a value; must be picklable if this is to be.
+        limit_bytes: Limit for all values together; the latest value is kept regardless of its size.
+        size_of: Returns the bytes of a value; must be picklable if the cache must be.
 
     Example:
-        ``LruCache(1 << 20, len).of("a", read)`` reads once, and again only after a MiB of others.
+        ``LruCache(1 << 20, len).of("a", read)`` reads once, and again only after 1 MiB of other values.
     """
 
     def __init__(self, limit_bytes: int, size_of: Callable[[_VALUE], int]) -> None:
@@ -42,9 +44,9 @@ class LruCache(Generic[_KEY, _VALUE]):
         return LruCache, (self._limit_bytes, self._size_of)
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Change the limit of bytes, from now on."""
+        """Change the limit of bytes."""
         with self._lock:
-            # The values that are kept take at most the limit.
+            # The cached values take at most the limit.
             self._limit_bytes = num_bytes
             self._shrink()
 
@@ -53,9 +55,9 @@ class LruCache(Generic[_KEY, _VALUE]):
             self._kept_bytes -= self._size_of(self._kept.popitem(last=False)[1])
 
     def __contains__(self, key: _KEY) -> bool:
-        """Tell whether the value is currently cached."""
+        """Return whether the value is currently cached."""
         with self._lock:
-            # True of this moment only: another thread may evict it.
+            # True only at this moment: another thread may evict the value.
             return key in self._kept
 
     def of(self, key: _KEY, make: Callable[[], _VALUE]) -> _VALUE:
@@ -65,20 +67,20 @@ class LruCache(Generic[_KEY, _VALUE]):
             Exception: Whatever ``make`` raised; the next caller calls it again.
         """
         with self._lock:
-            # Either the value is returned, or all who miss it share one lock to make it.
+            # Either the value is returned, or all callers that miss it share one lock to make it.
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
             making = self._making.setdefault(key, threading.Lock())
         with making:
             with self._lock:
-                # Whoever held the lock before may have made it.
+                # The previous holder of the lock may have made it.
                 if key in self._kept:
                     return self._kept[key]
             made = make()
             with self._lock:
-                # Invariant: nobody is making it now, everybody finds it cached, and the limit holds before the lock is
-                # released.
+                # Invariant: before the lock is released, no thread is making the value, all threads find it cached, and
+                # the limit holds.
                 self._kept[key] = made
                 self._kept_bytes += self._size_of(made)
                 self._shrink()

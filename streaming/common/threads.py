@@ -1,6 +1,6 @@
-"""Map items on threads, or by any executor: in order, with bounded work ahead, and none left after an error.
+"""Map items on threads, or by any executor: in order, with bounded work ahead, and no thread left after an error.
 
-Errors of ours name what they are about. Any other gets a note with the number of its item.
+Errors of this package name their subject. Any other error gets a note with the number of its item.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 def on_threads(
     function: Callable[[_T], _R], items: Sequence[_T], num_threads: int, *, name: str = "shardstream"
 ) -> list[_R]:
-    """Return ``function`` of each item, in order. As :func:`map_threads`, but a slow item delays no other."""
+    """Return ``function`` of each item, in order. Unlike in :func:`map_threads`, a slow item delays no other."""
     return list(map_threads(function, items, min(num_threads, len(items)), name=name, ahead=sys.maxsize))
 
 
@@ -32,17 +32,17 @@ def map_threads(
     name: str = "shardstream",
     ahead: int | None = None,
 ) -> Generator[_R, None, None]:
-    """Yield ``function`` of each item, in order. Close it, or exhaust it: no thread is left then.
+    """Yield ``function`` of each item, in order. Close or exhaust the generator: then no thread is left.
 
     Args:
-        function: Called on threads; with at most one thread, on the consumer's own.
+        function: Called on threads; with ``num_threads`` of at most 1, on the consumer's thread.
         items: The items, taken one by one by the consumer.
         num_threads: Number of threads.
-        name: Begins the names of threads, for stack dumps.
-        ahead: Most items that are in progress or ready. Default: two per thread.
+        name: Prefix of the threads' names, for stack dumps.
+        ahead: Maximum number of items in progress or ready. Default: two per thread.
 
     Raises:
-        Exception: What a call raised, in its turn; calls that have not begun are canceled.
+        Exception: The error of a call, in the order of items; calls that have not begun are canceled.
     """
     if num_threads <= 1:
         for number, item in enumerate(items):
@@ -72,15 +72,15 @@ def in_order(
     """Yield ``function`` of each item as an executor returns it, in order.
 
     Args:
-        executor: Where the calls run.
+        executor: Runs the calls.
         function: The function.
         items: The items.
-        ahead: Most items that are in progress or ready.
-        size_of: Returns the bytes of an item's result; with it also these are bounded.
-        most_bytes: Most bytes of results in progress or ready; a single item may have more.
+        ahead: Maximum number of items in progress or ready.
+        size_of: Returns the bytes of an item's result, to bound these bytes, too.
+        most_bytes: Maximum bytes of results in progress or ready; a single item may have more.
 
     Raises:
-        Exception: What a call raised, in its turn; calls that have not begun are canceled.
+        Exception: The error of a call, in the order of items; calls that have not begun are canceled.
     """
     pending: deque[tuple[int, int, Future[_R]]] = deque()  # number of the item, its bytes, its call
     pending_bytes = 0
@@ -112,6 +112,6 @@ def _result(pending: deque[tuple[int, int, Future[_R]]]) -> _R:
 
 
 def name_item(error: Exception, number: int) -> None:
-    """Note which item an error is about, if nothing else says so."""
+    """Add a note with the number of the item to an error that has no other hint."""
     if not isinstance(error, ShardstreamError) and not getattr(error, "__notes__", None):
-        error.add_note(f"for item {number} of those that were worked on side by side")
+        error.add_note(f"for item {number} of those processed in parallel")

@@ -1,7 +1,8 @@
 """Read, list and write objects and files by URL: local disks, s3, gs, az, http and fsspec, behind one ``Storage``.
 
-This package holds ``Storage`` and everything common to all stores; the kinds of stores are in ``adapters``, retries and
-threads in ``requests``, shared definitions in ``base``. Handles bytes and URLs; knows nothing of shards.
+This package holds ``Storage`` and everything common to all stores. The kinds of stores are in ``adapters``, retries and
+threads in ``requests``, shared definitions in ``base``. The package handles bytes and URLs, and knows nothing about
+shards.
 """
 
 from streaming.errors import redact, redact_text

@@ -1,4 +1,4 @@
-"""Talk to all stores: ``Storage`` picks the adapter, retries, checks lengths, counts."""
+"""Access all stores: ``Storage`` picks the adapter, retries, checks lengths, and counts."""
 
 from __future__ import annotations
 
@@ -50,16 +50,15 @@ class Storage:
 
     Supports plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every
     other scheme, and with ``client="fsspec"`` these too, through fsspec. Thread-safe, picklable (without the observer)
-    and cheap
-    to make: connections are made and credentials looked up at first use, once per bucket. A forked child may use it,
-    too: it makes new connections; writers that were open at the fork belong to the parent.
+    and cheap to make: connections are made and credentials looked up at first use, once per bucket. A forked child may
+    use it, too, with new connections; writers that were open at the fork belong to the parent.
 
     Every call retries transient faults with growing, jittered delays; time-outs and limits are options (see
     :class:`~streaming.storage.base.options.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
     ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for invalid
     requests.
 
-    Below a prefix that has mirrors (the option of that name), reads that fail for good are served by them; writes are
+    Below a prefix with mirrors (option ``mirrors``), reads that fail permanently are served by the mirrors; writes are
     not.
 
     Args:
@@ -67,7 +66,7 @@ class Storage:
         observer: Called with a name and an amount, see ``streaming.storage.base.adapter.Observer``.
 
     Attributes:
-        metrics: The same counts, under the same names except for ``storage_bytes``.
+        metrics: The observed counts, under the same names except for ``storage_bytes``.
     """
 
     def __init__(self, options: Mapping[str, object] | None = None, *, observer: Observer | None = None) -> None:
@@ -88,18 +87,18 @@ class Storage:
         return f"Storage(options=<{', '.join(sorted(self._given)) or 'none'}>)"  # names only: values may be secret
 
     def is_like(self, other: Storage) -> bool:
-        """Tell whether both were made with the same options, so that one may read in the other's place."""
+        """Return whether both were made with the same options, so that one can replace the other for reads."""
         return self._given == other._given and self._observer is other._observer
 
     def in_flight(self) -> list[ActiveRequest]:
-        """Return the calls in progress in all threads, oldest first: for reports on what is being waited for."""
+        """Return the calls in progress in all threads, oldest first, for reports about waits."""
         return self._active.snapshot()
 
     def way_to(self, url: str) -> Target:
-        """Return how ``url`` is reached: by which client, where, with credentials from where. Sends nothing.
+        """Return how ``url`` is reached: client, endpoint, and source of credentials. Sends nothing.
 
         Raises:
-            ConfigError, AccessDeniedError: A profile that is named does not exist, or has no credentials.
+            ConfigError, AccessDeniedError: A named profile does not exist, or has no credentials.
         """
         return self._store.adapter(url).way(as_url(url))
 
@@ -108,7 +107,7 @@ class Storage:
         return self._somewhere(url, lambda site: site.named(site.call(lambda adapter: adapter.info(site.url))))
 
     def exists(self, url: str) -> bool:
-        """Tell whether there is an object or file at ``url``; False if the bucket is missing, too."""
+        """Return whether there is an object or file at ``url``; also False if the bucket is missing."""
         try:
             self.info(url)
         except NotFoundError:
@@ -121,9 +120,9 @@ class Storage:
         Args:
             url: The object.
             start: First byte.
-            stop: One past the last one.
-            version: As :meth:`info` told it: no other one is read, where requests can ask for a version. Mirrors have
-                versions of their own, so theirs are not compared.
+            stop: End (exclusive).
+            version: The version from :meth:`info`: no other one is read, if requests can be restricted to a version.
+                Mirrors have their own versions, which are not compared.
 
         Returns:
             Memory of exactly that many bytes, owned by the caller.
@@ -142,15 +141,15 @@ class Storage:
     def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
-        ``out`` is writable, contiguous, of any item type. Files, and ranges from 1 MiB on over plain HTTP, are read
-        straight into it; other object stores cost one copy. The content of ``out`` after an error is undefined. All
-        these reads of one URL see the same version of the object, if the store has versions (ETags, file times), until
-        :meth:`info` is called for it or it is written through this storage.
-        Through fsspec, versions must be requested: before the first read and after each one. ``summed`` skips the
-        latter, for callers that compare the bytes with a checksum and call :meth:`check_unchanged` if they differ.
+        ``out`` is writable and contiguous, with any item type. Files, and ranges of at least 1 MiB over plain HTTP, are
+        read directly into it; other object stores cost one copy. After an error, the content of ``out`` is undefined.
+        All these reads of one URL see the same version of the object, if the store has versions (ETags, file times),
+        until :meth:`info` is called for the URL or it is written through this storage. Through fsspec, versions must be
+        requested: before the first read and after each one. ``summed`` skips the latter, for callers that compare the
+        bytes with a checksum and call :meth:`check_unchanged` if they differ.
 
         Raises:
-            TransferError: As :meth:`read`.
+            TransferError: See :meth:`read`.
             ChangedError: The object was replaced since the last read. The next read uses the new version.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
@@ -164,27 +163,27 @@ class Storage:
         )
 
     def check_unchanged(self, url: str) -> None:
-        """Check, after ``summed`` reads, that ``url`` still has the version of the first one, if the store reports it.
+        """Check, after ``summed`` reads, that ``url`` still has the version of the first read, if the store reports it.
 
         Raises:
-            ChangedError: As :meth:`read_into`.
+            ChangedError: See :meth:`read_into`.
         """
         self._somewhere(url, lambda site: site.store.check_unchanged(site.url, site.hopeless))
 
     def read_parsed(
         self, url: str, parse: Callable[[ReadBuffer, str], _T], is_right: Callable[[ReadBuffer], bool]
     ) -> _T:
-        """Return what ``parse`` makes of all bytes of ``url`` (and of the URL for messages), such as an index file.
+        """Return the result of ``parse`` for all bytes of ``url``, such as an index file, and the URL for messages.
 
-        If it raises because bytes came wrong, they are asked for again, as by :meth:`until_right`.
+        If ``parse`` fails because bytes are wrong, they are requested again, as by :meth:`until_right`.
 
         Args:
             url: URL of the object.
-            parse: Raises an error of values for bytes that it does not take.
-            is_right: Tells whether bytes that were not taken are those of their checksum, so that asking is in vain.
+            parse: Raises a ValueError, TypeError, LookupError or RecursionError for bytes that it rejects.
+            is_right: Returns whether rejected bytes match their checksum, so that another request would not help.
 
         Raises:
-            Exception: What ``parse`` raises.
+            Exception: The error of ``parse``.
         """
 
         def attempt(reader: Reader) -> _T:
@@ -199,18 +198,19 @@ class Storage:
         return self.until_right(url, attempt)
 
     def until_right(self, url: str, attempt: Callable[[Reader], _T]) -> _T:
-        """Return what ``attempt`` makes of bytes of ``url`` that have the right checksum.
+        """Return the result of ``attempt`` for bytes of ``url`` that match their checksum.
 
-        They are asked for again as often as requests that fail, and then at the mirrors, if there are any. (Bytes that
-        are wrong at the primary say nothing of others there, which are still asked of it.)
+        Wrong bytes are requested again as often as failed requests are repeated, and then at the mirrors, if there are
+        any. (Wrong bytes at the primary do not affect other reads, which still go to the primary.)
 
         Args:
             url: URL of the object.
-            attempt: Reads bytes of it through the given reader, and compares them. Raises ``WrongBytesError`` if they
-                are not right, with the error to raise if they stay so; memory that it fills holds the primary's then.
+            attempt: Reads bytes of it through the given reader, and compares them. If they are wrong, it raises
+                ``WrongBytesError`` with the error to raise if they stay wrong; then memory that it fills holds the
+                primary's bytes.
 
         Raises:
-            Exception: The one of ``WrongBytesError``.
+            Exception: The error inside ``WrongBytesError``.
         """
         text = as_url(url)
         try:
@@ -232,7 +232,7 @@ class Storage:
         raise error
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """Yield all objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
+        """Yield all objects below the directory ``url``, at any depth, sorted by URL; nothing if there are none.
 
         Raises:
             NotFoundError: The bucket does not exist.
@@ -275,14 +275,14 @@ class Storage:
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """Return a writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
 
-        In object stores, up to ``part_bytes`` are a single put, and more an upload in parts of that size, sent while
-        the caller writes.
+        In object stores, up to ``part_bytes`` are written by a single put. More bytes are uploaded in parts of that
+        size, while the caller writes.
         """
         self._check_writable(url, "write")
         return self._store.adapter(url).open_write(url, part_bytes)
 
     def delete(self, url: str) -> None:
-        """Remove ``url``; does nothing if there is no such object."""
+        """Remove ``url``; do nothing if there is no such object."""
         self._check_writable(url, "delete")
         self._store.call(url, lambda adapter: adapter.delete(url))
 
@@ -291,7 +291,7 @@ class Storage:
             raise ReadOnlyError(url, action)
 
     def _connect_anew(self) -> None:
-        """Reset a forked child: the connections, threads and history that it inherits are its parent's."""
+        """Reset a forked child: the inherited connections, threads and history belong to its parent."""
         never_free((self._store, self._mirror_stores))
         self._connect()
 
@@ -302,7 +302,7 @@ class Storage:
         self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
 
     def _somewhere(self, url: str, work: Callable[[Site], _T]) -> _T:
-        """Return the result of ``work`` at the primary or, if that fails for good, at the first mirror that succeeds.
+        """Return the result of ``work`` at the primary or, if it fails permanently, at the first mirror that succeeds.
 
         "No such object" and "it was replaced" are answers, not failures.
         """
@@ -310,8 +310,8 @@ class Storage:
         if route is None:
             return work(Site(self._store, url))
         text, failure = as_url(url), None
-        asked, on_trial = route.turn()
-        if asked:
+        is_due, on_trial = route.turn()
+        if is_due:
             try:
                 found = work(Site(self._store, text, (lambda: True) if on_trial else lambda: route.rests))
             except (NotFoundError, ChangedError):
@@ -342,10 +342,10 @@ class Storage:
         missing = next((one for one in errors if isinstance(one, NotFoundError)), None)
         if missing is not None:
             missing.add_note(
-                f"it was asked because {redact(route.prefix)} fails, of which it should be a complete copy"
+                f"the mirror was used because {redact(route.prefix)} fails; it should be a complete copy of that"
             )
             raise missing
-        if failure is None:  # the primary was not asked; no mirror is left, so ask it
+        if failure is None:  # the primary was not tried, and no mirror is left
             found = work(Site(self._store, url))
             route.worked()
             return found
@@ -361,7 +361,7 @@ class Storage:
 
 
 def _count(metrics: Metrics, observer: Observer | None, name: str, amount: int) -> None:
-    """Count under the name in ``metrics``, and tell the observer."""
+    """Count under the name in ``metrics``, and notify the observer."""
     metrics.count(_METRICS.get(name, name), amount)
     if observer is not None:
         observer(name, amount)
@@ -369,7 +369,7 @@ def _count(metrics: Metrics, observer: Observer | None, name: str, amount: int) 
 
 @dataclass(frozen=True, slots=True)
 class MirrorReader:
-    """Reads at one mirror alone. A ``Reader``."""
+    """A ``Reader`` that reads only at one mirror."""
 
     store: Store
     route: Route
@@ -391,7 +391,7 @@ class MirrorReader:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place to send a request: the store, the URL there, when to stop trying, and the way back to our names."""
+    """The target of a request: the store, the URL there, when to give up, and the mapping back to our names."""
 
     store: Store
     url: str
@@ -400,7 +400,7 @@ class Site:
 
     @property
     def is_mirror(self) -> bool:
-        """Whether it is not the primary."""
+        """Whether the site is a mirror, not the primary."""
         return self.back is not str
 
     def call(self, attempt: Callable[[Adapter], _T]) -> _T:

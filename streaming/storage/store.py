@@ -25,7 +25,7 @@ from streaming.storage.requests.transfer import Transfer
 
 _T = TypeVar("_T")
 _MOST_PINS = 1 << 17
-"""Objects remembered; about 20 MB."""
+"""Maximum number of remembered objects; about 20 MB."""
 
 ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
     "file": lambda _: LocalAdapter(),
@@ -41,17 +41,19 @@ CLIENTS: dict[str | None, Callable[[StorageOptions], Adapter]] = {
 
 
 def never() -> bool:
-    """Tell whether to give up early: never."""
+    """Return False: never give up early."""
     return False
 
 
 class Store:
-    """Everything that can be reached with the same options. Thread-safe.
+    """All stores that are reached with the same options. Thread-safe.
+
+    ``_lock`` guards ``_adapters`` and ``_traffic``.
 
     Args:
-        options: How to reach it.
-        active: Where calls in progress are listed.
-        count: Called with what was done.
+        options: The options.
+        active: Lists the calls in progress.
+        count: Called with a name and an amount for each count.
     """
 
     def __init__(self, options: StorageOptions, active: ActiveCalls, count: Callable[[str, int], None]) -> None:
@@ -72,7 +74,7 @@ class Store:
         with self._lock:
             if kind not in self._adapters:
                 self._adapters[kind] = kind(self._options)
-            return self._adapters[kind]  # one for each kind of store, as long as this object lives
+            return self._adapters[kind]  # one per kind of store, for the life of this object
 
     def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
         """Return the result of ``attempt``, retried as the policy and ``hopeless`` allow; forgets the version."""
@@ -80,7 +82,7 @@ class Store:
         return self._call(url, attempt, hopeless)
 
     def check_unchanged(self, url: str, hopeless: Callable[[], bool] = never) -> None:
-        """Compare the version with that of the first pinned read, if reads cannot be restricted to it.
+        """Compare the version with that of the first pinned read, if reads cannot be restricted to a version.
 
         Raises:
             ChangedError: It differs. The next read uses the new version.
@@ -88,11 +90,11 @@ class Store:
         seen = self._pins.get(url)
         if not seen or self.adapter(url).keeps_versions:
             return
-        if self._told_version(url, hopeless) != seen:
+        if self._reported_version(url, hopeless) != seen:
             self._pins.drop(url)
             raise ChangedError(f"reading {redact(url)}: the object changed since it was first read; use new names")
 
-    def _told_version(self, url: str, hopeless: Callable[[], bool]) -> str:
+    def _reported_version(self, url: str, hopeless: Callable[[], bool]) -> str:
         """Return the version that info reports; empty if it reports none."""
         info = self._call(url, lambda adapter: adapter.info(url), hopeless)
         return "" if info.version is None else f"{info.version} {info.size_bytes}"
@@ -119,28 +121,29 @@ class Store:
         Args:
             url: URL of the object.
             start: First byte.
-            stop: One past the last one; None: to the end.
-            out: Memory of that length; default: new.
-            pinned: All such reads are of one version.
-            summed: The caller compares the bytes with a checksum and, if they differ, calls :meth:`check_unchanged`: a
-                store that must be asked for versions is not asked after this read.
-            version: The one to read, if the store can be asked for it; without ``pinned``.
-            hopeless: When to give up early.
+            stop: End (exclusive); None: to the end of the object.
+            out: Memory of that length; default: new memory.
+            pinned: Whether all pinned reads must see one version.
+            summed: Whether the caller compares the bytes with a checksum and, if they differ, calls
+                :meth:`check_unchanged`. Then a store that reports versions only on request is not queried after this
+                read.
+            version: The version to read, if the store can be restricted to one; without ``pinned``.
+            hopeless: Returns whether to give up early.
 
         Raises:
-            ChangedError: ``pinned``, and the object was replaced since the last such read: the next one uses the new
-                version. Or it has not ``version``.
+            ChangedError: With ``pinned``, the object was replaced since the last such read; the next read uses the new
+                version. Or the object does not have ``version``.
         """
         adapter, traffic = self.adapter(url), self.traffic_of(url)
         asks = pinned and not adapter.keeps_versions and stop != start
         if asks and self._pins.get(url) is None:
-            self._pins.keep(url, self._told_version(url, hopeless))
+            self._pins.keep(url, self._reported_version(url, hopeless))
         if pinned:
             version = self._pins.get(url)
         version = version if adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
-        told_size = adapter.in_pieces or stop is not None  # else the duration of the answer cannot be estimated
-        hedging = traffic if told_size and self._options.hedge else None
+        knows_size = adapter.in_pieces or stop is not None  # otherwise, the answer's duration is unknown
+        hedging = traffic if knows_size and self._options.hedge else None
         with self._active.under_way(url, start, stop) as call, self._threads if hedging else nullcontext():
             try:
                 if not transfer.is_done:
@@ -169,14 +172,14 @@ class Store:
         policy = self._options.retry
         until_s = call.began_s + policy.deadline_s
 
-        def asked() -> _T:
+        def sent() -> _T:
             call.attempt += 1
             self._count("requests", 1)
             with nullcontext() if traffic is None else traffic.request(until_s):
                 return attempt(until_s)
 
         def counted() -> _T:
-            return with_keys_of_now(asked)
+            return with_keys_of_now(sent)
 
         if traffic is not None:
             traffic.retries.earn()
@@ -190,37 +193,37 @@ class Store:
         )
 
     def traffic_of(self, url: str) -> Traffic | None:
-        """Return what is known of the bucket or host of ``url``; None for files."""
+        """Return the account of requests to the bucket or host of ``url``; None for files."""
         scheme = scheme_of(url)
         if scheme == "file":
             return None
         name = f"{scheme}://{split_query(url)[0].partition('://')[2].partition('/')[0]}"
         with self._lock:
-            # One account of traffic per bucket or host, for all its callers.
+            # There is one account per bucket or host, for all callers.
             if name not in self._traffic:
                 self._traffic[name] = Traffic(name, self._options, self._threads, self._count)
             return self._traffic[name]
 
 
 class Pins:
-    """Remember which version of an object this process saw first, for recently used objects. Thread-safe."""
+    """The version of each recently used object that this process saw first. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: OrderedDict[str, str] = OrderedDict()
 
     def get(self, url: str) -> str | None:
-        """Return the version of ``url`` that was seen first, if any."""
+        """Return the first version of ``url`` that was seen, if any."""
         with self._lock:
-            # The first version that was kept, unless it was dropped.
+            # The first kept version, unless it was dropped.
             return self._versions.get(url)
 
     def keep(self, url: str, version: str | None) -> None:
-        """Note that ``version`` was read; the first one is kept."""
+        """Record that ``version`` was read; the first one is kept."""
         if version is None:
             return
         with self._lock:
-            # The first version stays; at most _MOST_PINS, the latest seen.
+            # The first version stays. At most _MOST_PINS objects are kept, the latest ones.
             self._versions.setdefault(url, version)
             self._versions.move_to_end(url)
             if len(self._versions) > _MOST_PINS:
@@ -229,5 +232,5 @@ class Pins:
     def drop(self, url: str) -> None:
         """Forget ``url``, so that the next version counts as the first."""
         with self._lock:
-            # The next version that is kept counts as the first.
+            # The next kept version counts as the first.
             self._versions.pop(url, None)

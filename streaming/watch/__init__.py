@@ -1,4 +1,4 @@
-"""Show what happens: metrics, traces, and options that a measurement found.
+"""Observe a run: metrics, traces, and options tuned by measurement.
 
-Nothing here is needed for a batch.
+Nothing here is needed to make a batch.
 """

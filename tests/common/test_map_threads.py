@@ -40,7 +40,7 @@ def test_results_come_in_order(face: str, num_threads: int) -> None:
 @pytest.mark.parametrize(
     ("error", "notes"),
     [
-        (KeyError("x"), ["for item 20 of those that were worked on side by side"]),
+        (KeyError("x"), ["for item 20 of those processed in parallel"]),
         (DataError("shard 20 is damaged"), []),  # names it already
     ],
     ids=["foreign", "ours"],

@@ -215,5 +215,5 @@ def test_the_loop_of_the_page(urls: dict[str, str], mini_s3: MiniS3Server, forke
         store.set(f"verdict/2/{step}", "committed")
     assert all_end([first[0], first[2], *more]) == [0, 0, 0], output.read_text()[-4000:]
     assert first[1].wait() == -9
-    assert "in its place" not in output.read_text(), "who joins waits for nobody to open its sets"
+    assert "opens it instead" not in output.read_text(), "who joins waits for nobody to open its sets"
     assert committed == truth(made, 8)

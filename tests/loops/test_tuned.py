@@ -235,7 +235,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path: Path) -> N
     whole, path = Tuned(options=VALUES, cores=3).to_bytes().rstrip(), tmp_path / DEFAULT_NAME
     for end in range(len(whole)):
         path.write_bytes(whole[:end])
-        with pytest.raises(ConfigError, match=r"Move it away, and measure anew: `shard_tools bench URL --tune --out "):
+        with pytest.raises(ConfigError, match=r"Move it away, and measure again: `shard_tools bench URL --tune --out "):
             stored(Storage(), str(path))
 
 
@@ -295,7 +295,7 @@ def test_a_wrong_value_is_refused_with_its_place(dataset: StreamingDataset, tmp_
 def test_options_beside_the_others_are_told_where_they_belong(dataset: StreamingDataset, tmp_path: Path) -> None:
     for name, value in VALUES.items():
         path = written(tmp_path, **{name: value})
-        with pytest.raises(ConfigError, match=rf"^{path}: '{name}' belongs into \"options\""):
+        with pytest.raises(ConfigError, match=rf"^{path}: '{name}' belongs in \"options\""):
             DataLoader(dataset, 4, tuned=path)
 
 

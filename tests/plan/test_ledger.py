@@ -127,7 +127,7 @@ def test_a_mixture_that_ends_goes_on_only_as_it_was(made: Entry) -> None:
         ([entry().to_dict(), entry(9).to_dict(), entry(8).to_dict()], "in the order"),
         ([{**entry().to_dict(), "from": -1}], "from"),
         ([{**entry().to_dict(), "weights": {"web": -1}}], "got -1"),
-        ([{**entry().to_dict(), "weights": {"math": 1}}], "'math'.*no sources"),
+        ([{**entry().to_dict(), "weights": {"math": 1}}], "'math'.*not sources"),
         ([{**entry().to_dict(), "sources": {}}], "none are named"),
         ([{**entry().to_dict(), "sources": ["web"]}], "an entry"),
         ([{**entry().to_dict(), "why": 7}], "why: expected one of"),

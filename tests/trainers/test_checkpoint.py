@@ -73,10 +73,10 @@ def test_a_ledger_that_was_edited_is_refused(sources: dict[str, SampleSet]) -> N
     with mixture(sources) as loader, mixture(sources) as new:
         state = changed(loader)
         longer = {**state, "ledger": [*state["ledger"], {**state["ledger"][-1], "from": 10**6}]}
-        with pytest.raises(StateError, match=r"ledger and ledger_text say different things"):
+        with pytest.raises(StateError, match=r"ledger and ledger_text contradict each other"):
             new.load_state_dict(longer)
         state["ledger"][1]["weights"]["web"] = 9
-        with pytest.raises(StateError, match=r"ledger and ledger_text say different things.*ledger_text is None"):
+        with pytest.raises(StateError, match=r"ledger and ledger_text contradict each other.*ledger_text is None"):
             new.load_state_dict(state)
         state["ledger_text"] = None
         new.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Compare at the start what all ranks are about to train on; let all ranks change something together, or none.
+"""Check at the start that all ranks will train on the same data; let all ranks change something together, or none.
 
-This uses the key-value store of torch.distributed, not a collective, so a rank that iterates alone never waits longer
-than a time-out. Every rank leaves one small entry and reads one verdict; the first rank of the mesh compares.
+This uses the key-value store of torch.distributed instead of a collective, so a rank that iterates alone never waits
+longer than a time-out. Every rank stores one small entry and reads one verdict; the first rank of the mesh compares.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ DEFAULT_TIMEOUT_S = 60.0
 """How long the first iteration waits for absent ranks before it warns and continues without them."""
 
 _NAMED = 8
-"""Differences that a message spells out."""
+"""Number of differences that a message lists."""
 
 _log = logging.getLogger(__name__)
 
 Facts = Mapping[str, Any]
-"""What must agree: JSON-serializable values by the names that users know."""
+"""Facts that must agree: JSON-serializable values by the names that users know."""
 
 
 class ResultBoard(Protocol):
     """The part of ``torch.distributed.Store`` that is used. All ranks see all entries."""
 
     def set(self, key: str, value: str) -> object:
-        """Leave an entry."""
+        """Store an entry."""
 
     def get(self, key: str) -> bytes:
         """Read an entry that exists."""
@@ -41,10 +41,10 @@ class ResultBoard(Protocol):
         """Add to a counter and return the new number."""
 
     def compare_set(self, key: str, expected: str, value: str) -> object:
-        """Leave an entry unless there is one; ``expected`` is ""."""
+        """Store an entry unless there is one; ``expected`` is ""."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys exist."""
+        """Return whether all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> object:
         """Wait for all keys; raises after the time-out."""
@@ -58,18 +58,18 @@ def agree(
 ) -> None:
     """Compare ``facts`` over ``ranks``.
 
-    At a start, the n-th call of a rank for a ``subject`` is matched with the n-th of the others, and one that comes
-    late is compared with what was found. Where absence is an error, calls are matched by rounds that the store counts:
-    after a call that some ranks missed, the next one is not out of step.
+    At a start, the n-th call of a rank for a ``subject`` is matched with the n-th call of the other ranks; a late call
+    is compared with the verdict. If absence is an error, calls are matched by rounds that the store counts, so that the
+    next call is in step even after a call that some ranks missed.
 
     Args:
-        board: Where ranks leave entries.
+        board: Store of the ranks' entries.
         rank: This rank.
-        ranks: All participants, in the same order everywhere; the first compares.
+        ranks: All participants, in the same order on all ranks; the first compares.
         facts: This rank's facts.
-        subject: What is compared; calls for different subjects are independent.
-        timeout_s: How long to wait for absent ranks.
-        required: Whether their absence is an error; otherwise it is a warning.
+        subject: Name of the comparison; calls for different subjects are independent.
+        timeout_s: Maximum wait for absent ranks.
+        required: Whether absence is an error; otherwise it is a warning.
 
     Raises:
         AgreementError: Ranks differ (the same message on all of them), or some did not arrive.
@@ -83,11 +83,11 @@ def agree(
     if rank == ranks[0]:
         verdict = _gather(board, f"{home}/{turn}", ranks, timeout_s)
         board.set(verdict_key, json.dumps(verdict))
-        if required:  # Invariant: the round that is named is open, or has a verdict that tells the next one
+        if required:  # Invariant: the named round is open, or has a verdict, which leads to the next one
             board.set(f"{home}/round", str(turn + 1))
         board.delete_key(f"{home}/{turn - 1}/verdict")
     elif not _came(board, [verdict_key], timeout_s + _MARGIN_S):
-        board.delete_key(own)  # in this round, which is still open, it would be what this rank knew then
+        board.delete_key(own)  # the round is still open, and the entry may be outdated when it is compared
         _absent([ranks[0]], timeout_s, required=required)
         return
     verdict = json.loads(board.get(verdict_key))
@@ -101,40 +101,40 @@ def agree(
 
 
 def stand_aside(board: ResultBoard, rank: int, ranks: Sequence[int], *, subject: str) -> None:
-    """Tell those in :func:`agree` on ``subject`` to compare nothing, because ``ranks`` are not ranks of this job.
+    """Make :func:`agree` on ``subject`` compare nothing, because ``ranks`` are not ranks of this job.
 
-    If a mesh has only the data ranks, as in programs with tensor parallelism of their own, several processes share one
-    of its ranks, and a process with the number of another would be waited for in vain.
+    In programs with tensor parallelism of their own, a mesh has only the data ranks. Several processes then share one
+    rank of the mesh, so some of its ranks would be awaited in vain.
     """
     home, turn = _home(board, rank, ranks, subject)
     board.set(f"{home}/{turn}/{rank}", json.dumps(None))
 
 
 def _home(board: ResultBoard, rank: int, ranks: Sequence[int], subject: str) -> tuple[str, int]:
-    """Return the key of entries about a subject, and which of its calls this is for ``rank``, from 1."""
+    """Return the key of a subject's entries, and the number of this call of ``rank`` for it, from 1."""
     digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
     home = f"shardstream/agree/{digest}"
     return home, board.add(f"{home}/turn/{rank}", 1)
 
 
 class RankGroup:
-    """The ranks that change something together: all of them do, or none does.
+    """Ranks that change something together: all of them change it, or none does.
 
     ::
 
-        ranks = Together(board, rank, ranks, subject="set_weights", timeout_s=600)
-        told = ranks.exchange(lambda: {"weights": weights})    # the facts of all ranks; the same on each
-        ranks.exchange(prepare)                                # if one rank cannot, none goes on
+        ranks = RankGroup(board, rank, ranks, subject="set_weights", timeout_s=600)
+        answers = ranks.exchange(lambda: {"weights": weights})  # the facts of all ranks; equal on each
+        ranks.exchange(prepare)  # if one rank cannot, no rank continues
 
-    Calls are matched by rounds that the store counts, not each rank for itself. So a rank that missed a call takes part
-    in the next one, and a rank that comes when the others have given up changes nothing alone.
+    Calls are matched by rounds that the store counts, and not by each rank alone. So a rank that missed a call takes
+    part in the next one, and a rank that calls after the others have given up changes nothing alone.
 
     Args:
-        board: Where ranks leave entries; None: this rank is the only one.
+        board: Store of the ranks' entries; None: this rank is the only one.
         rank: This rank.
-        ranks: All participants, in the same order everywhere.
-        subject: What is changed, for messages; exchanges about different subjects are independent.
-        timeout_s: How long to wait for absent ranks.
+        ranks: All participants, in the same order on all ranks.
+        subject: Name of the change, for messages; exchanges about different subjects are independent.
+        timeout_s: Maximum wait for absent ranks.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class RankGroup:
         self._num_exchanges = 0
 
     def exchange(self, make: Callable[[], Facts]) -> dict[int, dict[str, Any]]:
-        """Call ``make`` on each rank and return what it returned, by rank.
+        """Call ``make`` on each rank, and return its results by rank.
 
         Raises:
-            Exception: Whatever ``make`` raised here.
-            AgreementError: It raised on another rank (which is named), ranks did not arrive in time, or the process
-                that keeps the store has ended. Then no rank gets an answer.
+            Exception: Any error of ``make`` on this rank.
+            AgreementError: ``make`` failed on another rank, which is named; ranks did not arrive in time; or the
+                process that keeps the store has ended. Then no rank gets an answer.
         """
         self._num_exchanges += 1
         failure: Exception | None = None
@@ -163,19 +163,19 @@ class RankGroup:
             failure = error
         if self._board is None:
             return {self.rank: dict(facts)}
-        told = self._told(self._board, {"facts": dict(facts), "failure": "" if failure is None else str(failure)})
+        answers = self._answers(self._board, {"facts": dict(facts), "failure": "" if failure is None else str(failure)})
         if failure is not None:
             raise failure
-        for rank, said in told.items():
-            if said["failure"]:
+        for rank, answer in answers.items():
+            if answer["failure"]:
                 raise AgreementError(
-                    f"{self._subject}: nothing has changed, because rank {rank} cannot: {said['failure']}"
+                    f"{self._subject}: nothing has changed, because rank {rank} cannot: {answer['failure']}"
                 )
-        return {rank: said["facts"] for rank, said in told.items()}
+        return {rank: answer["facts"] for rank, answer in answers.items()}
 
-    def _told(self, board: ResultBoard, said: Facts) -> dict[int, Any]:
+    def _answers(self, board: ResultBoard, answer: Facts) -> dict[int, Any]:
         try:
-            return self._round(board, said)
+            return self._round(board, answer)
         except AgreementError:
             raise
         except RuntimeError as error:  # torch.distributed.DistNetworkError is one
@@ -185,19 +185,19 @@ class RankGroup:
                 "ended. Restart the job from its checkpoint"
             ) from error
 
-    def _round(self, board: ResultBoard, said: Facts) -> dict[int, Any]:
+    def _round(self, board: ResultBoard, answer: Facts) -> dict[int, Any]:
         digest = hashlib.sha256(json.dumps([self._subject, self._num_exchanges, self._ranks]).encode()).hexdigest()[:32]
         home = f"shardstream/together/{digest}"
         number = _open_round(board, home)
         place = f"{home}/{number}"
         verdict, own = f"{place}/verdict", f"{place}/{self.rank}"
-        board.set(own, json.dumps(said))
+        board.set(own, json.dumps(answer))
         if board.add(f"{place}/came", 1) == len(self._ranks):
             board.compare_set(verdict, "", json.dumps([]))
         elif not _came(board, [verdict], self._timeout_s):
             missing = [one for one in self._ranks if not board.check([f"{place}/{one}"])]
             board.compare_set(verdict, "", json.dumps(missing))
-        # Invariant: the first verdict on a round stands, so all ranks have the entries of all, or all give it up.
+        # Invariant: the first verdict on a round is final, so all ranks get all entries, or all give up.
         missing = json.loads(board.get(verdict))
         board.set(f"{home}/round", str(number + 1))
         if missing:
@@ -206,10 +206,10 @@ class RankGroup:
                 f"{self._subject}: ranks {missing[:_NAMED]} of {len(self._ranks)} did not come within "
                 f"{self._timeout_s:g} s, and nothing has changed on any rank; call it on all ranks, at the same step"
             )
-        told = {one: json.loads(board.get(f"{place}/{one}")) for one in self._ranks}
+        answers = {one: json.loads(board.get(f"{place}/{one}")) for one in self._ranks}
         for key in (str(self.rank), *(("verdict", "came") if self.rank == self._ranks[0] else ())):
-            board.delete_key(f"{home}/{number - 1}/{key}")  # all ranks are in this round, so none reads the last one
-        return told
+            board.delete_key(f"{home}/{number - 1}/{key}")  # all ranks are in this round: none reads the last one
+        return answers
 
 
 def _open_round(board: ResultBoard, home: str) -> int:
@@ -236,31 +236,31 @@ def _gather(board: ResultBoard, home: str, ranks: Sequence[int], timeout_s: floa
     present = list(ranks)
     if not _came(board, keys, timeout_s):
         present = [rank for rank, key in zip(ranks, keys, strict=True) if board.check([key])]
-    told = {rank: json.loads(board.get(f"{home}/{rank}")) for rank in present}
+    entries = {rank: json.loads(board.get(f"{home}/{rank}")) for rank in present}
     for rank in present:
         board.delete_key(f"{home}/{rank}")
-    if None in told.values():  # one stands aside
+    if None in entries.values():  # a rank stands aside
         return {"problem": "", "majority": {}, "missing": []}
-    majority = majority_of(list(told.values()))
-    found = differences(told, majority)
+    majority = majority_of(list(entries.values()))
+    found = differences(entries, majority)
     return {
-        "problem": _problem(found, len(told)) if found else "",
+        "problem": _problem(found, len(entries)) if found else "",
         "majority": majority,
-        "missing": [rank for rank in ranks if rank not in told],
+        "missing": [rank for rank in ranks if rank not in entries],
     }
 
 
-def majority_of(told: Sequence[Facts]) -> dict[str, Any]:
+def majority_of(every: Sequence[Facts]) -> dict[str, Any]:
     """Return the most common value of each fact; ties go to the first rank."""
-    names = dict.fromkeys(name for facts in told for name in facts)
-    return {name: json.loads(Counter(_text(facts.get(name)) for facts in told).most_common(1)[0][0]) for name in names}
+    names = dict.fromkeys(name for facts in every for name in facts)
+    return {name: json.loads(Counter(_text(facts.get(name)) for facts in every).most_common(1)[0][0]) for name in names}
 
 
-def differences(told: Mapping[int, Facts], majority: Facts) -> list[tuple[int, str, Any, Any]]:
-    """List rank, fact, its value, and the majority's value, for all that differ."""
+def differences(entries: Mapping[int, Facts], majority: Facts) -> list[tuple[int, str, Any, Any]]:
+    """List the facts that differ: rank, fact, its value, and the majority's value."""
     return [
         (rank, name, facts.get(name), value)
-        for rank, facts in told.items()
+        for rank, facts in entries.items()
         for name, value in majority.items()
         if _text(facts.get(name)) != _text(value)
     ]

@@ -12,7 +12,7 @@ from streaming.errors import WorkerError
 
 
 def error_to_json(error: BaseException) -> bytes:
-    """Return an exception as JSON: its type by name, its arguments where they are plain, its message and notes."""
+    """Return an exception as JSON: the name of its type, its arguments if they are plain, its message and notes."""
     args = [arg if isinstance(arg, (str, int, float, bool, type(None))) else None for arg in error.args]
     plain = all(arg is None or type(arg) in {str, int, float, bool} for arg in error.args)
     kind = type(error)
@@ -23,28 +23,28 @@ def error_to_json(error: BaseException) -> bytes:
 
 
 def error_from_json(data: bytes, note: str) -> BaseException:
-    """Return the exception with one more note, of the same type and message if that type is known here.
+    """Return the exception with one more note.
 
-    Otherwise it is a ``WorkerError`` that names the type.
+    It has the same type and message if that type is known here; otherwise it is a ``WorkerError`` that names the type.
     """
-    told = json.loads(data)
-    error = _same_type(told)
+    record = json.loads(data)
+    error = _same_type(record)
     if error is None:
-        error = WorkerError(f"{told['module']}.{told['name']}: {told['message']}")
-    for old in told["notes"]:
+        error = WorkerError(f"{record['module']}.{record['name']}: {record['message']}")
+    for old in record["notes"]:
         error.add_note(old)
     error.add_note(note)
     return error
 
 
-def _same_type(told: dict[str, Any]) -> BaseException | None:
-    """Make the error again, if its type is loaded here and gives the same message; else None."""
-    home = {"builtins": builtins, errors.__name__: errors}.get(told["module"], sys.modules.get(told["module"]))
-    kind: Any = getattr(home, told["name"], None)
+def _same_type(record: dict[str, Any]) -> BaseException | None:
+    """Rebuild the error if its type is loaded here and gives the same message; otherwise return None."""
+    home = {"builtins": builtins, errors.__name__: errors}.get(record["module"], sys.modules.get(record["module"]))
+    kind: Any = getattr(home, record["name"], None)
     if not isinstance(kind, type) or not issubclass(kind, Exception):
         return None
     try:
-        error: BaseException = kind(*([told["message"]] if told["args"] is None else told["args"]))
-    except Exception:  # noqa: BLE001  any class may ask for anything
+        error: BaseException = kind(*([record["message"]] if record["args"] is None else record["args"]))
+    except Exception:  # noqa: BLE001  a class may require any arguments
         return None
-    return error if str(error) == told["message"] else None
+    return error if str(error) == record["message"] else None

@@ -1,4 +1,4 @@
-"""Do work on one rank for all: the others get its result, or its error, instead of asking the store as well."""
+"""Do work on one rank for all: the other ranks get its result or its error, instead of reading from storage, too."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from typing import Any, Protocol
 from streaming.common.job.error_codec import error_from_json, error_to_json
 
 PEER_WAIT_S = 20.0
-"""How long a process waits for a peer to begin work that it needs, before it does the work itself."""
+"""Maximum wait for a peer to begin needed work; after it, a process does the work itself."""
 
 LOOK_UP_S = 0.25
-"""Longest interval between checks whether that peer has begun, or continues from an earlier world instead."""
+"""Maximum interval between checks whether that peer has begun, or continues from an earlier world instead."""
 
 RESULT_WAIT_S = 600.0
-"""How long it waits for a peer that has begun: time to list and read a large, distant index."""
+"""Maximum wait for a peer that has begun: enough to list and read a large, distant index."""
 
 PIECE_BYTES = 4 << 20
 """Size of one entry in the key-value store, which accepts 8 MiB."""
 
 MOST_BYTES = 4 << 30
-"""Maximum that the key-value store, a single thread, hands out to all ranks for one result: takes some seconds."""
+"""Maximum bytes of one result that the store, a single thread, delivers to all ranks together: takes seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class Peers(Protocol):
-    """Processes that can leave bytes for each other. No wait exceeds a time-out."""
+    """Processes that can store bytes for each other. No wait exceeds a time-out."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Number of this process."""
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
 
     def turn(self, name: str) -> int:
-        """Return how many times this process has asked for this name, including now."""
+        """Return the number of times that this process has called this with the name, including this call."""
 
     def leave(self, name: str, data: bytes) -> None:
-        """Leave ``data`` for the others."""
+        """Store ``data`` for the others."""
 
     def find(self, name: str, timeout_s: float) -> bytes | None:
-        """Return what was left, or None if nothing was left in time; 0: do not wait."""
+        """Return the stored bytes, or None if none came in time; 0: do not wait."""
 
 
 def shared(peers: Peers | None, name: str, make: Callable[[], bytes]) -> bytes:
-    """Return the result of ``make``, which is called on rank 0 for all; without peers, here.
+    """Return the result of ``make``, which is called on rank 0 for all ranks; without peers, in this process.
 
-    The n-th call for a name is matched with the n-th of the others. If rank 0 does not begin in time (this process
-    works alone), or the result is too large for all (more than ``MOST_BYTES`` together), ``make`` is called here.
+    The n-th call for a name is matched with the n-th call of the other ranks. ``make`` is called in this process if
+    rank 0 does not begin in time (this process works alone), or if the result is too large (``MOST_BYTES`` over all
+    ranks).
 
     Raises:
-        Exception: Whatever ``make`` raised, here or on rank 0.
+        Exception: Any error of ``make``, in this process or on rank 0.
     """
     if peers is None:
         return make()
@@ -66,18 +67,18 @@ def shared(peers: Peers | None, name: str, make: Callable[[], bytes]) -> bytes:
         return _made(peers, place, make)
     if not _begins(peers, 0, place, PEER_WAIT_S):
         return make()
-    data = _told(peers, place, "raised on rank 0, which opens the data set for all ranks")
+    data = _result_of(peers, place, "raised on rank 0, which opens the data set for all ranks")
     return make() if data is None else data
 
 
 def shared_parts(peers: Peers | None, name: str, make: Callable[[int, int], bytes]) -> list[bytes]:
-    """Return the result of ``make`` for each rank: called here for this rank; the others send theirs.
+    """Return the result of ``make`` for each rank: this process makes its own part; the other ranks send theirs.
 
-    Without peers, this is the only rank. What a rank has not begun in time is made here, and so is everything after it
-    that is not available yet.
+    Without peers, this is the only rank. If a rank has not begun its part in time, this process makes it, and all later
+    parts that are not available yet.
 
     Raises:
-        Exception: Whatever ``make`` raised, here or on the rank whose part it was.
+        Exception: Any error of ``make``, in this process or on the rank of the part.
     """
     if peers is None:
         return [make(0, 1)]
@@ -89,30 +90,30 @@ def shared_parts(peers: Peers | None, name: str, make: Callable[[int, int], byte
             continue
         begun = _begins(peers, rank, f"{place}/{rank}", wait_s)
         wait_s = wait_s if begun else 0.0
-        data = _told(peers, f"{place}/{rank}", f"raised on rank {rank}") if begun else None
+        data = _result_of(peers, f"{place}/{rank}", f"raised on rank {rank}") if begun else None
         parts[rank] = make(rank, world_size) if data is None else data
     return [parts[rank] for rank in range(world_size)]
 
 
 def part_of(count: int, rank: int, world_size: int) -> range:
-    """Return which of ``count`` items are a rank's part."""
+    """Return the numbers of a rank's part of ``count`` items."""
     return range(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def framed(head: Mapping[str, Any], *body: bytes) -> bytes:
-    """Put a JSON-serializable head before bytes, for ``unframed``."""
+    """Prefix bytes with a JSON-serializable head, for ``unframed``."""
     text = json.dumps(head).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *body])
 
 
 def unframed(data: bytes) -> tuple[Any, int]:
-    """Return the head, and where the bytes after it begin."""
+    """Return the head, and the offset of the bytes after it."""
     start = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:start]), start
 
 
 def go_on(peers: Peers) -> None:
-    """Tell joining processes that this one opened its datasets in an earlier world, so they need not wait for it."""
+    """Inform joining processes that this one opened its datasets in an earlier world, so they need not wait for it."""
     peers.leave(f"goes on/{peers.rank}", b"1")
 
 
@@ -130,20 +131,20 @@ def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
         left_s = max(until_s - time.monotonic(), 0)
         if not left_s:
             if wait_s:
-                told = "rank %d has not started to open this data set within %g s; rank %d does so in its place"
-                _log.warning(told, rank, wait_s, peers.rank)
+                text = "rank %d has not started to open this data set within %g s; rank %d opens it instead"
+                _log.warning(text, rank, wait_s, peers.rank)
             return False
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, LOOK_UP_S)
     return True
 
 
-def _told(peers: Peers, place: str, raised: str) -> bytes | None:
+def _result_of(peers: Peers, place: str, raised: str) -> bytes | None:
     """Wait for the result of a rank that has begun; None if it did not come, or was too large."""
-    told = peers.find(f"{place}/told", RESULT_WAIT_S)
-    if told is None:
+    text = peers.find(f"{place}/told", RESULT_WAIT_S)
+    if text is None:
         return None
-    head = json.loads(told)
+    head = json.loads(text)
     if head["error"] is not None:
         raise error_from_json(head["error"].encode(), raised)
     pieces = [peers.find(f"{place}/{number}", PEER_WAIT_S) for number in range(head["pieces"])]
@@ -152,7 +153,7 @@ def _told(peers: Peers, place: str, raised: str) -> bytes | None:
 
 
 def _made(peers: Peers, place: str, make: Callable[[], bytes]) -> bytes:
-    """Make the result and leave it for the others: the pieces first, then the announcement."""
+    """Make the result and store it for the others: first the pieces, then the announcement."""
     peers.leave(f"{place}/begun", b"1")
     try:
         data = make()

@@ -22,10 +22,10 @@ else:
     dist = later("torch.distributed", globals(), "dist")
 
 _CONNECT_S = 10.0
-"""For the store of torchrun's agent, which listens before it starts any process."""
+"""Time-out for the store of torchrun's agent, which listens before it starts any process."""
 _log = logging.getLogger(__name__)
 _of_agents: dict[tuple[int, str], Peers | None] = {}
-"""By process id, because a forked child is another process, and by start of the job."""
+"""Peers by process id, because a forked child is another process, and by attempt of the job."""
 
 
 class StoreAddress(Protocol):
@@ -33,30 +33,30 @@ class StoreAddress(Protocol):
 
     @property
     def host(self) -> str:
-        """Host."""
+        """Host of the store."""
 
     @property
     def port(self) -> int:
-        """Port."""
+        """Port of the store."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
 
     @property
     def world_size(self) -> int:
-        """All of them."""
+        """Number of processes."""
 
     @property
     def attempt(self) -> str:
-        """Differs between the starts of a job."""
+        """Identifier of the attempt to run the job."""
 
 
 class StorePeers:
     """Peers through a key-value store: that of torch.distributed, or that of torchrun's agent.
 
-    No collective is used: a process that opens a dataset alone (evaluation on rank 0) waits for absent processes no
-    longer than the time-out.
+    No collective is used, so a process that opens a dataset alone (evaluation on rank 0) waits for absent processes
+    only until the time-out.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
@@ -76,7 +76,7 @@ class StorePeers:
         """See ``Peers``."""
         key = f"shardstream/{name}"
         try:
-            if not timeout_s and not self._store.check([key]):  # waiting for 0 s would wait forever
+            if not timeout_s and not self._store.check([key]):  # a wait of 0 s would last forever
                 return None
             self._store.wait([key], timedelta(seconds=timeout_s or 1))
         except dist.DistStoreError:
@@ -85,10 +85,10 @@ class StorePeers:
 
 
 def job_store(needed_for: str) -> tuple[int, Any]:
-    """Return this process's rank, and the key-value store of torch.distributed, whatever its backend.
+    """Return this process's rank, and the key-value store of torch.distributed, for any backend.
 
     Raises:
-        ConfigError: It was not.
+        ConfigError: torch.distributed is not initialized.
     """
     if not _is_set_up():
         raise ConfigError(
@@ -99,34 +99,34 @@ def job_store(needed_for: str) -> tuple[int, Any]:
 
 
 class ProcessGroup:
-    """Remember the current process group of torch.distributed, or that there is none; keeps nothing alive."""
+    """A weak reference to the current process group of torch.distributed, or to its absence."""
 
     def __init__(self) -> None:
         self._store = weakref.ref(job_store("")[1]) if _is_set_up() else None
 
     @property
     def is_current(self) -> bool:
-        """Whether torch.distributed still has that group, and has not been set up again since."""
+        """Whether torch.distributed still has that group, and was not initialized again."""
         if not _is_set_up():
             return self._store is None
         return self._store is not None and self._store() is job_store("")[1]
 
 
 def _is_set_up() -> bool:
-    # Who set it up has imported it. Not to import it here lets tools open sets where there is no torch.
+    # Initialization has imported it. Because it is not imported here, tools can open datasets without torch.
     return "torch.distributed" in sys.modules and dist.is_available() and dist.is_initialized()
 
 
 def job_world_size() -> int:
-    """Return the number of processes of the job according to torch.distributed; 1 if it is not set up."""
+    """Return the number of processes of the job according to torch.distributed; 1 if it is not initialized."""
     return dist.get_world_size() if _is_set_up() else 1
 
 
 def job_peers(agent: StoreAddress | None = None) -> Peers | None:
-    """Return the job's processes if torch.distributed is set up with more than one, or its launcher runs a store.
+    """Return the job's processes if torch.distributed is initialized with several, or the launcher runs a store.
 
     Args:
-        agent: The launcher's store, if there is one; used before torch.distributed is set up.
+        agent: The launcher's store, if there is one; used before torch.distributed is initialized.
     """
     if job_world_size() > 1:
         return StorePeers(dist.get_rank(), job_world_size(), dist.distributed_c10d._get_default_store())
@@ -140,17 +140,17 @@ def job_peers(agent: StoreAddress | None = None) -> Peers | None:
 
 
 def tell_of_going_on(world_size: int) -> None:
-    """Tell processes that join, if torch.distributed was set up for this world, that this one opens nothing."""
+    """Inform joining processes, if torch.distributed was initialized for this world, that this one opens nothing."""
     if job_world_size() == world_size > 1:
-        with suppress(RuntimeError):  # the store is gone, so nobody joins through it
+        with suppress(RuntimeError):  # the store is gone, so no process joins through it
             go_on(StorePeers(dist.get_rank(), world_size, dist.distributed_c10d._get_default_store()))
 
 
 def _agent_peers(agent: StoreAddress, pid: int) -> Peers | None:
     """Return peers through the launcher agent's store; None in a process that it did not start.
 
-    Other processes inherit the variables: a pool worker, a program run by a rank, a replacement for a rank. The first
-    process to claim a rank is that rank.
+    Other processes inherit the variables, too: a pool worker, a program run by a rank, a replacement for a rank. The
+    first process to claim a rank is that rank.
     """
     if parent_process() is not None:
         return None

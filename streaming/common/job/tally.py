@@ -1,7 +1,7 @@
-"""Count over all ranks of a job: each adds when it has something to add; nobody waits for anybody.
+"""Count over all ranks of a job: each rank adds when it has something to add, and no rank waits for another.
 
-Through the key-value store of torch.distributed, over a connection of its own with a short time-out: neither a rank
-that is gone, nor one that waits in a collective, nor a store that does not answer stops the others.
+The ranks use the key-value store of torch.distributed, over a separate connection with a short time-out. So neither a
+rank that is gone, nor one that waits in a collective, nor a store that does not answer stops the other ranks.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from streaming.common.job.store import job_store, job_world_size
 
 _TIMEOUT_S = 10.0
 LOOK_S = 5.0
-"""Between two looks at what the others added: a thousand ranks ask the store 200 times a second."""
+"""Interval between queries of the total: a thousand ranks query the store 200 times per second."""
 
 _log = logging.getLogger(__name__)
 
 
 class Counters(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that is used."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Count up; the new number."""
+        """Add to a counter and return the new number."""
 
     def delete_key(self, key: str, /) -> bool:
         """Remove an entry."""
 
 
 class Tally:
-    """One number a round; the n-th round of a rank is the n-th of the others. For one thread.
+    """One number per round; the n-th round of a rank is matched with the n-th of the others. For one thread.
 
     Args:
         store: Shared by the ranks.
-        subject: What is counted: tallies of different subjects do not meet.
-        rank: This one.
-        ranks: All that take part.
-        adds: Whether what this rank counts is added; a replica of another one only looks.
+        subject: Name of the count; tallies of different subjects are independent.
+        rank: This rank.
+        ranks: All participants.
+        adds: Whether the counts of this rank are added; a replica of another rank only reads the total.
     """
 
     def __init__(self, store: Counters, subject: str, rank: int, ranks: Sequence[int], *, adds: bool) -> None:
@@ -58,13 +58,13 @@ class Tally:
         turn = self._count(f"{self._home}/turn/{self._rank}", 1)
         self._round = f"{self._home}/{turn}"
         if self._store is not None and self._is_first and turn > 2:
-            self._store.delete_key(f"{self._home}/{turn - 2}")  # nobody is two rounds behind for long
+            self._store.delete_key(f"{self._home}/{turn - 2}")  # no rank is two rounds behind for long
 
     def total(self, own: int) -> int:
-        """Sum what all ranks have counted in this round, as far as is known; ask where ``own`` or time went on.
+        """Return the known total of all ranks in this round; query the store if ``own`` changed or time has passed.
 
         Args:
-            own: What this rank has counted in this round.
+            own: This rank's count in this round.
         """
         now_s = time.monotonic()
         if own != self._own or now_s >= self._look_at_s:
@@ -85,12 +85,12 @@ class Tally:
 
 
 def open_tally(subject: str, rank: int, ranks: Sequence[int], *, adds: bool) -> Tally | None:
-    """Open a tally over torch.distributed; None where it is not set up, or numbers its ranks otherwise."""
+    """Open a tally over torch.distributed; None if it is not initialized, or numbers its ranks differently."""
     if not 1 < len(ranks) <= job_world_size():
         return None
     own, store = job_store("")
     if own != rank:
-        return None  # a mesh that is played in one process, or of other processes
+        return None  # a mesh simulated in one process, or a mesh of other processes
     store = store.clone() if hasattr(store, "clone") else store  # by torch 2.4 and later
     store.set_timeout(timedelta(seconds=_TIMEOUT_S))
     return Tally(store, subject, rank, ranks, adds=adds)

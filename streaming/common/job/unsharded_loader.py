@@ -15,18 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class UnshardedWarning:
-    """Warn once if torch's sequential or random sampler deals out a whole dataset on each of several ranks.
+    """Warn once if torch's sequential or random sampler reads a whole dataset on each of several ranks.
 
-    These samplers ask for the length when an iteration begins; samplers that shard (torch's DistributedSampler,
-    DeviceMeshSampler) ask earlier or elsewhere, and trainers that shard the batches of torch's samplers are between
-    these and the loader in the call stack.
+    These samplers request the length when an iteration begins. Samplers that shard (torch's DistributedSampler,
+    DeviceMeshSampler) request it earlier or elsewhere. Trainers that shard the batches of torch's samplers are between
+    these samplers and the loader in the call stack.
     """
 
     def __init__(self) -> None:
         self._is_done = False
 
     def check(self, num_ranks: Callable[[], int]) -> None:
-        """Check who asks for the length of a dataset; call this in its ``__len__``."""
+        """Check the caller that requests the length of a dataset; call this in its ``__len__``."""
         if self._is_done:
             return
         frame: FrameType | None = sys._getframe(2)
@@ -40,7 +40,7 @@ class UnshardedWarning:
         _log.warning(
             "torch's DataLoader reads this StreamingDataset item by item with torch's own sampler, so each of %d ranks "
             "gets all samples, not its share. Use streaming.DataLoader(dataset, batch_size); or give torch's "
-            "TorchIterable(dataset) in place of the data set, or batch_sampler=DeviceMeshSampler(dataset, batch_size)",
+            "TorchIterable(dataset) instead of the data set, or batch_sampler=DeviceMeshSampler(dataset, batch_size)",
             ranks,
         )
 

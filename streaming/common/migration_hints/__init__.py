@@ -1,5 +1,5 @@
-"""Say what stands here for names of other libraries, where an attribute has failed.
+"""Suggest replacements for names of other libraries when an attribute is missing.
 
-This package holds a table, and what asks it. It knows nothing of ours but names; what a name means there and here is on
-the pages of docs/coming-from.
+This package holds a table and its lookups. It depends on nothing else of ours; the pages of docs/coming-from explain
+the names.
 """

@@ -1,8 +1,8 @@
-"""Tell what stands here for a name of another library, where an attribute is asked for that ours has not.
+"""Suggest our replacement for a name of another library, when a missing attribute is accessed.
 
-One table holds the names: those of packages, of methods of data sets, and of methods of loaders. The packages' and
-classes' ``__getattr__`` read it, so nothing here runs as long as names are ours. They raise AttributeError, so
-``hasattr``, ``getattr`` with a default, pickles and completion see what they see of any module or object.
+One table holds the names: those of packages, of methods of datasets, and of methods of loaders. The ``__getattr__`` of
+our packages and classes reads it, so nothing here runs for names that exist. It raises AttributeError, so ``hasattr``,
+``getattr`` with a default, pickles and completion behave as with any module or object.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ PACKAGES = ("streaming", "shard_tools")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """Names of one library that people look for here, and what to write in place of each.
+    """Names of one library that people look for here, and the replacement of each.
 
     Attributes:
-        name: The library; "": shardstream, the first one, whose names stand in one package and are looked for in the
+        name: The library. "" is shardstream, the first one: its names exist in one package, and are looked for in the
             other.
         page: Its page in docs/coming-from.
         names: Classes, functions and modules of its packages.
-        of_datasets: Methods and attributes of its data sets.
-        of_loaders: Those of its loaders.
+        of_datasets: Methods and attributes of its datasets.
+        of_loaders: Methods and attributes of its loaders.
     """
 
     name: str
@@ -98,7 +98,7 @@ LIBRARIES = (
             "merge_index": "`shard_tools index` over all shards makes one index",
             "dataframe_to_mds": _CONVERT,
             "dataframeToMDS": _CONVERT,
-            "base": "our names stand in streaming itself and in shard_tools",
+            "base": "our names are in streaming itself and in shard_tools",
             "text": _ONE_SET,
             "vision": _ONE_SET,
             "multimodal": _ONE_SET,
@@ -126,7 +126,7 @@ LIBRARIES = (
             "map": "`shard_tools map` runs a function over a set, shard_tools.optimize over anything",
             "walk": "shard_tools.optimize takes any list of inputs, such as sorted(glob(…))",
             "list_media_folder": "`shard_tools convert` takes a folder of images or sounds",
-            "iter_webdataset_tar": "streaming.StreamingDataset reads tars as they are",
+            "iter_webdataset_tar": "streaming.StreamingDataset reads tars directly",
             "merge_datasets": "`shard_tools reshard` writes several sets into one",
             "build_keys_index": _INDEX,
             "train_test_split": "write StreamingDataset(subset=…) for each part, or where over hash(__key__)",
@@ -144,7 +144,7 @@ LIBRARIES = (
             "DataPipeline": "streaming.StreamingDataset and streaming.DataLoader are the pipeline; " + _TRANSFORM,
             "FluidInterface": _TRANSFORM,
             "WebLoader": _LOADER,
-            "TarWriter": "shard_tools.ShardWriter writes tars, one after the other",
+            "TarWriter": "shard_tools.ShardWriter writes a sequence of tars",
             "SimpleShardList": "give the URLs to streaming.StreamingDataset",
             "ResampledShards": _VIRTUAL,
             "resampled": _VIRTUAL,
@@ -271,7 +271,7 @@ LIBRARIES = (
 def no_attribute(package: str, name: str) -> AttributeError:
     """Return the error for ``package.name``, which does not exist.
 
-    Where the name is known Python gets no object to look for similar names in: none of them would be right.
+    For a known name, the error has no object in which Python would look for similar names: none of them would be right.
     """
     found = [library for library in LIBRARIES if name in library.names]
     if not found:
@@ -286,10 +286,10 @@ def no_attribute(package: str, name: str) -> AttributeError:
 
 
 def look_elsewhere(owner: object, name: str, kind: Literal["of_datasets", "of_loaders"]) -> object:
-    """Say what stands here for an attribute that ``owner`` does not have; a property that failed fails again.
+    """Suggest a replacement for an attribute that ``owner`` does not have; a property that failed fails again.
 
     Raises:
-        AttributeError: Always, but for a property that succeeds at the second time.
+        AttributeError: Always, except if a property succeeds the second time.
     """
     ours = type(owner)
     if hasattr(ours, name):

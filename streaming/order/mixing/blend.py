@@ -1,4 +1,4 @@
-"""Compute what is drawn from each source of a mixture, given the user's options: a ``Blend``."""
+"""Compute how much a mixture draws from each source, given the user's options: a ``Blend``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streaming.order.plan.schedule import Nested, Schedule, WeightSchedule, chec
 
 Ends: TypeAlias = Literal["first", "all"]
 Units: TypeAlias = Callable[[], Mapping[str, float]]
-"""Returns what a sample of each source counts on average."""
+"""Returns the average number of units in a sample of each source."""
 _SHORT = 60
 
 
@@ -22,15 +22,15 @@ def blend_of(
     sources: Mapping[str, Blend], sizes: Mapping[str, int], *, weights: Mapping[str, float] | Schedule | None,
     repeats: Mapping[str, float] | None, ends: Ends | None, units: Units | None,
 ) -> Blend:  # fmt: skip
-    """Return what a mixture draws.
+    """Return the blend of a mixture.
 
     Args:
-        sources: What is drawn within each source; for a dataset, all its samples.
+        sources: The blend within each source; for a dataset, all its samples.
         sizes: Samples of each dataset in them.
         weights: See ``Mixture``.
         repeats: See ``Mixture``.
         ends: See ``Mixture``.
-        units: What weights count; None: samples.
+        units: The units that weights count; None: samples.
 
     Raises:
         ConfigError: The arguments contradict each other, or are not valid for these sources.
@@ -74,7 +74,7 @@ def by_weight(
     """Convert weights per unit of each source into weights per sample of each leaf.
 
     Raises:
-        ConfigError: They are not weights, or do not name the sources.
+        ConfigError: The weights are invalid, or do not name the sources.
     """
     given = _schedule_of(weights, sources)
     within = {name: one.as_weights for name, one in sources.items()}
@@ -84,7 +84,7 @@ def by_weight(
 
 
 def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the samples of each source until the first one, or all, have been read once."""
+    """Return the number of samples of each source until the first source, or every source, has been read once."""
     exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
     unread = sorted(set(sizes) - set(exact))
     if unread and ends == "all":
@@ -96,10 +96,10 @@ def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, 
 
 
 def _checked_quotas(quotas: dict[str, int], what: str) -> dict[str, int]:
-    """Return the samples of each source in an epoch.
+    """Return the number of samples of each source in an epoch.
 
     Raises:
-        ConfigError: They are more than a state can count.
+        ConfigError: Their sum is more than a state can count.
     """
     if sum(quotas.values()) > MAX_COUNT:
         raise ConfigError(
@@ -132,7 +132,7 @@ def check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
     """Check that ``given`` is a dict of numbers by the names of the sources.
 
     Raises:
-        ConfigError: It is not; the message lists names that are unknown or missing.
+        ConfigError: It is not; the message lists unknown and missing names.
     """
     if not isinstance(given, (Mapping, tuple)):
         example = ", ".join(f'"{name}": 1' for name in sorted(sources)[:2]) + (", …" if len(sources) > 2 else "")
@@ -153,6 +153,6 @@ def check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
 
 
 def shown_value(given: object) -> str:
-    """Format a user's value for a message: short values as they are, others by their type."""
+    """Format a user's value for a message: a short value in full, any other by its type."""
     shown = repr(given)
     return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"

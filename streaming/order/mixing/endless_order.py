@@ -1,4 +1,4 @@
-"""Share what the orders of endless mixtures have: sources, weights by time, and where these may still change."""
+"""Provide the base of the orders of endless mixtures: sources, weights by time, and where weights may still change."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from streaming.types import Int64Array
 
 
 class EndlessOrder(ABC):
-    """Track what is drawn from each source by time, and how far it is planned. A single pass, number 0, without an end.
+    """Order an endless mixture, and track how far it is planned. It is a single pass, number 0, without an end.
 
-    Thread-safe except ``append``, which is thread-safe with a ``lock``. What has been planned never changes: weights
-    are only appended after it.
+    Thread-safe; ``append`` only if a ``lock`` is given. Planned positions never change: weights are only appended after
+    them.
+
+    ``lock`` guards ``schedule``, ``_frontier`` and everything that ``_weigh`` computes.
 
     Args:
         sources: The sources.
         schedule: Weights by time, counted in samples of one lane: L times as many over all lanes. The first apply from
-            0 on; a source that is not named has no share.
+            0 on. A source that no entry names has no share.
         lock: A ``threading.RLock``, needed if one thread appends weights while another plans.
 
     Attributes:
@@ -50,20 +52,20 @@ class EndlessOrder(ABC):
 
     @abstractmethod
     def _weigh(self) -> None:
-        """Recompute what depends on the schedule, which has changed only beyond the frontier."""
+        """Recompute everything that depends on the schedule, which has changed only beyond the frontier."""
 
     def of_pass(self, number: int) -> Self:
         """Return the order itself: there is one pass.
 
         Raises:
-            ConfigError: Another pass than 0 is asked for.
+            ConfigError: ``number`` is not 0.
         """
         if number:
             raise ConfigError(f"a mixture without end has one pass, number 0; got {number}")
         return self
 
     def apart(self) -> Self:
-        """Return the same order with nothing planned: it shares what is laid, and may get other weights than this."""
+        """Return the same order with nothing planned: it shares the layout caches, and its weights may differ later."""
         made = copy.copy(self)
         made._frontier = 0
         return made
@@ -83,24 +85,24 @@ class EndlessOrder(ABC):
 
     @abstractmethod
     def drawn_before(self, row: int) -> Int64Array:
-        """Count the samples of each source among the first ``row``, over all lanes, int64 [``Sources.every_name``]."""
+        """Count the samples of each source in the first ``row`` rows, int64 [``Sources.every_name``]."""
 
     @property
     @abstractmethod
     def known_from(self) -> int:
-        """A time, in samples of a lane, from which no position needs an absent source; not necessarily the first."""
+        """A time, in samples of a lane, from which no position needs an absent source; not necessarily the earliest."""
 
     def check_from(self, place: int) -> None:
         """Check that no lane position from ``place`` on needs an absent source.
 
         Raises:
-            StateError: One does; the message says from which row none does.
+            StateError: One does; the message names the row from which none does.
         """
         self.lane_samples(0, place, place + 1)  # later positions need no source that this one does not
 
     @abstractmethod
     def free_pass(self, name: str) -> int:
-        """Return the first pass over a source of which nothing is planned; it and later ones may have more chunks."""
+        """Return the first pass over a source without a planned sample; it and later passes may have more chunks."""
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""
@@ -114,9 +116,9 @@ class EndlessOrder(ABC):
             self.lane_samples(lane, max(place - 2 * self.settings.window - 1, 0), place)
 
     def first_free_row(self, row: int) -> int:
-        """Return the first row from which other weights may apply if rows before ``row`` are to stay as they are.
+        """Return the first row from which other weights may apply without changing rows before ``row``.
 
-        It is some chunks after ``row``, because the window mixes neighboring rows and chunks are used whole.
+        It comes some chunks after ``row``, because the window mixes neighboring rows and chunks are laid whole.
         """
         lanes = self.settings.lanes
         self.settle(-(-row // lanes))
@@ -135,23 +137,23 @@ class EndlessOrder(ABC):
     def frontier(self) -> int:
         """The first time, in samples of a lane, from which nothing is planned: other weights may still apply."""
         with self._lock:
-            # Grows only: what was below it once stays planned.
+            # It only grows: a planned position stays planned.
             return self._frontier
 
     def append(self, *weights: Weights) -> None:
-        """Apply other weights from a time on, in place of those scheduled for then or later.
+        """Apply other weights from a time on, replacing those scheduled for then or later.
 
         Raises:
             ConfigError: Something is already planned there, or the weights are invalid.
         """
         with self._lock:
-            # Nothing planned is touched: check and change are one step, and the frontier cannot pass between them.
+            # Check and change are one step, so the frontier cannot pass between them and no planned position changes.
             start = weights[0].start
             self._check_free(start)
             self.reschedule((*(entry for entry in self.schedule if entry.start < start), *weights))
 
     def reschedule(self, schedule: Sequence[Weights]) -> None:
-        """Replace the schedule by one that is the same up to the frontier.
+        """Replace the schedule with one that is equal up to the frontier.
 
         Raises:
             ConfigError: It is not, or the weights are invalid.
@@ -163,7 +165,7 @@ class EndlessOrder(ABC):
             if not changed:
                 return
             self._check_free(min(changed))
-            # Nothing stamped at or after the start has been handed out, and what comes before does not depend on it.
+            # No position stamped at or after the start has been returned, and earlier positions do not depend on it.
             self.schedule = made
             self._weigh()
 
@@ -181,7 +183,7 @@ def _are_equal(one: Weights | None, other: Weights | None) -> bool:
 
 
 def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:
-    """Validate and return weights by time; of several at one time, the last.
+    """Validate and return weights by time; of several entries at one time, keep the last.
 
     Raises:
         ConfigError: The first do not apply from 0 on, times decrease, or an unknown source is named.

@@ -1,21 +1,22 @@
 """Lay the lanes of an endless mixture by single samples, or by whole batches: shares are exact at every row.
 
-A tree of integer splits (:mod:`streaming.order.mixing.shares`) tells which source a lane position draws from, and the
-index of that draw; the source answers from an order of its own. Sources know nothing of each other::
+A tree of integer splits (:mod:`streaming.order.mixing.shares`) determines which source a lane position draws from, and
+the index of that draw. The source resolves the draw by an order of its own, independent of other sources::
 
     lane position     0    1    2    3    4    5    6
     source           web  web code  web  web code  web
     draw of it        0    1    0    2    3    1    4       ->  web's own lane: chunks in its order, a window of its own
 
-Sources of few chunks or samples are one leaf of the tree; lanes draw from them together (``RowStream``).
+Sources with few chunks or samples share one leaf of the tree; all lanes draw from it together (``RowStream``).
 
-So each source has chunks in memory in every lane, all the time: the memory of a plan grows with the number of sources.
-Weights apply from the exact position for which they are set, and how long a chunk is needed depends on future weights.
-So the plan is made one stretch at a time (``LaneParts.goes_on``), and nothing is planned beyond the stretch.
+Each source therefore keeps chunks in memory in every lane at all times: the memory of a plan grows with the number of
+sources. Weights apply from the exact position for which they are set, so how long a chunk is needed depends on future
+weights. The plan is therefore made one stretch at a time (``LaneParts.goes_on``), and nothing is planned beyond the
+stretch.
 
-A mixture dealt in chunks (:mod:`streaming.order.mixing.lanes`) deals sources this way, too, if it goes through them so
-fast that lanes, which are apart by some chunks, would be passes apart: ``EvenLanes``. All others together are one
-leaf::
+A mixture dealt in chunks (:mod:`streaming.order.mixing.lanes`) also deals some sources this way: those that it repeats
+so fast that lanes, which differ by some chunks, would differ by whole passes (``EvenLanes``). All other sources
+together are one leaf::
 
     lane position      0    1    2    3    4    5    6    7
     drawn from        laid laid few  laid laid laid few  laid
@@ -42,23 +43,24 @@ from streaming.order.plan.order import ENDLESS, LEAST_STRETCH, LaneParts, OrderS
 from streaming.types import Int64Array, override
 
 ROWS, LAID = "/rows", "/chunks"
-"""Leaves, which no source is called: of the sources that lanes draw from together, and of those laid in chunks."""
+"""Leaf names that no source may have: the sources that lanes draw from together, and the sources laid in chunks."""
 _KEPT_PARTS = 2**20  # of passes, over all sources; some 24 MiB
 _STRETCH_ROWS = 2**18  # of all lanes; many lanes then start sooner
 _LEAST_LONG = 256  # lane positions of a stretch nevertheless
 _WINDOWS_AHEAD, _SAMPLES_AHEAD = 64, 2**12
-"""So many windows and samples beyond a lane's position nothing is laid: chunks move by a few windows."""
+"""Nothing is laid farther than this many windows plus samples beyond a lane's position: chunks move by a few
+windows."""
 
 
 class ExactLanes(EndlessOrder):
     """The order of an endless mixture whose shares are exact at every row.
 
-    After ``n`` samples of a lane a source has given ``n`` times its share, to within one for each node above it in the
-    tree of sources.
+    After ``n`` samples of a lane, a source has given ``n`` times its share, to within one sample per node above it in
+    the tree of sources.
 
     Args:
-        sources: See ``EndlessOrder``. What absent sources gave is not needed: no position depends on another source's
-            chunks.
+        sources: See ``EndlessOrder``. The samples that absent sources gave need not be known: no position depends on
+            another source's chunks.
         schedule: See ``EndlessOrder``.
         lock: See ``EndlessOrder``.
 
@@ -95,7 +97,7 @@ class ExactLanes(EndlessOrder):
         self._names_of = self._members()
         self._leaf_of = {name: leaf for leaf, names in self._names_of.items() for name in names}
         present = set(self.sources.names)
-        # Those that have a stream come first.
+        # Leaves that have a stream come first.
         here = [leaf for leaf, names in self._names_of.items() if leaf == ROWS or present.intersection(names)]
         self._leaves = (*here, *(leaf for leaf in self._names_of if leaf not in here))
         self._by_leaf = tuple(map(self._leaf_weights, self.schedule))
@@ -126,10 +128,10 @@ class ExactLanes(EndlessOrder):
         return self._orders[leaf]
 
     def _rows(self) -> RowStream:
-        """Return the stream of the sources that all lanes draw from together, whose time are the draws of all lanes."""
+        """Return the stream of sources that lanes draw from together; its time counts the draws of all lanes."""
         names, eras = self._names_of[ROWS], self.sources.eras
         starts = self._tree.begun(self._leaves.index(ROWS)).sum(axis=0).tolist()
-        # The draws of rows before an entry have the numbers before its start, so weights hold from the row itself on.
+        # Draws of rows before an entry have numbers below its start, so weights apply from that row on.
         schedule = self._inner(names, starts)
         self._row_stream = RowStream(
             {name: eras[name] for name in names if name in eras},
@@ -168,7 +170,8 @@ class ExactLanes(EndlessOrder):
             return LaneParts.joined([])
         shares, lanes = self._planned(stop), range(low, high)
         dealt = [shares.draws(lane, start, stop)[0] for lane in lanes]
-        # For each lane: the positions of the draws, leaf by leaf, and where each leaf begins: [lanes, …].
+        # 1. Per lane: the positions sorted by leaf, int64 [lanes, stop - start], and the number of draws per leaf,
+        # within the range and before it, and where each leaf's positions begin, int64 [lanes, leaves].
         places = np.array([np.argsort(leaves, kind="stable") for leaves in dealt]).reshape(len(lanes), -1)
         counts = np.array([np.bincount(leaves, minlength=len(self._leaves)) for leaves in dealt])
         before = np.array([shares.counts(lane, start) for lane in lanes])
@@ -176,17 +179,20 @@ class ExactLanes(EndlessOrder):
         weights = [entry.weights for entry in self._by_leaf if entry.start < max(stop, 1)][-1]
         found = []
         for leaf, stream in enumerate(self._streams):
+            # 2. Per leaf: the draws [since, until) that each lane makes from it, int64 [lanes], and its runs, int64
+            # [runs].
             since, until = before[:, leaf], before[:, leaf] + counts[:, leaf]
             if not until.any():
                 continue
             parts = stream.parts(low, high, int(since.min()), int(until.max()) + 1)
             lane = parts.lanes - low
             since, until, first, last = since[lane], until[lane], parts.begins, parts.ends
-            # A run that was due before, or is due later, is kept although its source may not be drawn meanwhile;
-            # except if the source has no weight any more: then it may never be due.
+            # 3. Keep the runs that are due here. A run that began before, or ends later, stays in memory even if its
+            # source is not drawn in between; unless the source has lost its weight, and the run may never be due again.
             is_held = weights.get(self._leaves[leaf], 0) > 0
             due = np.flatnonzero((first < until) & (last > since) & (is_held | (since < until)))
             lane, since, until, first, last = lane[due], since[due], until[due], first[due], last[due]
+            # 4. Convert draws into lane positions, int64 [runs due], cut to [start, stop).
             base, most = bases[lane, leaf], max(stop - start - 1, 0)
             begins = start + places[lane, np.minimum(base + np.maximum(first - since, 0), most)]
             ends = start + places[lane, np.clip(base + np.minimum(last, until) - since - 1, 0, most)] + 1
@@ -215,7 +221,7 @@ class ExactLanes(EndlessOrder):
 
     @override
     def settle(self, place: int) -> None:
-        """See ``EndlessOrder``: only the weights before these rows."""
+        """See ``EndlessOrder``; fixes only the weights before these rows."""
         self._planned(place)
 
     @override
@@ -229,7 +235,7 @@ class ExactLanes(EndlessOrder):
         return np.array([found[name] for name in self.sources.every_name], np.int64)
 
     def _drawn_of(self, leaf: str, drawn: Int64Array, row: int) -> Mapping[str, int]:
-        """Count the samples of the sources of a leaf before a row, from which each lane has drawn so often."""
+        """Count the samples of each source of a leaf before a row, given each lane's draws from the leaf."""
         if leaf != ROWS:
             return {leaf: int(drawn.sum())}
         index, (whole, rest) = self._leaves.index(leaf), divmod(row, self.settings.lanes)
@@ -284,7 +290,7 @@ class ExactLanes(EndlessOrder):
 
 
 class BatchLanes(ExactLanes):
-    """The order of an endless mixture in which each global batch is of one source, and shares count batches.
+    """The order of an endless mixture in which each global batch comes from one source, and shares count batches.
 
     Args:
         sources: See ``ExactLanes``.
@@ -319,12 +325,12 @@ class BatchLanes(ExactLanes):
 
 
 class EvenLanes(ExactLanes):
-    """The order of an endless mixture dealt in chunks; sources named by ``Sources.even`` are dealt by samples.
+    """The order of an endless mixture dealt in chunks, except that sources in ``Sources.even`` are dealt by samples.
 
     After ``k`` passes over one of these, each of its samples has come ``k`` times, or once more or less; see
-    ``ExactLanes``. For the other sources see ``MixedLanes``, whose time is the number of samples that a lane draws from
-    all of them. Other weights among them apply from a row behind all that is laid. While they have no weight no row is,
-    and other weights then apply a fixed number of draws after they have one again.
+    ``ExactLanes``. For the other sources, see ``MixedLanes``; its time counts the samples that a lane draws from all of
+    them. New weights among them apply from a row after everything that is laid. While they have no weight, there is no
+    such row; new weights then apply a fixed number of draws after the sources regain a weight.
 
     Args:
         sources: See ``EndlessOrder``.
@@ -356,7 +362,7 @@ class EvenLanes(ExactLanes):
         self.mixed_after = max(map(self._mixed_after, self._leaves[: len(self._streams)]))
 
     def _mixed_after(self, leaf: str) -> int:
-        """Return the lane positions by which the sources of a leaf have begun, wherever it has a weight."""
+        """Return the number of lane positions after which all sources of a leaf with a weight have begun."""
         shares = [entry.weights[leaf] / sum(entry.weights.values()) for entry in self._by_leaf
                   if entry.weights.get(leaf)]  # fmt: skip
         draws = self._laid.mixed_after if leaf == LAID and self._laid is not None else 1
@@ -375,10 +381,10 @@ class EvenLanes(ExactLanes):
         return LaidStream(self._laid)
 
     def _laid_schedule(self) -> list[Weights]:
-        """Return the weights of the large sources among themselves, by the number of draws of a lane from them all."""
+        """Return the weights of the large sources among themselves; time counts a lane's draws from all of them."""
         draws = self._tree.begun(self._leaves.index(LAID))  # in each lane before each entry
         starts = draws.min(axis=0)
-        # While none was drawn, some were laid ahead by earlier weights, up to nobody knows which row.
+        # While none was drawn, earlier weights had some laid ahead, up to an unknown row.
         is_drawn = np.array([bool(entry.weights.get(LAID)) for entry in self._by_leaf])
         is_back = np.flatnonzero(is_drawn[1:] & ~is_drawn[:-1] & (draws.max(axis=0)[1:] > 0)) + 1
         starts[is_back] += _WINDOWS_AHEAD * self.settings.window + _SAMPLES_AHEAD
@@ -393,7 +399,7 @@ class EvenLanes(ExactLanes):
                              zip(self._leaves, self._streams, strict=False)]  # fmt: skip
         return made
 
-    # --- what is drawn ---
+    # --- draws ---
 
     @override
     def _drawn_of(self, leaf: str, drawn: Int64Array, row: int) -> Mapping[str, int]:
@@ -406,9 +412,10 @@ class EvenLanes(ExactLanes):
         return {name: found[name] for name in self._large}
 
     def laid_at_the_end(self, name: str) -> Int64Array | None:
-        """Return what a source without a share has in each lane when all of it is laid, int64 [L].
+        """Return the number of samples that a source without a share has in each lane once all is laid, int64 [L].
 
-        None: it is not laid; or that depends on weights to come, since no source that is laid has a share.
+        None: the source is not laid in chunks; or the number depends on future weights, since no laid source has a
+        share.
         """
         is_laid = self._laid is not None and name in self._large and self._by_leaf[-1].weights.get(LAID)
         return self._laid.laid_at_the_end(name) if is_laid and self._laid is not None else None
@@ -418,16 +425,16 @@ class EvenLanes(ExactLanes):
     @override
     @property
     def frontier(self) -> int:
-        """See ``EndlessOrder``: behind what is planned, and where lanes have drawn all large chunks that are laid."""
+        """See ``EndlessOrder``: after all planned positions, and after all laid chunks of large sources are drawn."""
         with self._lock:
-            # Both parts are of one moment, and grow only.
+            # Both parts are read at one moment, and only grow.
             laid = 0 if self._laid is None else self._laid.frontier
             return max(self._frontier, self._behind(laid) if laid else 0)
 
     def _behind(self, laid: int) -> int:
-        """Return the first lane position before which every lane has drawn so many samples of large sources.
+        """Return the first lane position before which every lane has drawn ``laid`` samples of large sources.
 
-        If they have no weight from some position on, so that this never comes: behind that one.
+        If large sources lose their weight before that, return the position after the one where they lose it.
         """
         found = max(self._position(lane, laid - 1) for lane in range(self.settings.lanes)) + 1
         if found <= MAX_POSITIONS:
@@ -436,7 +443,7 @@ class EvenLanes(ExactLanes):
         return self._by_leaf[drawn[-1] + 1].start + 1 if drawn and drawn[-1] + 1 < len(self._by_leaf) else 1
 
     def _position(self, lane: int, draw: int) -> int:
-        """Return the position of a lane at which it draws for so many times from the large sources."""
+        """Return the position of a lane's draw number ``draw`` from the large sources."""
         return int(self._shares.positions(lane, self._leaves.index(LAID), np.array([draw]))[0])
 
     def _row_at(self, time: int) -> int:
@@ -462,7 +469,7 @@ class EvenLanes(ExactLanes):
 
     @override
     def _absent(self) -> Iterator[str]:
-        """See ``ExactLanes``; positions of those that are laid beside others follow from what the ledger holds."""
+        """See ``ExactLanes``; the positions of absent laid sources follow from the ledger."""
         yield from (name for name in super()._absent() if self._laid is None or name not in self._large)
 
 
@@ -475,7 +482,7 @@ def gone(name: str, row: int) -> StateError:
 
 
 def check_lanes(settings: OrderSettings, batch_size: int) -> None:
-    """Reject batches of one source to which lanes would not contribute equally many samples.
+    """Check that every lane contributes the same number of samples to a batch of one source.
 
     Raises:
         ConfigError: The lanes do not divide the batch.
@@ -490,7 +497,7 @@ def check_lanes(settings: OrderSettings, batch_size: int) -> None:
 def located(
     sources: Int64Array, draws: Int64Array, draws_of: Callable[[int, int, int], tuple[Int64Array, Int64Array]]
 ) -> tuple[Int64Array, Int64Array]:
-    """Return chunk ids and offsets inside them of lane positions that draw from some sources, int64 [n] each.
+    """Return the chunk ids and the offsets in them of lane positions that draw from several sources, int64 [n] each.
 
     Args:
         sources: int64 [n], the source of each position.

@@ -1,4 +1,4 @@
-"""Compute what a run draws from each source of a mixture: approximately from its ledger, or exactly from its orders."""
+"""Compute how much a run draws from each source of a mixture: approximately by its ledger, or exactly by its orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streaming.order.plan.schedule import moderate
 
 
 def drawn_before(orders: MixedPasses | EndlessOrder, row: int) -> dict[str, int]:
-    """Count the samples of each source among the first ``row`` of a run, by arithmetic.
+    """Count the samples of each source in the first ``row`` rows of a run, by arithmetic.
 
     Args:
         orders: Orders of the mixture.
@@ -30,7 +30,7 @@ class Passes:
     """Count the passes over one source; later passes are larger if the source has grown.
 
     Attributes:
-        sizes: First pass, and samples of each pass from it on; ascending, the first for pass 0.
+        sizes: Pairs of a first pass and the number of samples of each pass from it on; ascending, the first for pass 0.
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class Passes:
         )
 
     def read(self, count: float) -> float:
-        """Return how many passes the first ``count`` samples are."""
+        """Return the number of passes that the first ``count`` samples make."""
         first, size = next(era for era in reversed(self.sizes) if self.draws(era[0]) <= count)
         return first + (count - self.draws(first)) / size
 
@@ -59,7 +59,7 @@ class _Segment:
 
 
 class Forecast:
-    """Predict when what is due of each source, by its share; the actual order deviates by about a chunk per lane.
+    """Predict when samples of each source are due, by its share; the actual order deviates by about a chunk per lane.
 
     Args:
         ledger: Ledger of the run.
@@ -77,7 +77,7 @@ class Forecast:
         ]
 
     def drawn(self, row: int, num_samples: int) -> dict[str, float]:
-        """Return the samples of each source in rows ``[row, row + num_samples)``, by its share."""
+        """Return the number of samples of each source in rows ``[row, row + num_samples)``, by its share."""
         found: dict[str, float] = dict.fromkeys(self.passes, 0.0)
         for one in self._segments:
             length = max(min(one.stop, row + num_samples) - max(one.start, row), 0)
@@ -86,7 +86,7 @@ class Forecast:
         return found
 
     def pass_rows(self, row: int, most: int = 1) -> dict[str, list[tuple[int, int]]]:
-        """Return the rows after ``row`` at which sources begin their next passes (up to ``most`` each), with numbers.
+        """Return the rows after ``row`` at which sources begin their next ``most`` passes, with pass numbers.
 
         A pass that never comes is left out.
         """
@@ -100,7 +100,7 @@ class Forecast:
         return found
 
     def joins(self, row: int) -> list[tuple[int, str]]:
-        """Return the rows after ``row`` at which shards added to a source during the run are first read, in order."""
+        """Return the rows after ``row`` at which shards added during the run are first read, with their sources."""
         drawn, found = self.drawn(0, row), []
         for name, passes in self.passes.items():
             missing = passes.draws(passes.sizes[-1][0]) - drawn[name]

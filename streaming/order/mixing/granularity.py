@@ -1,4 +1,4 @@
-"""Say in which units the shares of a mixture are dealt: chunks, single samples, or batches of one source each."""
+"""Define the units in which a mixture deals its shares: chunks, single samples, or batches of one source each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FEW_CHUNKS = 8
 
 
 class Granularity(ABC):
-    """How the shares of a mixture are dealt: a value. Others ask it, and not which form it has.
+    """The unit in which a mixture deals its shares. Callers use its methods and never test for a subclass.
 
-    Whether a run ends is another question (``Blend``); a form has an order for both answers.
+    Whether a run ends is a separate property (``Blend``): each granularity has an order for either.
 
     Attributes:
         dealt: Its name in the entries of a ledger.
-        batch_size: Samples of a batch of one source over all ranks, which are dealt together; None: others are.
+        batch_size: Samples of a batch of one source over all ranks, dealt together; None: batches are not the unit.
     """
 
     dealt: ClassVar[Dealt]
@@ -47,58 +47,59 @@ class Granularity(ABC):
         """Return the orders of passes with quotas."""
 
     def under(self, global_batch_size: int | None) -> Granularity:  # noqa: ARG002  no batch is dealt as a whole
-        """Return the same for batches of this size."""
+        """Return the same granularity for batches of this size."""
         return self
 
     @property
     def exact(self) -> Granularity:
-        """The same if shares are exact, else the form that deals single samples."""
+        """This granularity if its shares are exact; otherwise the one that deals single samples."""
         return self
 
-    # --- what goes with it ---
+    # --- checks and settings ---
 
     def check_can_cut(self) -> None:  # noqa: B027  all can
         """Check that chunks may be cut into smaller units.
 
         Raises:
-            ConfigError: That would have no use.
+            ConfigError: Cutting them would bring nothing.
         """
 
     def check_shape(self, shape: Shape) -> None:  # noqa: B027  all can
-        """Check that batches of this shape can be dealt out.
+        """Check that batches of this shape can be dealt.
 
         Raises:
-            ConfigError: They, or epochs, must be of another size.
+            ConfigError: Batches or epochs need another size.
         """
 
     def check_resumed(self, global_batch_size: int) -> None:  # noqa: B027  all can
-        """Check that a run that was dealt like this can continue with batches of another size.
+        """Check that a run dealt at this granularity can continue with batches of another size.
 
         Raises:
             StateError: It cannot.
         """
 
     def settings(self, default: OrderSettings, global_batch_size: int) -> OrderSettings:  # noqa: ARG002
-        """Return order settings whose lanes nobody chose."""
+        """Return the order settings for a user who did not choose the number of lanes."""
         return default
 
     def drawn_of(self, blend: Blend) -> Blend:
-        """Return what is drawn of ``blend``."""
+        """Return the blend that is drawn for ``blend``."""
         return blend
 
     def pack_passes(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
         """Return the pass numbers that determine which documents share a pack.
 
-        A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
-        documents would come twice, and others not at all. So unless passes hold whole sources, packs never change.
+        A group that is read partly in one pass over the mixture and partly in the next must be packed the same way in
+        both; otherwise some documents would come twice and others not at all. So packs change only if passes hold whole
+        sources.
         """
         return blend.pack_passes(passes, sizes)
 
     def memory_cure(self, smaller: Callable[[], str]) -> str:  # noqa: ARG002  no source has more than others
-        """Return what makes a mixture need less memory, for messages; "" if nothing does.
+        """Return advice that reduces the memory of a mixture, for messages; "" if there is none.
 
         Args:
-            smaller: Returns the words for units that fit, if chunks can be cut.
+            smaller: Returns the advice about smaller units, if chunks can be cut.
         """
         return ""
 
@@ -106,7 +107,7 @@ class Granularity(ABC):
     def even(
         self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
     ) -> dict[str, Even]:
-        """Return the sources of an endless mixture that are dealt evenly to the sample, and how; see ``Entry.even``.
+        """Return the sources of an endless mixture that are dealt by single samples, and how; see ``Entry.even``.
 
         Args:
             tables: int64 [C], samples of each chunk, by source.
@@ -114,14 +115,14 @@ class Granularity(ABC):
             settings: The order settings.
         """
 
-    # --- sources whose chunks determine where samples of others stand ---
+    # --- sources whose chunks determine the positions of other sources' samples ---
 
     def in_chunks(self, entry: Entry) -> set[str]:  # noqa: ARG002  of no source
         """Return the sources of an endless mixture that an entry of its ledger deals in whole chunks."""
         return set()
 
     def unweighed(self, ledger: Ledger) -> set[str]:  # noqa: ARG002
-        """Return the sources without a weight of whose chunks something may be laid that the ledger does not record."""
+        """Return the sources without a weight that may have laid chunks which the ledger does not record."""
         return set()
 
     def needed(self, ledger: Ledger, missing: set[str]) -> set[str]:  # noqa: ARG002
@@ -133,8 +134,8 @@ class Granularity(ABC):
 class ByChunks(Granularity):
     """Whole chunks, or samples of sources that are repeated fast: shares are exact to about a chunk (quotas="chunks").
 
-    Laid in chunks, lanes are apart by about a window, in which the run draws ``share * lanes * window`` samples of a
-    source. If that is half a pass or more, samples of the source would come twice and more before others came once.
+    Lanes laid in chunks differ by about a window, in which the run draws ``share * lanes * window`` samples of a
+    source. If that is half a pass or more, some samples of the source would come twice before others came once.
     """
 
     dealt = "chunks"
@@ -166,7 +167,7 @@ class ByChunks(Granularity):
         if not settings.shuffle:
             return {}
         counts = {name: np.asarray(table) for name, table in tables.items()}
-        # Chunks move by two of them, however small the window is.
+        # Chunks move by two chunks, however small the window is.
         window = max(settings.window, 2 * float(np.concatenate(list(counts.values())).mean()))
         return {
             name: "rows" if _is_small(table, settings) else "runs" for name, table in counts.items()
@@ -186,7 +187,7 @@ class ByChunks(Granularity):
         return ledger.last.blend.needed(missing, self._laid(ledger))
 
     def _laid(self, ledger: Ledger) -> set[str]:
-        """Return the sources that ever had a weight, but for those of whose chunks no position depends."""
+        """Return the sources that ever had a weight, except those on whose chunks no other position depends."""
         return ledger.drawn - ledger.laid.keys() - ledger.even.keys()
 
 
@@ -212,7 +213,7 @@ class BySamples(Granularity):
     def even(
         self, tables: Mapping[str, npt.ArrayLike], shares: Mapping[str, float], settings: OrderSettings
     ) -> dict[str, Even]:
-        """See ``Granularity``: those that lanes draw from together; all others have runs anyway."""
+        """See ``Granularity``: the sources that lanes draw from together; all others are dealt by samples anyway."""
         if not settings.shuffle:
             return {}
         return {name: "rows" for name, table in tables.items()
@@ -267,7 +268,7 @@ class ByBatches(Granularity):
 
     @override
     def settings(self, default: OrderSettings, global_batch_size: int) -> OrderSettings:
-        """See ``Granularity``: each lane gives equally many samples to every batch."""
+        """See ``Granularity``: each lane gives the same number of samples to every batch."""
         return replace(default, lanes=next(n for n in range(default.lanes, 0, -1) if global_batch_size % n == 0))
 
     @override
@@ -276,7 +277,7 @@ class ByBatches(Granularity):
 
     @override
     def pack_passes(self, blend: Blend, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
-        """See ``Granularity``: what is left over of a pass comes first in the next."""
+        """See ``Granularity``: samples that fill no batch of a pass come first in the next pass."""
         return passes * 0
 
     @override
@@ -291,20 +292,20 @@ class ByBatches(Granularity):
 
 
 def granularity_of(quotas: str, batches: str) -> Granularity:
-    """Return what these options of a ``Mixture`` say."""
+    """Return the granularity for these options of a ``Mixture``."""
     return {"mixed": {"chunks": ByChunks(), "exact": BySamples()}[quotas], "one_source": ByBatches()}[batches]
 
 
 def granularity_in(entry: Entry) -> Granularity:
-    """Return what an entry of a ledger says."""
+    """Return the granularity that an entry of a ledger records."""
     return {one.dealt: one for one in (ByChunks(), BySamples(), ByBatches(entry.batch_size))}[entry.dealt]
 
 
 def _is_small(table: Int64Array, settings: OrderSettings) -> bool:
-    """Tell whether lanes draw together from a source with these chunks, row by row.
+    """Return whether lanes draw together from a source with these chunks, row by row.
 
-    A source of fewer samples than lanes has no run for each. One of a few chunks every rank has all in memory anyway:
-    one computation then serves hundreds of sources.
+    A source with fewer samples than lanes has no run for each lane. A source of a few chunks is in the memory of every
+    rank in any case; one computation then serves hundreds of sources.
     """
     return int(table.sum()) < settings.lanes or int(np.count_nonzero(table)) <= _FEW_CHUNKS
 

@@ -1,9 +1,9 @@
-"""Lay out the lanes of an endless mixture: every lane is a stream of chunks of all sources, by weight.
+"""Lay out the lanes of an endless mixture: every lane is a stream of chunks from all sources, by weight.
 
 Each source is a stream of its own, cut into lanes (:mod:`streaming.order.mixing.source_lanes`). In a lane, the chunks
 of all sources are ordered by their stamps (see :mod:`streaming.order.mixing.passes`): the times, in samples of the
-lane, at which the source's share has grown to them. How much a source has given by some time follows by arithmetic too,
-so any position can be evaluated without its predecessors::
+lane, at which the source's share reaches them. The amount that a source has given by some time also follows by
+arithmetic, so any position can be evaluated without its predecessors::
 
     time            0 ------ t --------->
     share of web    0 ... 0.7 t              laid by t: web's chunks of its first 0.7 t samples, one more or less
@@ -30,13 +30,13 @@ from streaming.order.plan.permutation import permutations_of
 from streaming.types import Int64Array, override
 
 _LEAST_GROUP = 16  # lanes laid out together: NumPy takes as long for one
-_MOST_GROUPS = 32  # of all lanes: each group lays the passes over all sources anew, which hold all lanes
-_KEPT_BLOCKS = 256  # blocks that are laid out, each of one group of lanes
-_BLOCKS_AHEAD = 64  # number of blocks for which a source's runs are drawn together: one block costs as much
-_CHUNKS_AHEAD = 64  # of a source and lane that these are at most
-_RUNS_AHEAD = 2**16  # over all sources and lanes of a group: a thousand sources need far fewer blocks to be efficient
-_SOURCES_AT_ONCE = 512  # whose runs are drawn together: all of ten thousand would take hundreds of MB for a moment
-_KEPT_PARTS = 2**20  # of passes, over all sources: groups of lanes ask for the same ones; some 32 MiB
+_MOST_GROUPS = 32  # of all lanes: each group lays the passes over all sources again, and a pass holds all lanes
+_KEPT_BLOCKS = 256  # laid blocks, each of one group of lanes
+_BLOCKS_AHEAD = 64  # blocks for which a source's runs are drawn together: a single block costs as much
+_CHUNKS_AHEAD = 64  # upper bound on these, per source and lane
+_RUNS_AHEAD = 2**16  # over all sources and lanes of a group: with a thousand sources, far fewer blocks are efficient
+_SOURCES_AT_ONCE = 512  # whose runs are drawn together: ten thousand at once would take hundreds of MB for a moment
+_KEPT_PARTS = 2**20  # of passes, over all sources: groups of lanes need the same ones; some 32 MiB
 _LEAST_BLOCK = 1024  # samples of a lane
 _LEAST_STRETCH = 512  # samples of a lane; half as many cost a third more per row
 
@@ -52,8 +52,8 @@ class MixedLanes(EndlessOrder):
         schedule: See ``EndlessOrder``.
         lock: See ``EndlessOrder``.
         names: The sources that are laid, present and absent; None: all.
-        row_at: Returns the row of the run at which so many samples of a lane were laid, for messages; None: they are
-            all that a lane has.
+        row_at: Returns the row of the run by which a lane has drawn a given number of these samples, for messages;
+            None: lanes draw from no other sources.
     """
 
     @override
@@ -75,7 +75,8 @@ class MixedLanes(EndlessOrder):
         self._lanes = {name: SourceLanes(sources.eras[name], settings, kept_parts=kept) for name in names}
         self._in_order = list(self._lanes.values())
         self._mean_chunks = np.array([lanes.mean_chunk for lanes in self._lanes.values()])
-        # A chunk of a source begins at most this many of its samples after the previous one, or after the start.
+        # The distance from a chunk of a source to its next chunk, or from the start, is at most this many samples of
+        # it.
         self._chunks_between = self._mean_chunks + np.array([lanes.largest_chunk for lanes in self._in_order])
         place_of = {name: place for place, name in enumerate(sources.names)}
         self._places = np.array([place_of[name] for name in names])
@@ -93,12 +94,12 @@ class MixedLanes(EndlessOrder):
         with np.errstate(over="ignore"):  # by the smallest shares
             self.mixed_after = int(min(np.ceil((self._chunks_between / shares).max()), ENDLESS))
         self._weigh_absent()
-        # What is laid beyond the frontier has not been handed out; the rest is laid out again exactly as before.
-        self._kept: dict[int, Drawn] = {}  # separate from those that an order for looking ahead still has
+        # Blocks beyond the frontier have not been returned; all others are laid out again exactly as before.
+        self._kept: dict[int, Drawn] = {}  # a new dict: an order that looks ahead keeps the old one
         self._blocks: dict[tuple[int, int], LaneBlock] = {}
 
     def _weigh_absent(self) -> None:
-        """Compute from when on absent sources give nothing more, and how much of each is in each lane by then."""
+        """Compute the time from which absent sources give nothing more, and their samples in each lane by then."""
         absent = growths(self._absent, self.schedule)
         self._absent_until, self._absent_laid, due = 0.0, np.zeros(self.settings.lanes, np.int64), 0.0
         for name, growth in absent.items():
@@ -114,14 +115,14 @@ class MixedLanes(EndlessOrder):
         self._absent_slack = int(np.ceil(np.abs(self._absent_laid - due).max()))
 
     def laid_at_the_end(self, name: str) -> Int64Array:
-        """Return the samples, int64 [L], that a source without a share has in each lane when all of it is laid.
+        """Return the number of samples that a source without a share has in each lane once all is laid, int64 [L].
 
         Raises:
             ConfigError: It still has a share.
         """
         growth, lanes = self._growths[name], self._lanes[name]
         if growth.ends_at == np.inf:
-            raise ConfigError(f"source {name!r}: it is drawn from without end")
+            raise ConfigError(f"source {name!r}: draws from it never end")
         laid, due = np.zeros(self.settings.lanes, np.int64), int(growth.dues[-1])
         if growth.ends_at:
             runs = lanes.runs(0, self.settings.lanes, max(due - lanes.mean_chunk - 1, 0), due + 2)
@@ -145,7 +146,7 @@ class MixedLanes(EndlessOrder):
         reach = max(self.settings.window - 1, 0)
         found = []
         with self._lock:
-            # All that is returned is stamped below the frontier: later weights cannot change it.
+            # All returned runs are stamped below the frontier: later weights cannot change them.
             for group in range(low // self._group, -(-high // self._group)):
                 lanes = slice(max(low - group * self._group, 0), min(high - group * self._group, self._group))
                 found += list(self._blocks_of(group, lanes, max(start - reach, 0), stop + reach))
@@ -163,7 +164,7 @@ class MixedLanes(EndlessOrder):
         )
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """See ``Order``. Moves the frontier up to what is examined."""
+        """See ``Order``. Moves the frontier past everything examined."""
         name = self.sources.names[int(self.sources.source_of(np.array([chunk_id]))[0])]
         growth, lanes, window = self._growths[name], self._lanes[name], self.settings.window
         slack = self._slack
@@ -174,7 +175,7 @@ class MixedLanes(EndlessOrder):
         )
         found = []
         with self._lock:
-            # If the sample is not found here, it must never come here: so nothing up to here may change any more.
+            # If the sample is not found in this range, it must never come in it: so the range may no longer change.
             self._frontier = max(self._frontier, until + 1)
         for lane, place in lanes.find(chunk_id, offset, *stream):
             run = lanes.runs(lane, lane + 1, place, place + 1)
@@ -196,7 +197,7 @@ class MixedLanes(EndlessOrder):
         """Return the runs at positions ``[start, stop)`` of a lane as laid out, before the window moves samples."""
         group, within = lane // self._group, lane % self._group
         with self._lock:
-            # What is returned is stamped below the frontier, as in lane_parts().
+            # All returned runs are stamped below the frontier, as in lane_parts().
             found = list(self._blocks_of(group, slice(within, within + 1), start, stop))
             rows = [slice(*block.splits[within : within + 2].tolist()) for block in found]
             runs = Runs.joined([block.runs.taken(row) for block, row in zip(found, rows, strict=True)])
@@ -208,8 +209,7 @@ class MixedLanes(EndlessOrder):
     def _give(self, stamps: Floats) -> None:
         """Count runs with these stamps as planned."""
         if len(stamps):
-            # Invariant: everything handed out is stamped before the frontier, so weights from there on do not change
-            # it.
+            # Invariant: every returned run is stamped before the frontier, so weights from there on do not change it.
             self._frontier = max(self._frontier, int(np.ceil(stamps.max())) + 1)
 
     def given(self, lane: int, place: int) -> Int64Array:
@@ -219,10 +219,10 @@ class MixedLanes(EndlessOrder):
         for number, name in enumerate(self.sources.every_name):
             if (
                 name in self._absent and name in self.sources.laid
-            ):  # all of it is before any position that can be requested
+            ):  # all its samples come before any position that can be requested
                 counts[number] = self.sources.laid[name][lane]
         with self._lock:
-            # What is counted is stamped below the frontier: the counts hold whatever the weights do later.
+            # All counted runs are stamped below the frontier: later weights do not change the counts.
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
             drawn = self._drawn(group, block.time, block.time)
             here = drawn.runs.lanes == lane
@@ -248,9 +248,9 @@ class MixedLanes(EndlessOrder):
     @override
     def free_pass(self, name: str) -> int:
         with self._lock:
-            # due follows from the frontier of one moment; a later frontier only makes it later.
+            # due follows from the frontier at one moment; a later frontier only makes it later.
             due = self._growths[name].due(self._frontier)
-        # Everything laid out is stamped before the frontier, so it begins before what is due there.
+        # Every laid run is stamped before the frontier, so it begins before the samples due there.
         return self._lanes[name].free_pass(int(due) + 2) if due else 0
 
     def _blocks_of(self, group: int, lanes: slice, start: int, stop: int) -> Iterator[LaneBlock]:
@@ -268,9 +268,9 @@ class MixedLanes(EndlessOrder):
             number += 1
 
     def _block(self, group: int, number: int) -> LaneBlock:
-        """Return what a group of lanes lays out in one stretch of time; the latest blocks are cached."""
+        """Return the block that a group of lanes lays out in one stretch of time; the latest blocks are cached."""
         with self._lock:
-            # A block is laid once, or again alike: it depends on weights below the frontier only.
+            # Laying a block again gives the same block: it depends only on weights below the frontier.
             found = self._blocks.get((group, number))
             if found is None:
                 start, stop = number * self._block_time, (number + 1) * self._block_time
@@ -282,13 +282,15 @@ class MixedLanes(EndlessOrder):
         """Return the runs stamped in ``(start, stop]``, by lane and stamp.
 
         Raises:
-            StateError: Some belong to a source that is no longer there.
+            StateError: Some belong to a source that no longer exists.
         """
         if start < self._absent_until:
             raise self._still_needed(start)
+        # The runs of all sources in the block, int64 [R], by lane, then by stamp; and the samples laid before, [lanes].
         lanes = self._lanes_of(group)
         given, runs, stamps = self._drawn(group, start, stop).stamped(start, stop, lanes)
         before = self._absent_laid[lanes.start : lanes.stop] + given
+        # Each run begins where the previous run of its lane ends; the first, after the samples laid before.
         splits = np.searchsorted(runs.lanes, np.arange(lanes.start, lanes.stop + 1))
         ends = sums(runs.sizes)
         sizes = np.diff(ends[splits])
@@ -308,21 +310,22 @@ class MixedLanes(EndlessOrder):
 
     @property
     def _slack(self) -> int:
-        """Upper bound of the difference between positions and times: less than a chunk of each source."""
+        """Upper bound on the difference between positions and times: less than a chunk of each source."""
         return sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values()) + self._absent_slack
 
     @property
     def _free(self) -> int:
         """The time from which a run can continue without the absent sources.
 
-        It is that of the next block, plus what the window and the counting of drawn samples look back.
+        It is the start of the next block, plus the distance that the window and the counting of drawn samples look
+        back.
         """
         return self._behind_absent + 3 * self.settings.window + self._absent_slack
 
     @override
     @property
     def known_from(self) -> int:
-        """See ``EndlessOrder``. What :meth:`find` searches is after that, too."""
+        """See ``EndlessOrder``. Everything that :meth:`find` searches comes after it, too."""
         looked_at = self._behind_absent + self.settings.window + self._slack
         return max(self._free, looked_at) if self._absent_until else 0
 
@@ -339,18 +342,18 @@ class MixedLanes(EndlessOrder):
     def _drawn(self, group: int, start: int, stop: int) -> Drawn:
         """Return at least the runs of all sources stamped in ``[start, stop]``.
 
-        Runs of a few more chunks, and of several blocks, are cached: most sources have nothing new in most blocks.
+        Runs of a few more chunks and of several blocks are cached: most sources have nothing new in most blocks.
         """
         drawn = self._kept.get(group) or Drawn.none(len(self._lanes))
         due = self._growth.due(stop)
         more = ((due - self._growth.due(start)) * _BLOCKS_AHEAD).astype(np.int64)
-        # When a run is stamped, up to a mean chunk more is due than comes before it.
+        # At the stamp of a run, up to a mean chunk more is due than comes before the run.
         since = np.maximum(self._growth.due(start).astype(np.int64) - self._mean_chunks - 1, 0)
-        until = np.where(due, due.astype(np.int64) + 2, 0)  # nothing of a source that has no share yet
+        until = np.where(due, due.astype(np.int64) + 2, 0)  # nothing from a source that has no share yet
         missing = np.flatnonzero((drawn.since > since) | (until > drawn.until))
         if len(missing):
             ahead = np.minimum(more, _CHUNKS_AHEAD * self._mean_chunks)[missing]
-            # All of them look as far ahead in time as together they have this many runs.
+            # All sources look equally far ahead in time: as far as their runs together stay below the limit.
             num_runs = float((ahead / self._mean_chunks[missing]).sum()) * self._group
             ahead = (ahead * min(1.0, _RUNS_AHEAD / max(num_runs, 1.0))).astype(np.int64)
             ahead = np.maximum(until[missing] + ahead, since[missing] + 4 * self._mean_chunks[missing])
@@ -360,27 +363,28 @@ class MixedLanes(EndlessOrder):
     def _windows(
         self, sources: Int64Array, group: int, starts: Int64Array, stops: Int64Array
     ) -> tuple[Int64Array, Int64Array, Runs, Int64Array, Floats]:
-        """Return starts, stops, the runs of some sources between them, how many of each, and their stamps."""
+        """Return starts, stops, the runs of some sources between them, the number of each, and their stamps."""
         lanes, found = self._lanes_of(group), []
         for some in np.array_split(np.arange(len(sources)), -(-len(sources) // _SOURCES_AT_ONCE)):
             drawn = [self._in_order[place] for place in sources[some].tolist()]
             found.append(runs_of(drawn, lanes.start, lanes.stop, starts[some], stops[some]))
         runs, counts = Runs.joined([runs for runs, _ in found]), np.concatenate([counts for _, counts in found])
         source = np.repeat(sources, counts)
-        # The phase is in units of the mean chunk, not of the actual one, or small chunks would come first everywhere.
+        # The phase is in units of the mean chunk. In units of the actual chunk, small chunks would come first
+        # everywhere.
         marks = runs.begins + self._mean_chunks[source] * self._phase_table[source, runs.lanes]
         return starts, stops, runs, counts, self._growth.stamps_of(source, marks)
 
 
 def stretch_of(settings: OrderSettings) -> int:
-    """Return a stretch as short as is efficient, so that other weights can take effect soon."""
+    """Return the shortest efficient stretch, so that new weights can take effect soon."""
     return max(settings.window // 2, _LEAST_STRETCH)
 
 
 def _phases(names: Sequence[str], settings: OrderSettings) -> Floats:
     """Return the fraction of a chunk at which each source begins in each lane, float64 [names, L].
 
-    For each source, they are a permutation of ``(i + 1/2) / L``.
+    The phases of each source are a permutation of ``(i + 1/2) / L``.
     """
     keys = np.array([keyed_number(settings.seed, "phases", name) for name in names], np.uint64)
     sizes = np.full(len(names), settings.lanes)

@@ -1,9 +1,9 @@
-"""Lay the chunks of several sources in one order, and deal out passes over a mixture.
+"""Lay the chunks of several sources in one order, and deal passes over a mixture.
 
 Each source lists its chunks without end, pass after pass, each pass shuffled by the source's name. Every listed chunk
-gets a *stamp*, the time at which the source's share has grown to reach it, and the chunks of all sources are laid in
-the order of their stamps. A phase per source staggers them, so that sources do not come in step. The result depends
-only on chunk sizes, weights, names and the seed; memory and requests are those of one dataset with as many chunks,
+gets a *stamp*: the time at which the source's share reaches it. The chunks of all sources are laid in the order of
+their stamps. A phase per source staggers them, so that sources do not come in step. The result depends only on chunk
+sizes, weights, names and the seed. Memory and requests are those of one dataset with the same number of chunks,
 regardless of the number of sources::
 
     web    |----|----|----|----|----|----|        stamps of web's chunks
@@ -36,7 +36,7 @@ from streaming.types import Int64Array
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _MOST_PARTS, _MOST_TIMES = 2**24, 100
-"""One pass lays at most this number of chunks, or this multiple of the sources' chunks: 2 GiB for some seconds."""
+"""One pass lays at most this number of chunks, or this multiple of the sources' chunks: 2 GiB for a few seconds."""
 _KEPT_FROM = 2**14  # chunks: a permutation of fewer takes less than a millisecond
 
 
@@ -45,7 +45,7 @@ class Parts(IntColumns):
     """Chunks, or parts of chunks, in the order in which they are laid; int64 [n] each.
 
     Attributes:
-        chunk_ids: Number of the chunk in the mixture, whose chunks are those of its sources, source after source.
+        chunk_ids: Number of the chunk in the mixture, which numbers the chunks of its sources, source after source.
         firsts: First sample of the part in its chunk.
         sizes: Samples of the part, at least one.
         passes: Pass of the source in which it is listed.
@@ -60,7 +60,7 @@ class Parts(IntColumns):
 class Listing:
     """List the chunks of one source without end: pass after pass, each shuffled by (seed, name, pass).
 
-    Empty chunks are left out. Safe to share between threads, which may at worst compute the same orders twice.
+    Empty chunks are left out. Thread-safe; at worst, two threads compute the same orders.
 
     Args:
         name: Name of the source.
@@ -68,17 +68,17 @@ class Listing:
         first_chunk: Number of its first chunk in the mixture.
         seed: Seed of the order.
         shuffle: False: every pass in storage order.
-        first_pass: Number of the first pass of this list; if the source grew, an earlier list has the passes before.
+        first_pass: Number of the first pass of this list; if the source grew, an earlier list has the earlier passes.
 
     Attributes:
-        chunk_ids: int64 [n], numbers in the mixture of the chunks that hold a sample; or, in pieces, of each piece's.
-        firsts: int64 [n], the first sample of each in its chunk: 0, but for pieces.
+        chunk_ids: int64 [n], numbers in the mixture of the non-empty chunks; in pieces, of the chunk of each piece.
+        firsts: int64 [n], the first sample of each in its chunk: 0, except for pieces.
         sizes: int64 [n], samples of each.
         samples_per_pass: Their sum.
         key: Key of its orders.
 
     Raises:
-        ConfigError: There is no sample.
+        ConfigError: The source has no sample.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Listing:
         return -(-self.samples_per_pass // self.num_chunks)
 
     def in_pieces(self, lanes: int) -> Listing:
-        """Return the same list by pieces of chunks, each of a lane's share of a pass at most.
+        """Return the same list by pieces of chunks, each at most a lane's share of a pass.
 
-        Every pass then shuffles pieces, so that a lane does not get the same samples of a large chunk in all of them. A
-        list of at least as many chunks as lanes is left as it is.
+        Every pass then shuffles pieces, so that a lane does not get the same samples of a large chunk in every pass. A
+        list with at least as many chunks as lanes is returned unchanged.
         """
         if self.num_chunks >= lanes:
             return self
@@ -142,7 +142,7 @@ class Listing:
     def orders(self, numbers: Int64Array) -> Int64Array:
         """Return the order of the chunks in each of the given passes, int64 [n, num_chunks].
 
-        The orders of large sources are kept.
+        The orders of large sources are cached.
         """
         if not self._shuffle:
             return np.broadcast_to(np.arange(self.num_chunks), (len(numbers), self.num_chunks))
@@ -159,24 +159,27 @@ class Listing:
 
 
 def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -> tuple[Parts, Int64Array]:
-    """Return the parts that hold samples ``[starts[i], stops[i])`` of each list, list after list, and their numbers.
+    """Return the parts that hold samples ``[starts[i], stops[i])`` of each list, list after list, and their counts.
 
-    Parts at the ends are cut. All lists are handled at once: one by one, each would take a dozen calls into NumPy.
+    Parts at the ends are cut. All lists are handled at once, since each alone would take a dozen calls into NumPy.
     """
+    # 1. Per list, int64 [S]: its samples and chunks per pass, the first pass needed, and the number of passes.
     per_pass = np.array([one.samples_per_pass for one in listings])
     chunks = np.array([one.num_chunks for one in listings])
     low = starts // per_pass
     num_passes = -(-stops // per_pass) - low
-    # One row for each pass of each list that holds some of the samples, and then one for each chunk in it.
+    # 2. Per needed pass of each list, int64 [P]: its list and number; then per chunk of each pass, int64 [N].
     owner = np.repeat(np.arange(len(listings)), num_passes)
     number = np.arange(len(owner)) + np.repeat(low - np.cumsum(num_passes) + num_passes, num_passes)
     source = np.repeat(owner, chunks[owner])
     chosen = orders_of(listings, owner, number) + (np.cumsum(chunks) - chunks)[source]
+    # 3. Where each chunk begins and ends in its list, counted in samples, int64 [N].
     sizes = np.concatenate([one.sizes for one in listings])[chosen]
     laid = np.cumsum(sizes)
     passed = num_passes * per_pass
     ends = laid + (low * per_pass - np.cumsum(passed) + passed)[source]
     begins = ends - sizes
+    # 4. Keep the chunks that hold some of the samples, and cut them, int64 [kept].
     kept = np.flatnonzero((ends > starts[source]) & (begins < stops[source]))
     lows, highs = np.maximum(begins, starts[source]), np.minimum(ends, stops[source])
     passes = number + np.array([one.first_pass for one in listings])[owner]
@@ -190,9 +193,10 @@ def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -
 
 
 def orders_of(listings: Sequence[Listing], owner: Int64Array, number: Int64Array) -> Int64Array:
-    """Return the places of the chunks in some passes, each of the list ``owner``, in their orders, end to end.
+    """Return the order of the chunks in each of some passes, end to end, int64 [chunks of all these passes].
 
-    The orders of small sources are computed together. ``number`` counts from each list's first pass.
+    Pass ``i`` is pass ``number[i]`` of the list ``owner[i]``, counted from the list's first pass. The orders of small
+    sources are computed together.
     """
     passes = number + np.array([one.first_pass for one in listings])[owner]
     drawn = np.array([one.is_small for one in listings])[owner]
@@ -216,9 +220,8 @@ def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: 
 
     Args:
         listings: The sources.
-        quotas: Samples of each source in a pass; the source's size is one pass over it, other numbers repeat or omit
-            samples. The quotas of consecutive passes are consecutive in the source's list, so that no sample is
-            favored.
+        quotas: Samples of each source in a pass. The source's size is one pass over it; other numbers repeat or omit
+            samples. The quotas of successive passes are consecutive in the source's list, so that no sample is favored.
         number: Number of the pass over the mixture.
         seed: Seed of the phases.
 
@@ -241,7 +244,7 @@ class Weights:
 
     Attributes:
         start: Samples of one lane after which they apply.
-        weights: Weight of each source; only their ratios matter. A source that is not named has none.
+        weights: Weight of each source; only ratios matter. A source that is not named has no weight.
     """
 
     start: int
@@ -249,14 +252,14 @@ class Weights:
 
 
 def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
-    """Return a 64-bit number keyed by a seed, a purpose, a source's name, and more; the same in every release."""
+    """Return a 64-bit number keyed by a seed, a purpose, a source's name, and numbers; the same in every release."""
     text = "\n".join([purpose, *map(str, numbers), name]).encode()
     key = seed.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
 
 
 def keep_latest(kept: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
-    """Store a value in a dict of at most ``most`` entries, dropping the oldest; other threads may do so, too."""
+    """Store a value in a dict of at most ``most`` entries, dropping the oldest; safe among threads."""
     for old in list(kept)[: max(len(kept) - most + 1, 0)]:
         kept.pop(old, None)
     kept[key] = value
@@ -271,11 +274,11 @@ class DrawnOrder(Order, Protocol):
     """An order that knows how many samples of each source come before a row."""
 
     def drawn_before(self, row: int) -> Int64Array:
-        """Count the samples of each source among the first ``row`` of the pass, over all lanes, int64 [sources]."""
+        """Count the samples of each source in the first ``row`` rows of the pass, over all lanes, int64 [sources]."""
 
 
 def drawn_in_lanes(drawn: Callable[[int, int], Int64Array], lanes: int, row: int) -> Int64Array:
-    """Return the sum of what lanes have drawn before a row, ``drawn(lane, place)`` each."""
+    """Return the sum over all lanes of the draws before a row, given ``drawn(lane, place)`` of each lane."""
     whole, rest = divmod(row, lanes)
     found: Int64Array = np.sum([drawn(lane, whole + (lane < rest)) for lane in range(lanes)], axis=0)
     return found
@@ -285,7 +288,7 @@ class Laid(Order, Protocol):
     """An order that lays samples in lanes, within which a window moves them."""
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Count the samples of each source on the first ``place`` positions of a lane as laid, int64 [sources]."""
+        """Count the samples of each source in the first ``place`` laid positions of a lane, int64 [sources]."""
 
 
 class Sources:
@@ -294,19 +297,19 @@ class Sources:
     Args:
         chunk_samples: int64 [C_s], samples of each chunk, by the source's name.
         settings: The order settings.
-        absent: Names of sources that were once drawn from, and whose chunks are no longer known.
-        laid: Samples of absent sources that lie in each lane, int64 [L], by name, if known.
-        even: How sources that are dealt by samples are, by name; see ``Entry.even``.
+        absent: Names of sources that were drawn from earlier, and whose chunks are no longer known.
+        laid: Samples of absent sources in each lane, int64 [L], by name, if known.
+        even: The sources dealt by samples, and how, by name; see ``Entry.even``.
         eras: For each source that grew, pairs of a pass, from 0 on, and the number of its first chunks that are listed
             from then on.
 
     Attributes:
         names: Names of the sources.
-        every_name: The same, followed by those of the absent ones.
-        laid: Samples of the absent ones.
+        every_name: The same, followed by the names of absent sources.
+        laid: Samples of absent sources in each lane.
         even: As given.
         chunk_samples: int64 [C], samples of the chunks of all sources.
-        eras: For each source, by name, its lists of chunks: the first one, and a later one whenever it grew.
+        eras: For each source, by name, its lists of chunks: the first one, and another one for each time it grew.
 
     Raises:
         ConfigError: There is no source, a source has no sample, or the settings are unsuitable for mixtures.
@@ -346,7 +349,7 @@ class Sources:
 
     @property
     def listings(self) -> dict[str, Listing]:
-        """The list of chunks of each source, by name; for one that grew, all that it has now."""
+        """The list of chunks of each source, by name; for a source that grew, all its current chunks."""
         return {name: eras[-1] for name, eras in self.eras.items()}
 
     @property
@@ -368,7 +371,7 @@ class Sources:
     def drawn(self, order: Laid, number: int, lane: int, place: int) -> Int64Array:
         """Count the samples of each source due at positions ``[0, place)`` of a lane of a pass, int64 [sources].
 
-        Everything laid at least a window before the place, and of the rest whatever the window has moved forward.
+        These are all samples laid at least a window before the place, and later ones that the window has moved forward.
         """
         settings = self.settings
         laid = max(place - settings.window, 0)
@@ -385,13 +388,13 @@ class Sources:
 class MixedPasses:
     """The orders of a mixture that ends: in every pass each source gives its quota of samples, spread evenly.
 
-    By default each source gives all its samples: each exactly once per pass. A pass is laid as a whole and cut into
-    equal lanes like that of a single dataset, so that the same promises hold.
+    By default, each source gives each of its samples exactly once per pass. A pass is laid as a whole and cut into
+    equal lanes like a pass over a single dataset, so the same guarantees hold.
 
     Args:
         sources: The sources.
-        quotas: Samples of each source in a pass; twice its size gives each sample twice, half of it each sample in
-            every other pass. Default: its size. 0 leaves a source out.
+        quotas: Samples of each source in a pass. Twice its size gives each sample twice; half of its size gives each
+            sample in every other pass. Default: its size. 0 leaves a source out.
 
     Raises:
         ConfigError: A quota is negative or names an unknown source, or a pass would be empty or lay too many chunks.
@@ -414,10 +417,10 @@ class MixedPasses:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """Check that a pass can be laid: it lists the chunks of a source as often as it reads them.
+        """Check that a pass is small enough to be laid: it lists the chunks of a source as often as it reads them.
 
         Raises:
-            ConfigError: It has too many.
+            ConfigError: It lists too many chunks.
         """
         listings = self.sources.listings
         parts = {name: -(-self.quotas[name] // one.samples_per_pass) * one.num_chunks for name, one in listings.items()}
@@ -438,7 +441,7 @@ class MixedPasses:
         return MixedOrder(self.sources, parts, number)
 
     def drawn_before(self, row: int) -> Int64Array:
-        """Count the samples of each source among the first ``row`` of all passes, int64 [sources]."""
+        """Count the samples of each source in the first ``row`` rows of all passes, int64 [sources]."""
         number, rest = divmod(row, self.samples_per_pass)
         whole = np.array([self.quotas[name] for name in self.sources.names], np.int64)
         return number * whole + self.of_pass(number).drawn_before(rest)

@@ -1,16 +1,16 @@
-"""Lay a mixture that ends by single samples, or by whole batches: every source gives its quota, evenly at every row.
+"""Lay a finite mixture by single samples or by whole batches: every source gives its quota, evenly at every row.
 
 The tree of integer splits (:mod:`streaming.order.mixing.shares`) deals the positions of each lane as in an endless
 mixture. In addition, the number of samples that a node sends to each side is fixed for every lane before the first one
-is dealt, so that all lanes together give each source exactly its quota. If a lane's split would give one more or less,
-it is clipped, which moves a sample near the lane's end::
+is dealt, so that all lanes together draw exactly its quota from each source. If a lane's split would draw one sample
+more or fewer, it is clipped, which moves a sample near the lane's end::
 
     passages      0  1  2  3  4  5  6  7
     by the share  0  0  1  1  1  2  2  2  3      three to the left
     two are due   0  0  1  1  1  2  2  2  2      the last one goes to the right
 
-The resulting part of a source's pass is laid end to end, in its own order, and cut into lanes of the sizes dealt; a
-window of its own moves samples within each lane.
+The samples of each source in the pass are then laid end to end, in the source's own order, and cut into lanes of these
+sizes. A window of the source's own moves samples within each lane.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streaming.types import Int64Array, override
 
 
 class PassShares(Protocol):
-    """Tell which source each position of a lane of one pass draws from. Thread-safe.
+    """Determine which source each position of a lane of one pass draws from. Thread-safe.
 
     Attributes:
         sizes: int64 [sources, L], draws of each source in each lane; they sum to its quota.
@@ -52,10 +52,10 @@ class PassShares(Protocol):
 
 
 class QuotaTree(ShareTree):
-    """The shares of a pass in which each source gives its quota: those of ``ShareTree``, clipped to what is due.
+    """The shares of a pass in which each source gives its quota: those of ``ShareTree``, clipped to the quotas.
 
-    A count deviates from its share of a lane by less than two for each node above the source (up to 2**32 samples in a
-    lane: shares are rounded to multiples of 2**-32).
+    A count deviates from its share of a lane by less than two per node above the source. This holds up to 2**32 samples
+    per lane, because shares are rounded to multiples of 2**-32.
 
     Args:
         quotas: Samples of each source in the pass, in the order in which methods count them.
@@ -70,7 +70,7 @@ class QuotaTree(ShareTree):
         super().__init__(list(quotas), [Weights(start=0, weights=quotas)], lanes=lanes, seed=seed)
         whole, more = divmod(sum(quotas.values()), lanes)
         self.sizes: Int64Array = np.zeros((len(quotas), lanes), np.int64)
-        # For each node: its passages in each lane, and how many of them go left; int64 [nodes, L].
+        # Per node: the number of its passages in each lane, and the number of them that go left; int64 [nodes, L].
         self._ends: Int64Array = np.zeros((len(self._sides), lanes), np.int64)
         self._lefts: Int64Array = np.zeros_like(self._ends)
         self._put(self.root, whole + (np.arange(lanes) < more))
@@ -97,7 +97,7 @@ class QuotaTree(ShareTree):
         def left(passages: Int64Array) -> Int64Array:
             high, low = product(share, passages)
             by_share = high + ((low + phase) >> UNIT_BITS)
-            # No more than are due in the lane, and no fewer than must go now for the rest to fit.
+            # At most the number due in the lane, and at least the number that must go now so that the rest fits.
             clipped: Int64Array = np.maximum(np.minimum(by_share, lefts), lefts - ends + passages)
             return clipped
 
@@ -110,7 +110,7 @@ class QuotaTree(ShareTree):
         for node, side in reversed(self.path(source)):
             share, phase = self.shares[node, 0], self.phases[node, lanes]
             dues, ends = self._lefts[node, lanes], self._ends[node, lanes]
-            if side:  # the right side is such a function, too, with the other share and the other phase
+            if side:  # the right side is the same kind of function, with the complements of the share and the phase
                 share, phase, dues = (1 << UNIT_BITS) - share, (1 << UNIT_BITS) - 1 - phase, ends - dues
             by_share = steps_to(share, found, phase)
             found = np.minimum(by_share, ends - dues + found)
@@ -139,7 +139,7 @@ class QuotaBatches(BatchShares):
 
 
 class SourcePass(LaidOrder):
-    """The part of one source in one pass: laid end to end, cut into lanes of given sizes.
+    """The samples of one source in one pass: laid end to end, and cut into lanes of given sizes.
 
     Args:
         parts: Parts of the source, in its order.
@@ -167,29 +167,29 @@ class SourcePass(LaidOrder):
 
     @override
     def lanes_of(self, linear: Int64Array) -> Int64Array:
-        """See ``LaidOrder``; skips lanes without a sample of the source."""
+        """See ``LaidOrder``; lanes without a sample of the source are skipped."""
         return np.searchsorted(self._borders, linear, side="right") - 1
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64 [n] each."""
+        """Return the chunk ids and the offsets in them of draws ``[start, stop)`` of a lane, int64 [n] each."""
         return self._ahead.draws(lane, start, stop, self.lane_size(lane))
 
 
 class ExactPasses(MixedPasses):
-    """The orders of a mixture that ends whose shares are exact at every row."""
+    """The orders of a finite mixture whose shares are exact at every row."""
 
     @override
     def of_pass(self, number: int) -> ExactPass:
         return ExactPass(self.sources, self.quotas, number, self._shares(_phases(self.settings, number)))
 
     def _shares(self, seed: int) -> PassShares:
-        """Return what each position of a pass draws from."""
+        """Return the shares of a pass: the source that each of its positions draws from."""
         quotas = {name: self.quotas[name] for name in self.sources.names}
         return QuotaTree(quotas, lanes=self.settings.lanes, seed=seed)
 
 
 class BatchPasses(ExactPasses):
-    """The orders of a mixture that ends in which each global batch is of one source.
+    """The orders of a finite mixture in which each global batch comes from one source.
 
     Args:
         sources: See ``MixedPasses``.
@@ -226,7 +226,7 @@ class ExactPass:
         sources: The sources.
         quotas: Samples of each source in the pass.
         number: Number of the pass.
-        shares: What each position draws from.
+        shares: The source that each position draws from.
     """
 
     def __init__(self, sources: Sources, quotas: Mapping[str, int], number: int, shares: PassShares) -> None:
@@ -283,9 +283,10 @@ def _phases(settings: OrderSettings, number: int) -> int:
 
 
 def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:
-    """Return how many of a node's passages in each lane go left, if ``due`` of them do in total; int64 [L].
+    """Return the number of a node's passages in each lane that go left, ``due`` in total; int64 [L].
 
-    Each lane's number is the share of its passages, rounded down or up: up where the phase would round so, or nearly.
+    Each lane's number is the share of its passages, rounded down or up. It is rounded up in the lanes whose phase comes
+    closest to rounding up.
     """
     exact = passages.astype(object)  # products of counts take more than 64 bits
     total = int(passages.sum())
@@ -293,7 +294,7 @@ def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:
         return np.zeros_like(passages)
     whole, rest = exact * due // total, exact * due % total
     missing = due - int(whole.sum())
-    # Only lanes that were rounded down: so no side gets more than its passages. There are more of them than missing.
+    # Round up only lanes that were rounded down, so that no side gets more than its passages. There are enough of them.
     wish = np.where(rest > 0, (rest << UNIT_BITS) // total + phases, -1)
     whole[np.argsort(-wish, kind="stable")[:missing]] += 1
     return whole.astype(np.int64)

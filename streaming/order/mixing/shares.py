@@ -1,20 +1,21 @@
-"""Deal the positions of a lane to named sources in given shares: exact, seekable, in integers alone.
+"""Deal the positions of a lane to named sources in given shares: exact, seekable, in integer arithmetic.
 
 The sources are the leaves of a balanced binary tree. A node that has been passed ``k`` times in a lane has sent::
 
     left(k) = (P(k) + phase(node, lane)) >> 32,    P(k) = sum over segments of p(node, segment) * (passages in it)
 
-to its left side and the rest to its right side, where ``p`` is the share of the left side in units of 2**-32. The
-function grows by 0 or 1, so it also determines where passage ``k`` goes, independently of earlier ones. Over the lanes,
-the phases of a node are a permutation of ``(i + 1/2) / lanes``: by Hermite's identity the counts over all lanes are
-then the rounded shares of the whole, and no two lanes deal alike.
+passages to its left side and the rest to its right side, where ``p`` is the share of the left side in units of 2**-32.
+The function grows by 0 or 1 per passage, so it also determines where passage ``k`` goes, independently of earlier ones.
+Over the lanes, the phases of a node are a permutation of ``(i + 1/2) / lanes``. By Hermite's identity, the counts over
+all lanes are then the rounded shares of the whole, and no two lanes deal the same sequence.
 
-One leaf may stand ``apart`` at the root. All lanes pass the root once in every row, so its draws come in rows of one
-draw of each lane, ordered by the lanes' phases, whatever the weights do. Their numbers over all lanes thus follow from
-those in each lane (:attr:`ShareTree.lane_places`): draw ``k`` of a lane is number ``k * lanes + place``.
+One leaf may be ``apart``: a child of the root. All lanes pass the root once in every row, so its draws come in rounds
+of one draw per lane, ordered by the lanes' phases, whatever the weights are. The numbers of its draws over all lanes
+thus follow from those in each lane (:attr:`ShareTree.lane_places`): draw ``k`` of a lane is number ``k * lanes +
+place``.
 
 Sources are identified by name: seeds and phases depend on names, never on the order in which sources are listed.
-Sources added during a run form a tree of their own beside the existing one, so that what came before does not change::
+Sources added during a run form a tree of their own beside the existing one, so that earlier positions do not change::
 
     web, code, math from the start; chat and news from row 512,000 on          (((web) (code math)) (chat news))
 """
@@ -41,7 +42,7 @@ from streaming.order.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
 MAX_POSITIONS = 2**50
-"""Positions of one lane; products of a share and a count then need two 64-bit words at most."""
+"""Maximum number of positions in a lane; products of a share and a count then fit into two 64-bit words."""
 UNIT_BITS = 32
 _LOW_BITS = 20  # of a count, so that share * (count >> 20) fits into 62 bits
 _UNIT = 1 << UNIT_BITS
@@ -72,12 +73,12 @@ class LaneShares(Protocol):
     def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:
         """Return the lane positions of some draws of a source, int64 [n].
 
-        A draw that never comes has position :data:`MAX_POSITIONS`.
+        A draw that never comes has the position :data:`MAX_POSITIONS`.
         """
 
 
 class _State(NamedTuple):
-    """What all nodes have done in one lane before each segment, int64 [nodes, segments] each.
+    """The passages of all nodes in one lane before each segment, int64 [nodes, segments] each.
 
     ``passed`` counts passages; ``above`` and ``below`` are ``P + phase`` as the words above and below 2**32, so
     ``above`` is also the number of passages that went left.
@@ -99,10 +100,10 @@ class ShareTree:
             0.
         lanes: L, the number of lanes.
         seed: Seed of the phases.
-        apart: The name at the root, beside a tree of all others.
+        apart: The source directly below the root, beside a tree of all others.
 
     Attributes:
-        lane_places: int64 [L], for the name apart: the place of each lane in a row of its draws.
+        lane_places: int64 [L], for the source apart: the place of each lane in a round of its draws.
 
     Raises:
         ConfigError: The weights are invalid.
@@ -156,7 +157,7 @@ class ShareTree:
             if known:
                 alone = (leaf, frozenset([self._apart]))
                 leaf = self._split(alone, (self.root, known), shares, phases)
-                phases[-1] = self._phases_of([self._apart])  # whatever joins the others later
+                phases[-1] = self._phases_of([self._apart])  # independent of sources that join the others later
             self.root = leaf
 
     def _over(
@@ -192,7 +193,7 @@ class ShareTree:
         return _phases(names, self.lanes, self.seed)
 
     def path(self, source: int) -> list[tuple[int, int]]:
-        """Return the nodes above a source, from the root down, and the side that leads to it; () if it is not drawn."""
+        """Return the nodes above a source from the root down, and the side that leads to it; [] if not drawn."""
         parents = {child: (node, side) for node, sides in enumerate(self._sides) for side, child in enumerate(sides)}
         found, at = [], -1 - source
         while at in parents:
@@ -200,7 +201,7 @@ class ShareTree:
             at = parents[at][0]
         return found[::-1]
 
-    # --- what is drawn ---
+    # --- draws ---
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """See ``LaneShares``."""
@@ -232,8 +233,7 @@ class ShareTree:
             return np.full(len(draws), MAX_POSITIONS)
         found = np.array(draws, np.int64)
         for node, side in reversed(path):
-            # The number of passages to the right is the same kind of function, with the other share and the other
-            # phase.
+            # The number of passages to the right is the same kind of function, with the complements of share and phase.
             given, below, shares = state.above[node], state.below[node], self.shares[node]
             if side:
                 given, below, shares = state.passed[node] - given, _MASK - below, _UNIT - shares
@@ -258,24 +258,24 @@ class ShareTree:
 
     @cached_property
     def _of_root(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """What the root has sent left in any lane before each segment, as words, and its phases in ascending order."""
+        """The root's passages to the left in any lane before each segment, as two words, and its sorted phases."""
         above, below = product(self.shares[self.root, :-1], np.diff(self.starts))
         return sums(above), sums(below), np.sort(self.phases[self.root])
 
     def rows_of(self, positions: Int64Array) -> Int64Array:
-        """Count the draws of the name apart before some positions of all lanes, int64 [n]."""
+        """Count the draws of the source apart before some positions, over all lanes, int64 [n]."""
         if self.root < 0:
             return positions * self.lanes
         above, below, phases = self._of_root
         segment = np.searchsorted(self.starts, positions, side="right") - 1
         high, low = product(self.shares[self.root, segment], positions - self.starts[segment])
         low += below[segment]
-        # A lane has drawn once more if its phase carries the rest over.
+        # A lane has drawn once more if its phase carries the low word over.
         more = np.searchsorted(phases, _UNIT - (low & _MASK))
         return (above[segment] + high + (low >> UNIT_BITS)) * self.lanes + self.lanes - more
 
     def draws_at(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the sources and draws at any positions, ascending, of a tree of one lane, int64 [n] each."""
+        """Return the sources and draws at given positions, ascending, in a tree of one lane, int64 [n] each."""
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
         cuts = np.searchsorted(positions, self.starts).tolist()
         for segment, (low, high) in enumerate(pairwise([*cuts, len(positions)])):
@@ -283,7 +283,7 @@ class ShareTree:
         return sources, numbers
 
     def _descend(self, lane: int, segment: int, passed: Int64Array, sources: Int64Array, numbers: Int64Array) -> None:
-        """Write where positions of a segment lead, and their numbers there."""
+        """Write the source and the draw's number of each position of a segment into ``sources`` and ``numbers``."""
         rows, at = np.arange(len(passed)), np.full(len(passed), self.root)
         while len(rows):
             done = at < 0
@@ -304,7 +304,7 @@ class ShareTree:
     def _went(
         self, lane: int, segment: int, nodes: Int64Array, passed: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Return how many of the first ``passed`` passages in a segment went left, and whether the next does."""
+        """Return how many of the first ``passed`` passages went left, and whether the next goes left; [n] each."""
         state, share = self._state(lane), self.shares[nodes, segment]
         high, low = product(share, passed - state.passed[nodes, segment])
         below = state.below[nodes, segment] + low
@@ -312,7 +312,7 @@ class ShareTree:
         return left, (below & _MASK) + share >= _UNIT
 
     def _state(self, lane: int) -> _State:
-        """Return what nodes have done before each segment of one lane; cached for some lanes."""
+        """Return the passages of nodes before each segment of one lane; cached for some lanes."""
         known = self._states.get(lane)
         if known is not None:
             return known
@@ -322,7 +322,7 @@ class ShareTree:
             passed[self.root] = self.starts
         for nodes in self._levels:
             here = passed[nodes]
-            # P at the segments' starts; the phase counts as if it came before them.
+            # P at the segments' starts, [nodes, segments]; the phase is added before the first.
             high, low = product(self.shares[nodes, :-1], np.diff(here, axis=1))
             above[nodes, 1:], below[nodes, 1:] = np.cumsum(high, axis=1), np.cumsum(low, axis=1)
             below[nodes] += self.phases[nodes, lane][:, None]
@@ -342,7 +342,7 @@ class BatchShares:
 
     Args:
         names: See ``ShareTree``.
-        schedule: Weights by lane position; each takes effect with the first batch that begins there or later.
+        schedule: Weights by lane position; an entry takes effect with the first batch that begins there or later.
         batch_rows: Positions of a batch in each lane.
         seed: See ``ShareTree``.
 
@@ -377,9 +377,10 @@ class BatchShares:
 
 
 def steps_to(share: Int64Array, missing: Int64Array, below: Int64Array) -> Int64Array:
-    """Count the passages before number ``missing`` that goes to a side, for shares in units of 2**-32, int64 [n].
+    """Count the passages before passage number ``missing`` to a side, for shares in units of 2**-32, int64 [n].
 
-    The smallest m with ``share * (m + 1) + below >= (missing + 1) * 2**32``; :data:`MAX_POSITIONS` if there is none.
+    This is the smallest m with ``share * (m + 1) + below >= (missing + 1) * 2**32``; :data:`MAX_POSITIONS` if there is
+    none.
     """
     some = np.maximum(share, 1)
     times, rest = np.divmod(missing, some)

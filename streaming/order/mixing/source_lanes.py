@@ -5,9 +5,9 @@ Draw ``n`` of a source belongs to lane ``n % L``, and in each pass every lane ge
     pass 0   |-- lane 0 --|-- lane 1 --|-- lane 2 --|        runs differ by one sample at most
     pass 1   |-- lane 0 --|-- lane 1 --|-- lane 2 --|
 
-So all lanes of a source begin a pass together, whatever its size, and the location of the source's sample ``x`` of a
-lane follows by arithmetic. One with fewer samples than lanes gives each lane a sample in some passes only. Sources are
-independent of each other here.
+So all lanes of a source begin a pass together, whatever its size, and the location of a lane's sample ``x`` of the
+source follows by arithmetic. A source with fewer samples than lanes gives each lane a sample only in some passes.
+Sources are independent of each other here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streaming.types import Int64Array
 
 _BUNDLED_PARTS = 2**12  # several passes over a small source are laid out together
 _LEAST_BUNDLED = 2**7
-_BUNDLES = 4  # of one source that ``kept_parts`` allow
+_BUNDLES = 4  # of one source that ``kept_parts`` allows
 _KEPT_BUNDLES = 3  # of each source at least
 _NEVER = 2**62
 
@@ -38,7 +38,7 @@ class LaidPasses:
     Args:
         listing: List of the source.
         numbers: Numbers of the passes.
-        first_draw: The source's draws before them.
+        first_draw: Number of the source's draws before them.
 
     Attributes:
         chunk_ids: int64 [P], the chunk of each part; set by :func:`lay_passes`, like the following.
@@ -57,13 +57,15 @@ class LaidPasses:
 def lay_passes(some: Sequence[LaidPasses]) -> None:
     """Lay passes over several sources, or several stretches of one.
 
-    All at once: one by one, each would take a dozen calls into NumPy.
+    All are laid at once, since each alone would take a dozen calls into NumPy.
     """
+    # 1. Per bundle, int64 [B]: its passes; per pass, int64 [P]: its bundle, and its number in the bundle's list.
     listings = [one.listing for one in some]
     num_passes = np.array([len(one.numbers) for one in some])
     owner = np.repeat(np.arange(len(some)), num_passes)  # of each pass
     before = np.array([one.numbers.start - one.listing.first_pass for one in some]) - sums(num_passes)[:-1]
     places = orders_of(listings, owner, np.arange(len(owner)) + before[owner])
+    # 2. Per part of a pass, int64 [N]: its chunk, its first sample in the chunk, its size; all passes end to end.
     num_chunks = np.array([one.num_chunks for one in listings])
     num_parts = num_chunks * num_passes
     if len(some) > 1:
@@ -71,6 +73,7 @@ def lay_passes(some: Sequence[LaidPasses]) -> None:
     chunk_ids, firsts, sizes = (
         _end_to_end([getattr(one, name) for one in listings])[places] for name in ("chunk_ids", "firsts", "sizes")
     )
+    # 3. Cut the arrays into bundles.
     ends = sums(sizes)
     for one, (low, high) in zip(some, pairwise(sums(num_parts).tolist()), strict=True):
         is_all = len(some) == 1  # otherwise copies, or each would keep the arrays of all
@@ -84,7 +87,7 @@ def _end_to_end(some: Sequence[Int64Array]) -> Int64Array:
 
 
 def _dealt(draws: Int64Array, lane: Int64Array, lanes: int) -> Int64Array:
-    """Return how many of the first ``draws`` belong to lanes before ``lane``, int64 [n]."""
+    """Return how many of the first ``draws`` draws belong to lanes before ``lane``, int64 [n]."""
     whole, rest = np.divmod(draws, lanes)
     return whole * lane + np.minimum(rest, lane)
 
@@ -95,8 +98,8 @@ def _turns(
 ) -> Int64Array:  # fmt: skip
     """Return where lanes begin to read their runs ``[begins, stops)`` of some passes; int64 [n] each.
 
-    A lane reads from a border between parts, drawn for (source, lane, pass), to the end, then what is before. So the
-    parts cut by lane borders, which are smaller, do not come in all lanes of all sources at the same time.
+    A lane reads from a border between parts, drawn for (source, lane, pass), to the end of its run, and then the
+    beginning. So the parts cut by lane borders, which are smaller, do not come in all lanes of all sources at once.
 
     Args:
         keys: Keys of the sources.
@@ -108,7 +111,7 @@ def _turns(
     """
     drawn = (hash_places(keys, numbers, 0, lanes) >> np.uint64(33)).astype(np.int64)
     sizes = stops - begins
-    # drawn * sizes >> 31, whose product would not fit for runs of 2**32 samples.
+    # drawn * sizes >> 31, in two steps: the product would overflow for runs of 2**32 samples.
     anywhere = begins + drawn * (sizes >> 31) + (drawn * (sizes & (1 << 31) - 1) >> 31)
     found = [borders[np.searchsorted(borders, place)] for place in (anywhere, begins)]
     return np.where(found[0] < stops, found[0], np.where(found[1] < stops, found[1], begins))
@@ -133,14 +136,14 @@ class Runs(IntColumns):
     begins: Int64Array
 
     def at(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets, int64 [n] each, of the samples at places of a lane, whose runs these are."""
+        """Return the chunk ids and offsets, int64 [n] each, of the samples at ``places`` of the runs' lane."""
         row = np.searchsorted(self.begins, places, side="right") - 1
         return self.chunk_ids[row], places - (self.begins - self.firsts)[row]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Era:
-    """Passes over a source up to ``stop_pass``, over the chunks that it has until it grows.
+    """The passes over a source before ``stop_pass``, over the chunks that it has until it grows.
 
     They hold its draws ``[first_draw, stop_draw)``.
     """
@@ -164,10 +167,10 @@ class _Era:
 
 
 def _eras(listings: Sequence[Listing], pieces: int, bundled: int) -> Iterator[_Era]:
-    """Yield the eras of a source, the last one without an end, whose bundles have about so many parts.
+    """Yield the eras of a source, the last one without an end; their bundles have about ``bundled`` parts.
 
     Raises:
-        ConfigError: One does not begin behind the previous one.
+        ConfigError: An era does not begin after the previous one.
     """
     first_draw = 0
     for whole, later in zip(listings, [*listings[1:], None], strict=True):
@@ -190,7 +193,7 @@ def _eras(listings: Sequence[Listing], pieces: int, bundled: int) -> Iterator[_E
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Those of the passes of a bundle that hold some positions."""
+    """The passes of a bundle that hold requested positions."""
 
     source: SourceLanes
     era: _Era
@@ -202,19 +205,20 @@ class _Part:
 class SourceLanes:
     """One source as L endless streams. Thread-safe, and immutable except for caches.
 
-    A source that has grown has more chunks from one of its passes on; what comes before does not change, nor does what
-    depends on ``mean_chunk``.
+    A source that has grown has more chunks from one of its passes on. Earlier passes do not change, nor does anything
+    that depends on ``mean_chunk``.
 
     Args:
         listings: Lists of the source; several if it has grown.
         settings: Settings of the mixture.
-        kept_parts: Parts of chunks that may be cached; 0: the fewest.
+        kept_parts: Maximum number of cached parts of chunks; 0: as few as possible.
         pieces: See ``Listing.in_pieces``; 0: whole chunks are shuffled.
 
     Attributes:
-        mean_chunk: Mean samples of a chunk that a lane reads at once, over the chunks that the source began with.
+        mean_chunk: Mean number of samples of a chunk that a lane reads at once, over the chunks that the source began
+            with.
         largest_chunk: Samples of the largest chunk (or piece).
-        run_samples: Samples that every lane gets in each pass, at least; 0: fewer samples than lanes.
+        run_samples: Minimum number of samples of a lane in each pass; 0: the source has fewer samples than lanes.
 
     Raises:
         ConfigError: The eras are not ascending.
@@ -226,7 +230,7 @@ class SourceLanes:
         self.num_lanes = settings.lanes
         bundled = min(_BUNDLED_PARTS, max(kept_parts // _BUNDLES, _LEAST_BUNDLED)) if kept_parts else _BUNDLED_PARTS
         self.eras = list(_eras(listings, pieces, bundled))
-        # So many parts, but never fewer bundles: the next lanes ask for the same ones.
+        # At most ``kept_parts`` parts, but at least ``_KEPT_BUNDLES`` bundles: the next lanes need the same ones.
         self._kept = max(_KEPT_BUNDLES, kept_parts // max(bundled, self.eras[0].listing.num_chunks))
         self.run_samples = self.eras[0].samples // settings.lanes
         self.mean_chunk = min(self.eras[0].listing.mean_chunk, max(self.run_samples, 1))
@@ -238,7 +242,7 @@ class SourceLanes:
         """Return the consecutive passes laid together with a pass of an era; the latest are cached."""
         found = self._known(era, number)
         if found is None:
-            found = self._asked(era, number)
+            found = self._unlaid(era, number)
             lay_passes([found])
             self.keep(era, found)
         return found
@@ -246,8 +250,8 @@ class SourceLanes:
     def _known(self, era: _Era, number: int) -> LaidPasses | None:
         return self._bundles.get((era.first_pass, (number - era.first_pass) // era.num_bundled))
 
-    def _asked(self, era: _Era, number: int) -> LaidPasses:
-        """Return a bundle whose passes are yet to be laid."""
+    def _unlaid(self, era: _Era, number: int) -> LaidPasses:
+        """Return the bundle that holds a pass, before it is laid."""
         first = number - (number - era.first_pass) % era.num_bundled
         numbers = range(first, min(first + era.num_bundled, era.stop_pass))
         return LaidPasses(era.listing, numbers, era.first_draw + (first - era.first_pass) * era.samples)
@@ -258,12 +262,12 @@ class SourceLanes:
         keep_latest(self._bundles, (era.first_pass, within), laid, self._kept)
 
     def bundles_of(self, low: int, high: int, start: int, stop: int) -> Iterator[_Part]:
-        """Yield the passes that hold these positions (see :meth:`passes_of`), by bundle; some are yet to be laid."""
+        """Yield the passes that hold these positions (see :meth:`passes_of`), by bundle, laid or not."""
         for era, numbers in self.passes_of(low, high, start, stop):
             number = numbers.start
             while number < numbers.stop:
                 known = self._known(era, number)
-                bundle = self._asked(era, number) if known is None else known
+                bundle = self._unlaid(era, number) if known is None else known
                 stop_here = min(numbers.stop, bundle.numbers.stop)
                 yield _Part(self, era, bundle, range(number, stop_here), known is None)
                 number = stop_here
@@ -287,17 +291,17 @@ class SourceLanes:
         return found
 
     def free_pass(self, stop: int) -> int:
-        """Return the first pass of which no lane has anything before ``stop`` of its stream."""
+        """Return the first pass without a sample before position ``stop`` of any lane's stream."""
         draw = stop * self.num_lanes
         era = next(era for era in self.eras if draw <= era.stop_draw)
         return era.first_pass + -(-max(draw - era.first_draw, 0) // era.samples)
 
     def runs(self, low: int, high: int, start: int, stop: int) -> Runs:
-        """Return the runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
+        """Return the whole runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
         return runs_of([self], low, high, np.array([start]), np.array([stop]))[0]
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source is."""
+        """Return the lanes and the positions of their streams, in ``[start, stop)``, of a sample of this source."""
         found: list[tuple[int, int]] = []
         borders = np.arange(self.num_lanes + 1)
         passes = [(era, number) for era, all_ in self.passes_of(0, self.num_lanes, start, stop) for number in all_]
@@ -327,7 +331,7 @@ class SourceLanes:
 def runs_of(
     sources: Sequence[SourceLanes], low: int, high: int, starts: Int64Array, stops: Int64Array
 ) -> tuple[Runs, Int64Array]:
-    """Return ``runs(low, high, starts[i], stops[i])`` of each source, one after the other, and the number of each.
+    """Return ``runs(low, high, starts[i], stops[i])`` of each source, source after source, and the number of each.
 
     All sources are handled at once, like :func:`lay_passes`.
     """
@@ -350,18 +354,19 @@ def runs_of(
 def _runs_of(
     parts: Sequence[_Part], lane_range: tuple[int, int], starts: Int64Array, stops: Int64Array
 ) -> tuple[Runs, Int64Array]:
-    """Return the runs of each part that hold ``[starts[i], stops[i])`` of the streams, by lane, and its number."""
+    """Return the runs of each part that hold ``[starts[i], stops[i])`` of the streams, by lane, and each run's part."""
     low, high = lane_range
     num_lanes, bundles = parts[0].source.num_lanes, [part.bundle for part in parts]
-    # Of each part: its number, samples of a pass, its first pass in the bundle, and the first draw of the bundle.
+    # 1. Per part, int64 [P]: its number of passes, the samples of a pass, its first pass within the bundle, and the
+    # first draw of the bundle.
     num_passes, sizes, skipped, drawn = np.array(
         [(len(one.numbers), one.era.samples, one.numbers.start - one.bundle.numbers.start, one.bundle.first_draw)
          for one in parts]
     ).T  # fmt: skip
-    # One row for each part and lane; then one for each pass of it in which the lane has a run.
+    # 2. One row per part and lane; then one row per pass of the part in which the lane has a run.
     part = np.repeat(np.arange(len(parts)), high - low)
     lane = np.tile(np.arange(low, high), len(parts))
-    is_sparse = (sizes < num_lanes)[part]  # a lane has a sample in some passes only: then one row for each of its draws
+    is_sparse = (sizes < num_lanes)[part]  # a lane has a sample only in some passes: then one row per draw
     begin = drawn[part] + skipped[part] * sizes[part]
     before, behind = (-(-(at - lane) // num_lanes) for at in (begin, begin + num_passes[part] * sizes[part]))
     before, behind = np.maximum(before, starts[part]), np.minimum(behind, stops[part])
@@ -371,7 +376,7 @@ def _runs_of(
     of, lanes = part[row], lane[row]
     draw = (before[row] + index) * num_lanes + lanes
     within = np.where(is_sparse[row], (draw - drawn[of]) // sizes[of], skipped[of] + index)
-    # Linear positions of each bundle come behind those of the previous one.
+    # 3. Put the linear positions of all bundles end to end; per row: its run [begins, ends) and its turn.
     shifts = sums([int(one.starts[-1]) for one in bundles])
     borders = _end_to_end([one.starts + shift for one, shift in zip(bundles, shifts.tolist(), strict=False)])
     draws, base = drawn[of] + within * sizes[of], shifts[of] + within * sizes[of]
@@ -382,13 +387,13 @@ def _runs_of(
         np.array([one.source.key for one in parts], np.uint64)[of],
         np.array([one.numbers.start for one in bundles])[of] + within, lanes, begins, ends, borders,
     )  # fmt: skip
-    # Two for each side of the turn, of which those are kept that hold some of the positions.
+    # 4. Two rows per run, one per side of the turn; keep those that hold requested positions.
     lows, highs = np.stack([turns, begins], axis=1).ravel(), np.stack([ends, turns], axis=1).ravel()
     first = np.stack([first, first + ends - turns], axis=1).ravel()
     of, lanes = np.repeat(of, 2), np.repeat(lanes, 2)
     here = np.flatnonzero((highs > lows) & (first < stops[of]) & (first + highs - lows > starts[of]))
     lows, highs, first, of, lanes = lows[here], highs[here], first[here], of[here], lanes[here]
-    # One row for each part of a chunk in it.
+    # 5. One row per part of a chunk in each.
     low_border = np.searchsorted(borders, np.maximum(lows, lows + starts[of] - first), side="right") - 1
     nums = np.searchsorted(borders, np.minimum(highs, lows + stops[of] - first), side="left") - low_border
     row = np.repeat(np.arange(len(nums)), nums)

@@ -1,7 +1,7 @@
 """Give each lane a stream of samples of one source, or of a group of sources, for orders dealt by single samples.
 
-``SourceOrder``: a source on its own, of which every lane has an equal run of each pass. ``RowStream``: sources of few
-chunks or samples; all lanes draw from them together, row by row. ``LaidStream``: sources laid in chunks.
+``SourceOrder``: a single source; every lane has an equal run of each pass. ``RowStream``: sources with few chunks or
+samples; all lanes draw from them together, row by row. ``LaidStream``: sources laid in chunks.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from streaming.types import Int64Array
 
 _Int32s = npt.NDArray[np.int32]
 _DRAWS_AHEAD = 512  # evaluated at once, which takes as long as one; 4 KiB per source and lane
-_AHEAD_OF_ALL = 2**14  # of all lanes at most: each may be of another pass over a small source
-_APART = 8  # lanes of a source are apart by a few draws
+_AHEAD_OF_ALL = 2**14  # upper bound over all lanes: each draw may belong to another pass over a small source
+_APART = 8  # lanes of a source differ by a few draws
 _LEAST_GROUP, _MOST_GROUPS = 16, 32  # lanes evaluated together
 _ROWS_AT_ONCE = 2**14  # draws of all lanes: 50 ms
 _KEPT_BLOCKS = 64
 _FOUND_AT_ONCE = 2**20
-_MOST_PIECES = 2**20  # of a source: up to as many samples, all of them are shuffled
+_MOST_PIECES = 2**20  # of a source: with at most this many samples, each sample is shuffled
 
 
 def own_settings(listing: Listing, settings: OrderSettings) -> OrderSettings:
     """Return the settings of one source: a seed from its name, and a window of at most twice its mean chunk.
 
-    So it holds about five chunks in each lane, however large the chunks of other sources are.
+    So the source holds about five chunks in each lane, however large the chunks of other sources are.
     """
     window = min(settings.window, 2 * listing.mean_chunk)
     return replace(settings, seed=keyed_number(settings.seed, "window", listing.name), window=window)
 
 
 class DrawsAhead:
-    """Find draws of one source in its lanes, more at a time than requested: small shares request few.
+    """Locate draws of one source in its lanes, more at a time than requested: small shares request few.
 
     Args:
-        locate: Returns chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64 [n] each.
+        locate: Returns the chunk ids and the offsets in them of draws ``[start, stop)`` of a lane, int64 [n] each.
     """
 
     def __init__(self, locate: Callable[[int, int, int], tuple[Int64Array, Int64Array]]) -> None:
@@ -67,27 +67,27 @@ class DrawsAhead:
 
 
 class Stream(Protocol):
-    """What lanes draw from: in each lane an endless stream of draws, numbered 0, 1, 2, … Thread-safe."""
+    """A source of draws for lanes: in each lane an endless stream of draws, numbered 0, 1, 2, … Thread-safe."""
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane; int64 [n]."""
+        """Return chunk ids and offsets in them of draws ``[start, stop)``, at least one, of a lane; int64 [n] each."""
 
     def parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
         """Return all runs in lanes ``[low, high)`` that may be due at draws ``[start, stop)``, and perhaps others.
 
-        Their ``begins`` and ``ends`` are draws, and not cut to those asked for.
+        Their ``begins`` and ``ends`` are draws, and are not cut to the requested range.
         """
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return lanes and draws, from ``[start, stop)``, at which a sample is due."""
+        """Return the lanes and draws, in ``[start, stop)``, at which a sample is due."""
 
 
 class SourceOrder:
     """One source's own order: in each lane an endless stream of its draws, independent of other sources.
 
-    Its window is the mixture's, at most twice its own mean chunk and a lane's run of a pass. It moves no sample into
-    another pass. With fewer chunks than lanes, a lane needs most of them again in the next pass, and holds them until
-    then.
+    Its window is that of the mixture, but at most twice its own mean chunk, and at most a lane's run of a pass. The
+    window moves no sample into another pass. With fewer chunks than lanes, a lane needs most of its chunks again in the
+    next pass, and keeps them until then.
 
     Args:
         listings: Lists of the source, more than one if it grew.
@@ -97,7 +97,7 @@ class SourceOrder:
     Attributes:
         lanes: The source's streams, before the window moves samples.
         settings: The source's own settings.
-        group: Number of lanes that are evaluated together: NumPy takes as long for one.
+        group: Number of lanes evaluated together: NumPy takes as long for one.
     """
 
     def __init__(self, listings: Sequence[Listing], settings: OrderSettings, *, kept_parts: int = 0) -> None:
@@ -117,7 +117,7 @@ class SourceOrder:
         return max(self.settings.window - 1, 0)
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """See ``Stream``. Lanes of a group are evaluated together, and a few more draws than asked for."""
+        """See ``Stream``. Evaluates all lanes of a group together, and a few more draws than requested."""
         group, within = divmod(lane, self.group)
         kept = self._kept.get(group)
         if kept is None or not kept.start <= start <= stop <= kept.stop:
@@ -169,22 +169,22 @@ class _Ahead:
 
 
 class RowStream:
-    """Sources of few chunks or samples, of which all lanes draw together, row by row.
+    """Sources with few chunks or samples, from which all lanes draw together, row by row.
 
-    The draws of all lanes are numbered row by row, in each row from another lane on: if lanes came in step with the
-    sources, they would never draw from some. A tree of one lane deals the numbers to the sources, and the n-th draw of
-    a source is sample n of its endless list, whose samples are shuffled in each pass. So after every row all samples of
-    a source have come equally often, or once more.
+    The draws of all lanes are numbered row by row, each row starting at another lane: if lanes came in step with the
+    sources, they would never draw from some of them. A tree of one lane deals the numbers to the sources. The n-th draw
+    of a source is sample n of its endless list, whose samples are shuffled in each pass. So after every row, the counts
+    of a source's samples differ by at most one.
 
-    A chunk is held for a window after each draw, as one that is laid is.
+    A chunk is held for a window after each draw, like a laid chunk.
 
     Args:
         listings: Lists of each source, by name; absent sources have none.
-        tree: Deals draws to the sources, by name; of one lane.
-        lanes: Deals positions of lanes to these sources together, the leaf apart.
+        tree: Deals draws to the sources, by name; a tree of one lane.
+        lanes: Deals positions of lanes to the leaf of all these sources, which is apart.
         leaf: Number of that leaf.
         settings: Settings of the mixture.
-        absent: Returns the error for a draw, given with its lane, from an absent source.
+        absent: Returns the error for a draw from an absent source, given the source, the lane and the draw.
     """
 
     def __init__(
@@ -230,16 +230,16 @@ class RowStream:
         """Yield lanes and draws of some numbers, in any order."""
         lane_at = np.argsort(self._lanes.lane_places)
         draws, places = np.divmod(numbers, self._num_lanes)
-        for place, some in rows_by(places):  # each is of this lane, or of another one in the same row
+        for place, some in rows_by(places):  # the draw belongs to this lane, or to another one in the same row
             begins, sizes, turns = self._rows(int(lane_at[place]), draws[some])
             found, other = np.divmod(begins + (numbers[some] - begins - turns) % sizes, self._num_lanes)
             yield from zip(lane_at[other].tolist(), found.tolist(), strict=True)
 
     def _rows(self, lane: int, draws: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return the rows of some draws of a lane: their first numbers, sizes, and where they begin; int64 [n] each."""
+        """Return the rows of some draws of a lane: first numbers, sizes, and their rotations; int64 [n] each."""
         rows = self._lanes.positions(lane, self._leaf, draws)
         begins, ends = self._lanes.rows_of(rows), self._lanes.rows_of(rows + 1)
-        sizes = np.maximum(ends - begins, 1)  # there is no row of a draw that never comes
+        sizes = np.maximum(ends - begins, 1)  # a draw that never comes has no row
         turns = hash_each(rows.astype(np.uint64), self._key) % sizes.astype(np.uint64)
         return begins, sizes, turns.astype(np.int64)
 
@@ -302,7 +302,7 @@ class RowStream:
         return self._tree.names[int(self._tree.draws_at(self._numbers(lane, np.array([draw])))[0][0])]
 
     def free_pass(self, name: str, num_draws: int) -> int:
-        """Return the first pass over a source of which nothing is among the first draws of all lanes."""
+        """Return the first pass over a source without a sample among the first ``num_draws`` draws of all lanes."""
         draws = self.counts(num_draws)[name]
         return self._sources[self._index[name]].free_pass(draws) if draws else 0
 

@@ -1,8 +1,8 @@
-"""Stamp the runs of all sources with the times at which their shares have grown to them, and sort them by time.
+"""Stamp the runs of all sources with the times at which their shares reach them, and sort them by time.
 
-A source's share grows with time, in samples of a lane (``Growth``): the amount given by some time follows by
-arithmetic, and so does the time at which an amount is due. What some lanes lay out in a stretch of time
-(``LaneBlock``) is then a slice of the runs of all sources there (``Drawn``).
+The amount that a source has given grows with time, counted in samples of a lane (``Growth``). The amount due at a time
+follows by arithmetic, and so does the time at which an amount is due. The runs that some lanes lay out in a stretch of
+time (``LaneBlock``) are then a slice of the runs of all sources (``Drawn``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SORTED_FROM = 8  # blocks: sorting all runs takes as long as scanning them this
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Growth:
-    """Describe how the share of one source grows with time: linearly between the times at which weights change.
+    """The amount that one source has given, by time: linear between the times at which weights change.
 
     Attributes:
         times: float64 [n], start of each segment, the first at 0.
@@ -54,20 +54,20 @@ class Growth:
         return float(np.append(self.times[1:], np.inf)[given[-1]]) if len(given) else 0.0
 
     def due(self, time: float) -> Any:
-        """Return the samples of this source that are due after the first ``time`` samples of a lane."""
+        """Return the number of samples of this source due within the first ``time`` samples of a lane."""
         segment = int(np.searchsorted(self.times, time, side="right")) - 1
         return self.dues[segment] + (time - self.times[segment]) * self.shares[segment]
 
     def stamps(self, samples: Floats) -> Floats:
         """Return the earliest times at which ``samples`` (above 0) are due; infinity if never.
 
-        Monotone despite rounding. What is due before a segment starts does not depend on that segment.
+        Monotone despite rounding. Times before a segment starts do not depend on that segment.
         """
         segment = np.searchsorted(self.dues, samples, side="left") - 1
         return self._stamps_in(segment, samples, self.shares[segment], self.dues[segment])
 
     def stamps_of(self, sources: Int64Array, samples: Floats) -> Floats:
-        """Return ``stamps`` of each of the samples, of sources given ascending, in a growth of several."""
+        """Return ``stamps`` of samples of several sources, sorted by source, for a growth made by ``of_all``; [n]."""
         if len(self.times) > _COMPARED:
             borders = np.searchsorted(sources, np.arange(self.dues.shape[1] + 1))
             found = np.empty(len(samples))
@@ -82,9 +82,9 @@ class Growth:
         return self._stamps_in(segment, samples, self.shares[segment, sources], self.dues[segment, sources])
 
     def _stamps_in(self, segment: Int64Array, samples: Floats, share: Floats, due: Floats) -> Floats:
-        """Return ``stamps`` of samples that are due in given segments, whose shares and dues at the start are given."""
+        """Return ``stamps`` of samples, given the segment of each, its share, and the amount due at its start; [n]."""
         after = np.full(len(samples), np.inf)
-        with np.errstate(over="ignore"):  # with the smallest shares, that is never
+        with np.errstate(over="ignore"):  # the smallest shares give infinity: never
             np.divide(samples - due, share, out=after, where=share > 0)
         ends = np.append(self.times[1:], np.inf)
         stamps: Floats = np.minimum(self.times[segment] + after, ends[segment])
@@ -111,10 +111,10 @@ def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Grow
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneBlock:
-    """What some lanes lay out in a stretch of time, which begins at ``time``.
+    """The runs that some lanes lay out in a stretch of time, which begins at ``time``.
 
-    ``runs.begins`` are lane positions; those of lane ``low + i`` are rows ``splits[i]`` to ``splits[i + 1]``, on lane
-    positions ``[starts[i], stops[i])``. ``stamps`` are those of the runs, ascending in each lane.
+    ``runs.begins`` are lane positions. Lane ``low + i`` has runs ``splits[i]`` to ``splits[i + 1]``, at lane positions
+    ``[starts[i], stops[i])``. ``stamps`` are the stamps of the runs, ascending in each lane.
     """
 
     time: int
@@ -133,7 +133,7 @@ class Drawn:
 
     Attributes:
         since: int64 [S], first position of each source's streams that the runs cover.
-        until: int64 [S], end (exclusive); 0: there are no runs of it.
+        until: int64 [S], end (exclusive) of these positions; 0: no runs of the source.
         splits: int64 [S + 1], the first run of each source.
         runs: The runs; ``begins`` are positions in the streams of their source.
         stamps: The stamp of each run.
@@ -165,7 +165,7 @@ class Drawn:
     def replaced(
         self, sources: Int64Array, starts: Int64Array, stops: Int64Array, runs: Runs, counts: Int64Array, stamps: Floats
     ) -> Drawn:
-        """Replace the runs of some sources, given ascending: first positions, ends, runs, how many of each, stamps."""
+        """Replace the runs of some sources, given in ascending order, with their bounds, runs, counts and stamps."""
         since, until, sizes = self.since.copy(), self.until.copy(), np.diff(self.splits)
         since[sources], until[sources], sizes[sources] = starts, stops, counts
         is_kept = np.ones(len(since), np.bool_)
@@ -179,10 +179,10 @@ class Drawn:
         )  # fmt: skip
 
     def stamped(self, start: int, stop: int, lanes: range) -> tuple[Int64Array, Runs, Floats]:
-        """Return what sources gave before ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``.
+        """Return the samples given up to ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``.
 
-        The runs are sorted by lane, then by stamp. What a source gave before consists of everything up to its first run
-        here, and of those runs here that are stamped no later.
+        The runs are sorted by lane, then by stamp. The samples of a source up to ``start`` are those before its first
+        run here, and those of the runs here that are stamped no later than ``start``.
         """
         self._blocks += 1
         if self._blocks >= _SORTED_FROM:
@@ -233,7 +233,7 @@ class _ByTime:
         )
 
     def between(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return the amount given before ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``."""
+        """Return the samples given up to ``start``, int64 [lanes], and the runs stamped in ``(start, stop]``."""
         cuts = [low + np.searchsorted(self.stamps[low:high], (start, stop), side="right")
                 for low, high in pairwise(self.splits.tolist())]  # fmt: skip
         lows = np.array([cut[0] for cut in cuts])

@@ -1,1 +1,1 @@
-"""Pack documents: choose the pieces of each pack, from lengths only. Pure. Not here: tokens, files, datasets."""
+"""Pack documents: choose the pieces of each pack, from lengths alone. Pure: no tokens, files or datasets."""

@@ -1,9 +1,9 @@
 """Balance the cost of packs over the ranks of a global batch: which rank computes which pack, and in which order.
 
-Packs with equally many tokens differ in the cost of attention: one document of T tokens has T² / 2 pairs, T / n
+Packs with the same number of tokens differ in the cost of attention: one document of T tokens has T² / 2 pairs, T / n
 documents of n tokens have T · n / 2. Ranks synchronize at every microbatch (gathered parameters, reduced gradients), so
-all wait for the slowest. Both remedies here are pure functions: every rank knows all lengths, and so computes the same
-result.
+all ranks wait for the slowest. Both remedies here are pure functions: every rank knows all lengths, and so computes the
+same result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost:
     """Return the cost of each pack, [K].
 
     Unless the user gives a function, the cost is ``size * c + sum of length**2``, in integers, so that every platform
-    sorts packs alike.
+    sorts packs in the same order.
 
     Args:
         lengths: int64 [n], tokens of the pieces, pack after pack.
@@ -59,7 +59,7 @@ class BalanceRules:
     """The user's validated options for balancing the packs of a global batch.
 
     Attributes:
-        how: ``"local"``: each rank sorts its own; ``"exchange"``: they are redistributed over all ranks.
+        how: ``"local"``: each rank sorts its own packs; ``"exchange"``: packs are redistributed over all ranks.
         cost: See :func:`pack_costs`.
 
     Raises:
@@ -77,7 +77,7 @@ class BalanceRules:
 
 
 def order_local(costs: Costs) -> Int64Array:
-    """Sort one rank's packs of a global batch, the most expensive first; int64 [B].
+    """Return the order of one rank's packs of a global batch, the most expensive first; int64 [B].
 
     The most expensive packs of all ranks then coincide in the same microbatch. Each rank keeps its packs.
 
@@ -90,15 +90,16 @@ def order_local(costs: Costs) -> Int64Array:
 def exchange(costs: Costs, shares: Sequence[int]) -> list[Int64Array]:
     """Distribute the packs of a global batch over its ranks by cost.
 
-    Return those that each rank computes, int64 [shares[r]].
-
-    Microbatch j of all ranks together holds the j-th most expensive group of packs, and every second microbatch is
-    dealt in reverse order (a snake), which also balances the sums. A rank keeps its number of packs; if ranks differ in
-    it, those with one more compute the cheapest packs in a last microbatch of their own.
+    Microbatch j of all ranks together holds the j-th most expensive group of packs. Every second microbatch is dealt in
+    reverse order (a snake), which also balances the sums. A rank keeps its number of packs. If some ranks have one pack
+    more, they compute the cheapest packs in an additional last microbatch.
 
     Args:
         costs: [B], costs of all packs of the global batch; equal ones keep their order.
         shares: Number of packs of each rank; their sum is B.
+
+    Returns:
+        The packs that each rank computes, int64 [shares[r]].
 
     Example:
         >>> [packs.tolist() for packs in exchange(np.array([1, 9, 5, 7]), (2, 2))]
@@ -113,7 +114,7 @@ def exchange(costs: Costs, shares: Sequence[int]) -> list[Int64Array]:
 
 
 def idle(costs: Costs) -> float:
-    """Return the fraction of their time that ranks wait at the ends of microbatches, 0 to 1.
+    """Return the fraction of time, 0 to 1, that ranks wait at the ends of microbatches.
 
     Args:
         costs: [num_ranks, microbatches], in the order of computation.

@@ -20,21 +20,22 @@ _LONG = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Divide the token positions of R consecutive packs into non-empty runs, one for each piece and one for each gap.
+    """The token positions of R consecutive packs, divided into non-empty runs: one per piece and one per gap.
 
-    Lists have an entry for each pack and one more, so that differences give the values of packs ``[low, high)``.
+    Lists have R + 1 entries, so that differences give the values of packs ``[low, high)``.
 
     Attributes:
         counts: int64 [S], positions of each run.
         begins: int64 [S], first position of each run.
         documents: [S], number of the run's document in its pack; ``NO_DOCUMENT`` for gaps. Small integers.
-        there: bool [n], pieces whose tokens are available: in order, they are the runs that are not gaps.
+        there: bool [n], whether the tokens of a piece are available; such pieces are the runs that are not gaps, in
+            order.
         runs: Number of runs before each pack.
         places: Number of positions before each pack.
         tokens: Number of tokens before each pack.
         pieces: Number of available pieces before each pack.
         filled: Number of packs with any token before each pack.
-        heads: int64 [H], positions at which documents, and the padding after them, begin.
+        heads: int64 [H], positions at which documents begin, and the padding after them.
         head_splits: Number of ``heads`` before each pack.
         longest: Length of the longest document of each pack; padding counts as one.
     """
@@ -60,7 +61,7 @@ class Segments:
     def cu_seqlens(self, low: int, high: int, shape: PackShape) -> tuple[npt.NDArray[np.int32], int]:
         """Return the document offsets among the positions of packs ``[low, high)``, and the longest length.
 
-        With ``max_docs`` both have static values: offsets are filled up with the end, and the length is that of a pack.
+        With ``max_docs``, both are static: offsets are filled up with the end, and the length is that of a pack.
         """
         first, num_places = self.places[low], self.places[high] - self.places[low]
         heads = self.heads[self.head_splits[low] : self.head_splits[high]]
@@ -72,14 +73,14 @@ class Segments:
 
 
 def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths: Int64Array | None = None) -> Segments:
-    """Lay out the pieces, given the tokens available of each document (``available`` int64 [n], from its first token).
+    """Lay out the pieces of packs, given the number of available tokens of each document.
 
-    The pieces of a pack follow each other; the rest of its row is padding, which is a document of its own in
+    The pieces of a pack follow each other; the rest of its row is padding, which counts as a document in
     ``cu_seqlens``.
 
     Args:
         rows: The packs.
-        available: Number of tokens available of each piece's document.
+        available: int64 [n], number of available tokens of each piece's document, from its first token on.
         shape: The shape of a batch.
         widths: int64 [R], positions of each pack; None: ``shape.length`` each.
     """
@@ -88,12 +89,12 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     taken = np.minimum(rows.stops, available)
     taken -= rows.starts
     np.maximum(taken, 0, out=taken)
-    there = taken > 0  # a document that could not be read has no run, so it needs no number
+    there = taken > 0  # a document that could not be read has no run, and needs no number
     before = sums(there)
     numbers = before[:-1] - before[rows.splits[:-1]][packs]
     rooms = rounded(taken, shape.multiple)
     used = sums(rooms)[rows.splits]
-    # A run for each piece, one for the gap after it if there can be one, and one for the rest of each row, by position.
+    # By position: a run per piece, one for the gap after it if there can be one, and one for the rest of each row.
     step = 1 if shape.multiple == 1 else 2
     pieces = step * np.arange(len(taken)) + packs
     rests = step * rows.splits[1:] + np.arange(num_packs)
@@ -102,7 +103,7 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     heads = np.ones(len(counts), np.bool_)
     if step > 1:
         counts[pieces + 1], heads[pieces + 1] = rooms - taken, False
-    # Repeated in the smallest integer type that fits: a quarter of the memory traffic.
+    # These will be repeated, so they have the smallest integer type that fits: a quarter of the memory traffic.
     documents = np.full(len(counts), NO_DOCUMENT, np.min_scalar_type(-int(widths.max(initial=1))))
     documents[pieces] = numbers
     runs = np.flatnonzero(counts)
@@ -123,13 +124,13 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundItems:
-    """Location in memory of the items that fill the runs; for gaps the values are meaningless.
+    """The locations in memory of the items that fill the runs; values of gaps are meaningless.
 
     Attributes:
         dtype: Type of an item.
         memory: Memory, as bytes or, for gathering, as items.
         firsts: First byte of each run, or int64 [S], its first item.
-        stops: End byte (exclusive) of each run; empty if runs are gathered.
+        stops: End byte (exclusive) of each run; [] if items are gathered.
     """
 
     dtype: np.dtype[Any]
@@ -141,7 +142,7 @@ class FoundItems:
 class Filler:
     """Write the entries of batches of packs.
 
-    Long runs are copied one by one in a single call; short ones are gathered position by position.
+    Long runs are copied, each by one call; short runs are gathered position by position.
 
     Args:
         view: Memory that holds the documents.
@@ -159,13 +160,13 @@ class Filler:
         self._gap_counts = segments.counts[self._gaps].tolist()
         self._pieces = np.flatnonzero(~is_gap)
         self._piece_begins = segments.begins[self._pieces]
-        # Pieces whose first token nothing predicts: all, or those that begin a row.
+        # Pieces whose first token is not predicted: all, or those that begin a row.
         self._alone, self._alone_splits = self._piece_begins, segments.pieces
         if shape.labels_across:
             self._is_first = segments.documents[self._pieces] == 0
             self._alone, self._alone_splits = self._piece_begins[self._is_first], segments.filled
         there = segments.there
-        is_later = rows.starts[there] > 0  # a window after another one of its document
+        is_later = rows.starts[there] > 0  # a window after another window of its document
         self._stale_counts = np.minimum(is_later * shape.stale, segments.counts[self._pieces])
         self._copies_runs = segments.places[-1] > _LONG * len(is_gap)
         # Positions are counted modulo 2**16 if no document is longer: a quarter of the memory traffic.
@@ -173,7 +174,7 @@ class Filler:
         self._counted_begins = segments.begins.astype(self._count)
 
     def find(self, starts: Int64Array, dtype: str | np.dtype[Any]) -> FoundItems:
-        """Locate what fills the runs, for documents whose items begin at bytes ``starts``, int64 [n]."""
+        """Locate the items that fill the runs, for documents whose items begin at bytes ``starts``, int64 [n]."""
         item, segments, there = np.dtype(dtype), self._segments, self._segments.there
         size, counts = item.itemsize, segments.counts
         starts = np.where(there, starts, 0)
@@ -182,11 +183,11 @@ class Filler:
         view = self._view
         if self._copies_runs:
             firsts[self._pieces] = (starts + size * self._rows.starts)[there]
-            if len(view) < longest:  # only a gap can be longer than everything available
+            if len(view) < longest:  # only a gap can be longer than all available bytes
                 view = memoryview(bytes(view) + bytes(longest))
             return FoundItems(dtype=item, memory=view, firsts=firsts.tolist(), stops=(firsts + size * counts).tolist())
-        if (starts % size).any():  # in a tar, documents begin at multiples of 512; others are copied to new places
-            view, starts = self._laid_anew(starts, size)
+        if (starts % size).any():  # in a tar, documents begin at multiples of 512; misaligned ones are copied
+            view, starts = self._aligned(starts, size)
         data = np.frombuffer(view, item, len(view) // size)
         firsts[self._pieces] = (starts // size + self._rows.starts)[there]
         firsts -= segments.begins
@@ -200,7 +201,7 @@ class Filler:
         ``starts`` int64 [n]: the first bytes of the documents, or the result of ``find``.
 
         Returns:
-            The same tokens in the type in which they were read, [positions]; making ``labels`` from these is faster.
+            The same tokens in the type in which they were read, [positions]; ``labels`` is faster with these.
         """
         low, high = self._span(low, high)
         found = starts if isinstance(starts, FoundItems) else self.find(starts, self._shape.dtype)
@@ -229,14 +230,14 @@ class Filler:
     ) -> int:  # fmt: skip
         """Write the label of each position; ``masks`` int64 [n]: first byte of each loss mask.
 
-        ``input_ids`` are those of the packs, or the result of ``input_ids``.
+        ``input_ids`` are the tokens of the packs, or the result of the method ``input_ids``.
 
         Returns:
             The number of labels that contribute to the loss.
         """
         low, high = self._span(low, high)
         shape, segments = self._shape, self._segments
-        shift = int(shape.shift_labels)  # everything that follows is written this many positions earlier
+        shift = int(shape.shift_labels)  # all labels below are written this many positions earlier
         labels = out[: max(len(out) - shift, 0)]
         labels[:] = input_ids[shift:]
         if masks is not None:
@@ -245,7 +246,7 @@ class Filler:
         self._fill_gaps(out, IGNORED, low, high, shift)
         before = segments.places[low] + shift
         alone = slice(self._alone_splits[low], self._alone_splits[high])
-        out[self._alone[alone] - before] = IGNORED  # position -1, the end of a row, bears no loss with a shift
+        out[self._alone[alone] - before] = IGNORED  # with a shift, position -1, the end of a row, has no loss
         if shape.stale:
             span = self._pieces_of(low, high)
             counts = self._stale_counts[span]
@@ -260,7 +261,7 @@ class Filler:
         return segments.tokens[high] - segments.tokens[low] - (alone.stop - alone.start)
 
     def _lead_over_gaps(self, out: npt.NDArray[np.int64], low: int, high: int) -> None:
-        """Move labels of first tokens, one position before them, over the gap to the last token of the piece before."""
+        """Move the labels of first tokens from the gap before them to the last token of the previous piece."""
         span, first = self._pieces_of(low, high), self._segments.places[low]
         begins = self._piece_begins[span] - first
         ends = begins + self._segments.counts[self._pieces[span]]
@@ -280,7 +281,7 @@ class Filler:
         return slice(self._segments.runs[low], self._segments.runs[high])
 
     def _fill_gaps(self, out: npt.NDArray[np.int64], value: int, low: int, high: int, shift: int = 0) -> None:
-        """Write ``value`` to the gaps of packs ``[low, high)``, ``shift`` positions before their place."""
+        """Write ``value`` to the gaps of packs ``[low, high)``, ``shift`` positions earlier."""
         first, last = self._gap_splits[low], self._gap_splits[high]
         if last - first > 4 * (high - low):
             runs = self._runs(low, high)
@@ -292,7 +293,7 @@ class Filler:
             out[max(begin - before, 0) : begin - before + count] = value
 
     def _items(self, found: FoundItems, low: int, high: int) -> npt.NDArray[Any]:
-        """Return an item for each position of packs ``[low, high)``; those of gaps are meaningless."""
+        """Return the item of each position of packs ``[low, high)``; items of gaps are meaningless."""
         runs, memory = self._runs(low, high), found.memory
         if isinstance(memory, memoryview):
             cuts = map(slice, found.firsts[runs], found.stops[runs])
@@ -302,8 +303,8 @@ class Filler:
         wanted += _places(len(wanted), wanted.dtype)
         return memory.take(wanted, mode="clip")
 
-    def _laid_anew(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
-        """Copy the available documents one after the other; return them, and the byte at which each begins."""
+    def _aligned(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
+        """Copy the available documents end to end; return the copy, and the byte at which each document begins."""
         copied, moved = bytearray(), np.zeros_like(starts)
         stops = starts + self._rows.stops * size
         for piece in np.flatnonzero(self._segments.there).tolist():

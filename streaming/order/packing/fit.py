@@ -1,9 +1,9 @@
-"""Pack pieces into few packs by best-fit-decreasing, and vary from epoch to epoch which documents share a pack.
+"""Pack pieces into few packs by best-fit-decreasing, and vary by epoch which documents share a pack.
 
 Best-fit-decreasing takes the pieces from the longest to the shortest and puts each into the fullest pack that still
 has room for it (Johnson, "Near-optimal bin packing algorithms", 1973: at most 11/9 of the optimum, plus one pack).
-Pieces of one length are handled together: packs with room for exactly one of them get one each, all at once, and a pack
-with room for several gets as many as it can hold.
+Pieces of equal length are handled together: packs with room for exactly one of them get one each, all at once, and a
+pack with room for several gets as many as it can hold.
 
 The result is a function of the lengths and the rules. The place of each document is a contract with every checkpoint,
 pinned by ``tests/golden/packs.json``.
@@ -30,7 +30,7 @@ _PER_PIECE = ("documents", "starts", "stops", "fresh", "amounts")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """Say which pieces go together. This is most of the work of packing, and the same in every epoch.
+    """The assignment of pieces to packs: most of the work of packing, and the same in every epoch.
 
     Attributes:
         pack_of: int32 [n], the pack of each piece, in the order in which pieces are placed.
@@ -50,12 +50,12 @@ def pack(lengths: Int64Array, rules: PackRules, known: Fit | None = None) -> Pac
     """Pack documents by their lengths.
 
     Deterministic: equal lengths and rules give equal packs, on every platform and in every release. Packs are in the
-    order in which they were opened, those with the longest pieces first; the pieces of a pack go from long to short.
+    order in which they were opened, those with the longest pieces first. The pieces of a pack go from long to short.
 
     Args:
         lengths: int64 [N], tokens of each document of a group; documents of length 0 have no piece. With
-            ``rules.budgets`` or ``rules.alike`` int64 [N, 1 + len(budgets) + alike], tokens first.
-        rules: Length of a pack, and what to do with overlong documents.
+            ``rules.budgets`` or ``rules.alike``: int64 [N, 1 + len(budgets) + alike], tokens first.
+        rules: Length of a pack, and the treatment of overlong documents.
         known: The result of ``fit`` for the same lengths and rules, if available.
 
     Raises:
@@ -75,7 +75,7 @@ def pack(lengths: Int64Array, rules: PackRules, known: Fit | None = None) -> Pac
 
 
 def fit(lengths: Int64Array, rules: PackRules) -> Fit:
-    """Find which pieces of documents go together, and K; both depend only on lengths and rules.
+    """Assign pieces of documents to packs; the result depends only on lengths and rules.
 
     Raises:
         ConfigError: A length is negative or not an integer.
@@ -87,15 +87,16 @@ def fit(lengths: Int64Array, rules: PackRules) -> Fit:
 def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
     """Permute documents of equal length among their places, and the pieces within each pack.
 
-    The number of packs, the lengths that each consists of, and so its fill, do not change: only which documents share a
-    pack, and in which order, differs from epoch to epoch. Lengths are compared after rounding (``rules.multiple``);
-    with several budgets, what documents take of each must be equal, and so must the columns in which packs are alike.
+    The number of packs, the lengths in each pack, and so its fill, do not change. Only the documents that share a pack,
+    and their order, differ by epoch. Lengths are compared after rounding (``rules.multiple``). With several budgets,
+    documents must also be equal in the amounts that they take of each budget, and in the columns in which packs are
+    alike.
 
     Args:
         packs: The packs of a group.
         seed: Seed of the order.
         epoch: Pass over the data.
-        group: Number of the group, so that each is permuted differently.
+        group: Number of the group, so that each group is permuted differently.
     """
     num_pieces = len(packs.documents)
     hashes = hash_range(stream_key(seed, epoch, group, _COMPANY), 0, 2 * num_pieces)
@@ -110,8 +111,7 @@ def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
 def _sorting(first: npt.NDArray[Any], *others: npt.NDArray[Any]) -> Int64Array:
     """Return ``np.lexsort((first, *others))``, but faster: the last key is compared first, ties keep their order.
 
-    Integers below 2**16 are sorted by counting; hashes have no ties, so that every sorting algorithm gives the same
-    order.
+    Integers below 2**16 are sorted by counting. Hashes have no ties, so every sorting algorithm gives the same order.
     """
     order = _sorting_by(first)
     for key in others:
@@ -133,7 +133,7 @@ def _reordered(packs: Packs, order: Int64Array) -> Packs:
 
 
 def _units(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """Return lengths in units of ``multiple``, rounded up; int64[n]."""
+    """Return lengths in units of ``multiple``, rounded up; int64 [n]."""
     return rounded(pieces.lengths, rules.multiple) // rules.multiple
 
 
@@ -145,7 +145,7 @@ def _order(pieces: Pieces, rules: PackRules) -> Int64Array:
 
 
 def _fit(pieces: Pieces, order: Int64Array, rules: PackRules) -> Fit:
-    """Return the pack that each piece goes into, when taken in this order."""
+    """Assign pieces, taken in this order, to packs."""
     if rules.budgets or rules.alike:
         pack_of = fit_several(pieces, order, rules)
     else:
@@ -159,17 +159,17 @@ def _fit(pieces: Pieces, order: Int64Array, rules: PackRules) -> Fit:
 
 
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> list[int]:
-    """Fit pieces of descending sizes.
+    """Return the pack of each piece, given pieces of descending sizes.
 
-    Among packs with equal room, prefer the one with fewest places left, then the first.
+    Among packs with equal room, the one with the fewest places left is preferred, then the first.
     """
     scale = 1 if max_docs is None else max_docs + 1
     places = scale - 1  # in a new pack; 0: places are not counted
     bits = sum(counts).bit_length()  # of the number of a pack
     mask, one = (1 << bits) - 1, min(places, 1) << bits
-    # A pack that something still to come can go into is a number, (room * scale + places) << bits | pack. Those with
-    # room for this size lie on a stack, the fullest on top. The others wait in a heap of negatives, the emptiest first:
-    # sizes fall, so that whatever comes onto the stack is fuller than all that lies there.
+    # A pack with room for a later piece is a number: (room * scale + places) << bits | pack. Packs with room for the
+    # current size lie on a stack, the fullest on top. The others wait in a heap of negatives, the emptiest first. Sizes
+    # descend, so a pack that moves to the stack is fuller than all packs there.
     fitting: list[int] = []
     waiting: list[int] = []
     pack_of: list[int] = []
@@ -204,7 +204,7 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int 
 def _runs_of_like(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> list[int]:
     """Cut the pieces, from the longest on, into runs with ``pieces * longest`` at most the capacity.
 
-    No other division into runs has fewer, because each run is as long as possible.
+    No other division has fewer runs, because each run is as long as possible.
     """
     pack_of: list[int] = []
     num_packs = open_places = 0

@@ -1,4 +1,4 @@
-"""Divide the chunks of a shard into groups, each of which is packed separately."""
+"""Divide the chunks of a shard into groups; each group is packed separately."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from streaming.common.arrays import sums
 from streaming.types import Int64Array
 
 PACKS_OF_GROUP = 256
-"""Minimum number of packs in a group, if the shard has as many: best-fit then fills 99 % or more (docs/design/0032)."""
+"""Minimum number of packs in a group, if the shard has enough: best-fit then fills 99 % or more (docs/design/0032)."""
 MAX_GROUP_BYTES = 64 << 20
-"""Maximum size of a group: it is fetched in one piece, and a lane holds about five groups."""
+"""Maximum size of a group: a group is fetched as a whole, and a lane holds about five groups."""
 
 
 def cut_groups(tokens: Int64Array, starts: Int64Array, ends: Int64Array, *, length: int) -> Int64Array:
@@ -21,8 +21,8 @@ def cut_groups(tokens: Int64Array, starts: Int64Array, ends: Int64Array, *, leng
 
     Args:
         tokens: int64 [C], tokens of each chunk.
-        starts: int64 [C], where each begins in the shard, ascending.
-        ends: int64 [C], where each ends.
+        starts: int64 [C], first byte of each chunk in the shard, ascending.
+        ends: int64 [C], end (exclusive) of each chunk.
         length: T, tokens of a pack.
 
     Returns:
@@ -34,7 +34,7 @@ def cut_groups(tokens: Int64Array, starts: Int64Array, ends: Int64Array, *, leng
     first, num_chunks = 0, len(tokens)
     while first < num_chunks:
         firsts.append(first)
-        full = int(np.searchsorted(before, before[first] + enough))  # first chunk behind as many tokens
+        full = int(np.searchsorted(before, before[first] + enough))  # first chunk after that many tokens
         if full > num_chunks or before[-1] - before[full] < enough:
             full = num_chunks
         fits = int(np.searchsorted(ends, starts[first] + MAX_GROUP_BYTES, side="right"))

@@ -26,15 +26,15 @@ class PackShape:
         length: T, tokens of a row.
         field: Field that holds the tokens of a document, little-endian.
         dtype: Type of these tokens, such as ``"<u2"``.
-        mask_field: Field that holds one byte per token, 0 for tokens without loss; None: all have loss.
-        shift_labels: ``labels[t]`` is token t + 1 instead of token t.
-        labels_across: The first token of a document is predicted from the last one of the document before it. If gaps
-            lie between documents (``multiple``), only with ``shift_labels``.
+        mask_field: Field that holds one byte per token, 0 for tokens without loss; None: all tokens have loss.
+        shift_labels: Whether ``labels[t]`` is token t + 1 instead of token t.
+        labels_across: Whether the first token of a document is predicted from the last token of the previous document.
+            With gaps between documents (``multiple``), this requires ``shift_labels``.
         pad_id: ``input_ids`` of padding.
         max_docs: Maximum number of documents in a pack, so that ``cu_seqlens`` has a static shape; None: no maximum.
         multiple: The space of each document is rounded up to a multiple of this.
-        stale: Tokens that a window shares with the previous one of its document, and that have no loss there; 0: they
-            have loss, or windows do not overlap.
+        stale: Number of tokens that a window shares with the previous window of its document and that have no loss
+            there; 0: they have loss, or windows do not overlap.
     """
 
     length: int
@@ -61,18 +61,18 @@ class PackShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackRows:
-    """Say which samples, or which tokens of them, make the B rows of a batch; a *piece* is a range of one document.
+    """The samples, or their tokens, that make the B rows of a batch; a *piece* is a range of one document.
 
     Attributes:
-        splits: int64[B + 1]; pieces ``splits[b]`` to ``splits[b + 1]`` make pack b.
-        samples: int64[n], sample of each piece, within its chunk's bytes.
-        starts: int64[n], first token of the piece within its document.
-        stops: int64[n], one past its last token.
-        lengths: int64[n], tokens of the whole document, by the column.
-        sources: int64[B], which source of a mixture each pack is of; None: there is one dataset.
-        costs: [B], what each pack costs, where packs are exchanged by that; else None.
-        parts: Rows that each planned pack is laid out in, one after the other; B is a multiple of it, and "pack" is
-            such a row.
+        splits: int64 [B + 1]; pieces ``splits[b]`` to ``splits[b + 1]`` make pack b.
+        samples: int64 [n], sample of each piece, within its chunk's bytes.
+        starts: int64 [n], first token of the piece within its document.
+        stops: int64 [n], end (exclusive) of its tokens.
+        lengths: int64 [n], tokens of the whole document, by the column.
+        sources: int64 [B], the source of a mixture from which each pack comes; None: there is one dataset.
+        costs: [B], cost of each pack, if packs are exchanged by cost; otherwise None.
+        parts: Number of consecutive rows in which each planned pack is laid out. B is a multiple of it, and "pack"
+            means such a row.
     """
 
     splits: Int64Array
@@ -110,20 +110,20 @@ class PackRows:
         return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost)
 
     def kept(self) -> KeptPacks:
-        """Return the same in a form from which single packs can be chosen."""
+        """Return the same packs in a form from which single packs can be chosen."""
         return KeptPacks(
             splits=self.splits.tolist(), pieces=np.stack([self.samples, self.starts, self.stops, self.lengths], axis=1)
         )
 
     @classmethod
     def of_samples(cls, samples: Int64Array, splits: Int64Array) -> PackRows:
-        """Return rows of whole samples, of which no length is known."""
+        """Return rows of whole samples whose lengths are not known."""
         nothing = np.zeros_like(samples)
         return cls(splits=splits, samples=samples, starts=nothing, stops=nothing, lengths=nothing)
 
     @classmethod
     def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
-        """Return one pack from each of several results for a dataset, one after the other."""
+        """Return one pack from each of several results for a dataset, in order."""
         found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
         columns = np.concatenate([np.empty((0, 4), np.int64), *found]).T
         samples, starts, stops, lengths = np.ascontiguousarray(columns)
@@ -133,7 +133,7 @@ class PackRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptPacks:
-    """Store ``PackRows`` so that the numbers of a pack are contiguous.
+    """``PackRows`` stored such that the numbers of a pack are contiguous.
 
     Attributes:
         splits: As in ``PackRows``, as a list.
@@ -159,7 +159,8 @@ def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackSha
         shape: The shape of padded packs.
 
     Returns:
-        The pieces as packs; their shape, in which ``length`` is the smallest width; int64 [n], positions of each.
+        The pieces as packs; their shape, in which ``length`` is the smallest width; and the positions of each, int64
+        [n].
     """
     rows = replace(
         packs, splits=np.arange(len(packs.samples) + 1),

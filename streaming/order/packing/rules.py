@@ -1,7 +1,7 @@
 """Cut documents into pieces that fit into a pack, and define what a pack is.
 
 A *document* is a run of tokens, one sample of the dataset. A *piece* is a range of its tokens, usually the whole
-document. A *pack* holds pieces, at most ``length`` tokens together, and becomes one row of a batch.
+document. A *pack* holds pieces of at most ``length`` tokens in total, and becomes one row of a batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
 Overlong: TypeAlias = Literal["split", "truncate", "drop"]
-"""What to do with a document that is longer than a pack."""
+"""Treatment of a document that is longer than a pack."""
 MAX_LENGTH = 2**30
 """Maximum tokens of a pack; ``cu_seqlens`` are int32."""
 
@@ -31,9 +31,9 @@ class PackRules:
             the first T tokens, ``"drop"`` leaves them out.
         multiple: The length of each piece is rounded up to a multiple of this; 2 * cp for context parallelism. It must
             divide T.
-        max_docs: Maximum pieces in a pack, for static shapes; None: as many as fit.
-        padded: A pack is a batch of its own: its pieces, of similar lengths, are padded to the longest, and ``pieces *
-            longest`` is at most T.
+        max_docs: Maximum number of pieces in a pack, for static shapes; None: as many as fit.
+        padded: Whether a pack is a batch of its own: its pieces, of similar lengths, are padded to the longest, and
+            ``pieces * longest`` is at most T.
         stride: A document longer than T becomes overlapping windows of T tokens, one every ``stride`` tokens; the last
             is shorter. Needs ``overlong="split"``. None: no overlap.
         budgets: Further limits of a pack, one for each further column of lengths (image tokens, for example). Needs
@@ -101,12 +101,12 @@ class Pieces:
         starts: int64 [n], first token of the piece within its document.
         stops: int64 [n], end of the piece (exclusive).
         fresh: int64 [n], first token within its document that no earlier piece holds: ``starts`` unless windows
-            overlap. Labels begin here if each token is to count once.
-        amounts: int64 [n, len(budgets) + alike], what each piece takes of the further budgets, and its values of the
-            columns that must be equal.
+            overlap. Labels begin here if each token must count once.
+        amounts: int64 [n, len(budgets) + alike], the amounts that each piece takes of the further budgets, and its
+            values in the columns that must be equal.
         num_split: Number of documents in more than one piece.
         num_truncated: Number of documents whose end was cut off.
-        num_dropped: Number of documents left out because of their length, or a further budget.
+        num_dropped: Number of documents left out because of their length or a further budget.
         num_empty: Number of documents without tokens, which have no piece.
     """
 
@@ -122,7 +122,7 @@ class Pieces:
 
     @property
     def lengths(self) -> Int64Array:
-        """Tokens of each piece, int64[n]."""
+        """Tokens of each piece, int64 [n]."""
         return self.stops - self.starts
 
     @property
@@ -149,9 +149,9 @@ class Packs(Pieces):
 
     @property
     def sizes(self) -> Int64Array:
-        """Token positions of each pack, including padding: T, or pieces * longest if packs are ``padded``.
+        """Token positions of each pack, including padding, int64 [K].
 
-        Int64 [K].
+        They are T each, or pieces * longest if packs are ``padded``.
         """
         if not self.rules.padded or not len(self):
             return np.full(len(self), self.rules.length)
@@ -165,7 +165,7 @@ class Packs(Pieces):
 
 
 def checked_lengths(lengths: Int64Array, budgets: tuple[int, ...] = (), alike: int = 0) -> Int64Array:
-    """Return lengths of documents as int64 [N, 1 + len(budgets) + alike].
+    """Validate lengths of documents, and return them as int64 [N, 1 + len(budgets) + alike].
 
     Raises:
         ConfigError: They are not non-negative integers, or the number of columns is wrong.
@@ -195,7 +195,7 @@ def cut(lengths: Int64Array, rules: PackRules) -> Pieces:
     Args:
         lengths: int64 [N], tokens of each document; 0 is allowed. With more columns int64 [N, 1 + len(budgets) +
             alike].
-        rules: What to do with overlong documents.
+        rules: The rules, including the treatment of overlong documents.
 
     Raises:
         ConfigError: A length is negative or not an integer.
@@ -212,7 +212,7 @@ def cut(lengths: Int64Array, rules: PackRules) -> Pieces:
     elif rules.overlong == "drop":
         counts[over] = 0
     documents = np.repeat(np.arange(len(lengths)), counts)
-    # Index of each piece within its document: pieces so far, less those before its document.
+    # Index of each piece within its document, [n]: the number of pieces before it, less those before its document.
     numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = numbers * step
     return Pieces(

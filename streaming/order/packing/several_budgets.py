@@ -1,8 +1,8 @@
 """Fit pieces under several budgets at once: tokens, and other quantities that are limited in a pack.
 
-Best-fit-decreasing with one number for the size of a piece and for the room of a pack: the sum of its shares of all
-budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). Shares are integers in units
-of 2**-40, so that the result is the same on every platform.
+This is best-fit-decreasing with one number for the size of a piece and for the room of a pack: the sum of its shares of
+all budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). Shares are integers in
+units of 2**-40, so that the result is the same on every platform.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streaming.types import Int64Array
 _WHOLE = 2**40  # of a budget; times budgets of up to 2**20 columns, sums fit into 63 bits
 _NEVER = np.iinfo(np.int64).max
 _OPENED = 64
-"""Number of packs allocated at first; doubled whenever necessary."""
+"""Number of packs allocated at first; doubled when necessary."""
 
 
 def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
@@ -34,8 +34,8 @@ def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
 def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int]:
     """Fit pieces, in this order, into packs that exceed no budget; return the pack of each.
 
-    Each goes into the pack with the least room, as a sum of shares, among those with room in every budget; ties go to
-    the first. Padded packs are runs of pieces that are alike.
+    Among the packs with room in every budget, a piece goes into the one with the least room, as a sum of shares; ties
+    go to the first. Padded packs are runs of pieces with equal values in the columns that must be alike.
     """
     taken = _taken(pieces, rules)[order]
     if rules.padded:
@@ -62,7 +62,7 @@ def _weights(rules: PackRules) -> Int64Array:
 def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
     """Return the pack of each piece.
 
-    The number of pieces is a budget too: each piece takes 1, with a share of 0.
+    The number of pieces is a budget, too: each piece takes 1, with a share of 0.
     """
     limits = [rules.length, *rules.budgets]
     shares = (taken @ _weights(rules)).tolist()
@@ -90,7 +90,7 @@ def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
 
 
 def _runs_of_like(taken: Int64Array, kinds: Int64Array, rules: PackRules) -> list[int]:
-    """Return the run of each piece: as many pieces of a kind, times the largest amount, as every budget allows."""
+    """Return the run of each piece; a run has as many pieces of a kind as fit, times the largest amounts."""
     budgets = [rules.length, *rules.budgets]
     is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)]).tolist()
     pack_of: list[int] = []

@@ -1,4 +1,4 @@
-"""Lay packs out in shorter rows: for rows that grow over a run, at the same number of tokens per step."""
+"""Lay packs out in shorter rows, for rows that grow over a run at a constant number of tokens per step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from streaming.types import Int64Array
 def shorter(packs: PackRows, length: int, num_parts: int, multiple: int = 1) -> PackRows:
     """Return the same pieces in ``num_parts`` rows per pack, each of ``length / num_parts`` tokens.
 
-    Pieces stay whole where they fit, the longest first; what is left is cut to fill the room that remains. All rows of
-    a pack follow each other; if a pack is not full, its last rows hold less, or nothing.
+    Pieces stay whole where they fit, the longest first. The other pieces are cut to fill the remaining room. The rows
+    of a pack are consecutive; if the pack is not full, its last rows hold less or nothing.
 
     Args:
         packs: B packs, without costs.
@@ -28,7 +28,7 @@ def shorter(packs: PackRows, length: int, num_parts: int, multiple: int = 1) -> 
         return packs
     sizes = rounded(packs.stops - packs.starts, multiple)
     rows, cut = _rows_of(packs, sizes, length // num_parts, num_parts)
-    # Pieces in rows, int64 [n] each: those that are whole, then those that are cut; a row has a piece at most once.
+    # Pieces in rows, int64 [n] each: whole pieces, then parts of cut ones. A row has a piece at most once.
     whole = np.flatnonzero(rows >= 0)
     pieces, at = np.concatenate([whole, cut[:, 0]]), np.concatenate([rows[whole], cut[:, 1]])
     begins, ends = np.zeros_like(pieces), sizes[pieces]
@@ -44,10 +44,11 @@ def shorter(packs: PackRows, length: int, num_parts: int, multiple: int = 1) -> 
 
 
 def _rows_of(packs: PackRows, sizes: Int64Array, room: int, num_rows: int) -> tuple[Int64Array, Int64Array]:
-    """Return the row of each piece that is whole, -1 of others, and where these are cut.
+    """Assign whole pieces to rows, and cut the others.
 
     Returns:
-        int64 [n]; and int64 [m, 4]: piece, row, its first token there, and one past the last.
+        int64 [n], the row of each whole piece, -1 for others; and int64 [m, 4], the parts of cut pieces: piece, row,
+        first token in the piece, and end (exclusive).
     """
     order = np.lexsort((-sizes, packs.packs)).tolist()
     spaces, rows = sizes.tolist(), [-1] * len(sizes)

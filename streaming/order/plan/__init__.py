@@ -1,1 +1,1 @@
-"""Decide which rank reads what, and when. Pure: no I/O, no clock, no threads."""
+"""Decide which rank reads which samples, and when. Pure: no I/O, no clock, no threads."""

@@ -1,4 +1,4 @@
-"""Say what is drawn of each source of a mixture: so many samples in each pass, or shares of a run without an end."""
+"""Define how much a mixture draws from each source: a number of samples per pass, or shares of an endless run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from streaming.order.plan.schedule import Schedule, WeightSchedule, checked_weig
 from streaming.types import Int64Array, override
 
 Weighing = Sequence[tuple[int, Mapping[str, float]]]
-"""Rows, and the weights from each on."""
+"""Pairs of a row and the weights from that row on."""
 _OrdersT = TypeVar("_OrdersT")
 
 
 class Blend(ABC):
-    """What is drawn of each source, and whether that ends: a value. Others ask it, and not which form it has.
+    """How much is drawn from each source, and whether the draws end. Callers never test for a subclass.
 
-    Sources are leaves, which hold samples; those of a nested mixture have names such as ``"web/en"``. A dataset by
-    itself is one leaf without a name, of which a pass draws everything.
+    Sources are leaves, which hold samples; those of a nested mixture have names such as ``"web/en"``. A single dataset
+    is one leaf without a name; a pass draws all its samples.
 
     Attributes:
         is_endless: Whether there is no end.
-        what: What ``shown`` shows.
+        what: Description of ``shown``, for messages.
         samples_per_pass: Samples of a pass over all sources; ``ENDLESS`` if it has no end.
     """
 
@@ -36,7 +36,7 @@ class Blend(ABC):
 
     @abstractmethod
     def check(self, sources: Mapping[str, str]) -> None:
-        """Check what an entry of a ledger says of its ``sources``.
+        """Check the blend of a ledger's entry against the entry's ``sources``.
 
         Raises:
             ConfigError: It is not valid.
@@ -45,7 +45,7 @@ class Blend(ABC):
     @property
     @abstractmethod
     def shown(self) -> str:
-        """What is drawn, for messages of changes."""
+        """The blend as text, for messages about changes."""
 
     @property
     @abstractmethod
@@ -54,30 +54,30 @@ class Blend(ABC):
 
     @abstractmethod
     def quotas_of(self, name: str) -> Mapping[str, int]:
-        """Return what a pass draws of each leaf, for a mixture that names this one so and counts passes.
+        """Return the samples of each leaf in a pass, for a mixture that calls this source ``name`` and counts passes.
 
         Raises:
-            ConfigError: There are no passes.
+            ConfigError: The blend is endless.
         """
 
     @abstractmethod
     def recorded(self) -> dict[str, Any]:
-        """Return the fields of ``Entry`` that record it, for a run that begins."""
+        """Return the fields of ``Entry`` that record this blend at the start of a run."""
 
     @abstractmethod
     def rows(self, start: int = 0) -> Weighing:
-        """Return rows from ``start`` on and the weights from each on; none if there is an end: quotas never change."""
+        """Return rows from ``start`` on and the weights from each on; [] for quotas, which never change."""
 
     @abstractmethod
     def shares(self, weighing: Weighing) -> Weighing:
-        """Return what is drawn by the row of a run, in relation: by the weights of its ledger, or by quotas."""
+        """Return relative amounts by the row of a run: the weights of its ledger (``weighing``), or the quotas."""
 
     def at(self, row: int) -> dict[str, float]:
         """Return the weights per sample at a row of a run without an end."""
         return dict(self.rows(row)[0][1])
 
     def largest_shares(self, row: int = 0) -> dict[str, float]:
-        """Return the largest share of each source from a row on; {}: there are no shares of rows, but passes."""
+        """Return the largest share of each source from a row on; {} for passes, which have no shares."""
         found: dict[str, float] = {}
         for _, weights in self.rows(row):
             total = sum(weights.values())
@@ -86,14 +86,14 @@ class Blend(ABC):
         return found
 
     def allows(self, other: Blend) -> bool:  # noqa: ARG002  a pass is laid out as a whole
-        """Tell whether a run may change to another blend; it may always stay as it is."""
+        """Return whether a run may change to a different blend."""
         return False
 
     def check_weighable(self) -> None:
-        """Check that a run can be given other weights.
+        """Check that the weights of a run can be changed.
 
         Raises:
-            ConfigError: It has an end.
+            ConfigError: The run has an end.
         """
         raise ConfigError(
             "set_weights: this mixture ends (by size, repeats= or ends=): an epoch of it is laid out as a whole. Make "
@@ -102,18 +102,18 @@ class Blend(ABC):
 
     @abstractmethod
     def readable(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
-        """Return how many samples of each leaf can be read by number: those of an epoch, or each once."""
+        """Return the number of samples of each leaf that can be read by index: those of an epoch, or each one once."""
 
     @abstractmethod
     def in_words(self) -> str:
-        """Describe it."""
+        """Describe the blend."""
 
     @abstractmethod
     def pack_passes(self, passes: Int64Array, sizes: Mapping[str, int]) -> Int64Array:
-        """Return the pass numbers that determine which documents share a pack; see ``Granularity.companies``."""
+        """Return the pass numbers that determine which documents share a pack; see ``Granularity.pack_passes``."""
 
     def in_batches(self, size: int) -> Blend:  # noqa: ARG002  there is no rest
-        """Return what batches of ``size`` samples of one source each draw: whole ones.
+        """Return the blend that batches of ``size`` samples of one source each draw: whole batches only.
 
         Raises:
             ConfigError: A source has fewer samples than a batch.
@@ -122,11 +122,11 @@ class Blend(ABC):
 
     @abstractmethod
     def needed(self, missing: set[str], laid: set[str]) -> set[str]:
-        """Return the missing sources whose chunks determine positions of others; ``laid`` are those that do at all."""
+        """Return the missing sources whose chunks determine positions of others; ``laid`` are all such sources."""
 
     @abstractmethod
     def orders(self, endless: Callable[[], _OrdersT], passes: Callable[[Mapping[str, int]], _OrdersT]) -> _OrdersT:
-        """Return the orders that one of two functions makes: of a run without an end, or of passes with quotas."""
+        """Return the orders made by one of two functions: for an endless run, or for passes with quotas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class EndlessBlend(Blend):
 
     @classmethod
     def constant(cls, weights: Mapping[str, float]) -> EndlessBlend:
-        """Return weights that never change.
+        """Return a blend whose weights never change.
 
         Raises:
             ConfigError: A weight is invalid, or none is above 0.
@@ -305,16 +305,16 @@ class EndlessBlend(Blend):
 def blend_of_entry(
     weights: Mapping[str, float], schedule: WeightSchedule | None, quotas: Mapping[str, int] | None
 ) -> Blend:
-    """Return what the fields of an entry of a ledger mean.
+    """Return the blend that the fields of a ledger's entry record.
 
     Raises:
-        ConfigError: The weights are invalid, or do not go with the quotas.
+        ConfigError: The weights are invalid, or are given together with quotas.
     """
     if quotas is None:
         constant = EndlessBlend.constant(weights)
         return constant if schedule is None else EndlessBlend(schedule)
     if weights or schedule is not None:
-        raise ConfigError("weights: a pass of the mixture has quotas, which no weights go with")
+        raise ConfigError("weights: a pass of the mixture has quotas, so it cannot have weights")
     return PassBlend(quotas)
 
 
@@ -328,4 +328,4 @@ def check_by_source(what: str, given: object, sources: Mapping[str, str] | None 
         raise ConfigError(f"{what}: expected a dict by the names of the sources, got {given!r}")
     unknown = sorted(set(given) - set(given if sources is None else sources), key=str)
     if unknown:
-        raise ConfigError(f"{what}: {unknown} are no sources; they are {sorted(sources or ())}")
+        raise ConfigError(f"{what}: {unknown} are not sources; the sources are {sorted(sources or ())}")

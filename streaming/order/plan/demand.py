@@ -1,15 +1,15 @@
-"""Demand memory for a plan: what one rank needs at once, what it takes, and what to do if that does not fit.
+"""Compute the memory demand of a plan: what one rank needs at once, what it takes, and the cure if it does not fit.
 
-The loop obeys it, and ``shard_tools plan`` prints it. How chunks are kept is decided once for each plan::
+The loop obeys the demand, and ``shard_tools plan`` prints it. How chunks are kept is decided once per plan::
 
-    all chunks fit          KeptDemand      each is fetched once, and stays
+    all chunks fit          KeptDemand      each is fetched once and stays
     ranks share an order    SlicesDemand    a rank reads its slices of chunks, which saves bytes
-    otherwise               LiveDemand      chunks come when they are needed, and go
+    otherwise               LiveDemand      chunks are fetched when needed and freed afterwards
 
-Chunks differ in size, so each epoch, rank and start needs another amount at once. The check of ``memory_limit``
+Chunks differ in size, so each epoch, rank and start needs a different amount at once. The check of ``memory_limit``
 (``ChunkMemory.check``) depends on none of them: it uses the needs of fixed ranks in epoch 0. A plan that later needs
-more than there is room for is still read (``ChunksInTurns``): its chunks stay only while batches use them, and some are
-fetched again.
+more memory than there is can still be read (``ChunksInTurns``): its chunks stay only while batches use them, and some
+are fetched again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from streaming.order.plan.plan import Plan
 from streaming.types import Int64Array, override
 
 RANKS_LOOKED_AT = 16
-"""Number of ranks, evenly spaced, that decide whether a run is refused; a millisecond each. Others are similar."""
+"""Number of evenly spaced ranks whose needs decide whether a run is refused, at a millisecond each; others are
+similar."""
 
 
 class ByteStarts(Protocol):
@@ -73,11 +74,13 @@ class ChunkMemory:
     Args:
         chunks: The dataset.
         memory: The rank's ``memory_limit``, divided.
-        is_shared: Whether other processes see the memory; else large chunks of files may be mapped where they lie.
+        is_shared: Whether other processes see the memory. Otherwise, large chunks of local files may be mapped in
+            place.
 
     Attributes:
         memory: As given.
-        align_bytes: Chunks lie at multiples of this in their files, and so in memory: a page if they are mapped.
+        align_bytes: The memory of a chunk begins at a multiple of this many bytes of its file: a page if chunks are
+            mapped, otherwise 1.
     """
 
     def __init__(self, chunks: Chunks, memory: Budget, *, is_shared: bool = False) -> None:
@@ -110,7 +113,7 @@ class ChunkMemory:
 
     @cached_property
     def span_rooms(self) -> Int64Array:
-        """int64 [n], the most memory of a sample read without the rest of its chunk, by span.
+        """int64 [n], the maximum memory for a sample read without the rest of its chunk, by span.
 
         Reads all sample tables.
         """
@@ -124,11 +127,11 @@ class ChunkMemory:
         return slices.span_borders(self.room_bytes)
 
     def slice_room(self, num_bytes: int) -> int:
-        """Return the most memory that a slice of this many bytes takes."""
+        """Return the maximum memory that a slice of this many bytes takes."""
         return int(budget.whole_pages(num_bytes + self.align_bytes - 1))
 
     def demand(self, plan: Plan, dp_rank: int) -> Demand:
-        """Return the demand of a rank for a plan; the latest is cached, because the start of a run checks it."""
+        """Return the demand of a rank for a plan. The latest is cached, because the start of a run checks it first."""
         found = self._latest
         if found is None or found.plan is not plan or found.dp_rank != dp_rank:
             self._latest = found = self._kind(plan)(self, plan, dp_rank)
@@ -142,7 +145,7 @@ class ChunkMemory:
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
 
         Raises:
-            MemoryLimitError: It does not fit; the message shows the calculation and the remedies.
+            MemoryLimitError: The demand exceeds the limit; the message shows the calculation and the remedies.
         """
         self.first_demand(plan).check(resumed=resumed)
 
@@ -163,11 +166,11 @@ class ChunkMemory:
 
 
 class Demand(ABC):
-    """The memory that a rank needs for a plan. What is costly to find is found when it is asked for.
+    """The memory that a rank needs for a plan. Costly values are computed when first read.
 
     Attributes:
         is_sliced: Slices of chunks are read, not whole chunks.
-        is_short: The plan needs more at once than there is room for, as far as that is known beforehand.
+        is_short: The plan needs more at once than the limit allows, as far as that is known beforehand.
         differs_by_rank: Ranks need different amounts at once.
     """
 
@@ -179,27 +182,27 @@ class Demand(ABC):
     @property
     @abstractmethod
     def live_bytes(self) -> int:
-        """An upper bound of what is needed at the same time, without read-ahead."""
+        """An upper bound on the bytes needed at the same time, without read-ahead."""
 
     @property
     @abstractmethod
     def limit_bytes(self) -> int:
-        """The most that chunks take."""
+        """The maximum bytes that chunks take."""
 
     @property
     def lent_bytes(self) -> int:
-        """The most that chunks take of which users keep views: at most half, and never what the plan needs."""
+        """The maximum bytes of chunks kept only for users' views: at most half, and never bytes that the plan needs."""
         most_bytes = self.rooms.most_bytes
         return max(0, min(most_bytes // 2, most_bytes - self.live_bytes))
 
     @property
     def pieces(self) -> Mapping[int, int]:
-        """Bytes of those chunks of which only parts are read, by chunk, where this had to be looked up."""
+        """Bytes of the chunks that are read only in part, by chunk, if they had to be looked up."""
         return {}
 
     @property
     def sizes(self) -> Int64Array:
-        """int64 [C], memory that each chunk takes in the way it is read."""
+        """int64 [C], memory that each chunk takes, given how it is read."""
         return self.rooms.room_bytes
 
     @property
@@ -209,30 +212,30 @@ class Demand(ABC):
 
     @property
     def least_bytes(self) -> int:
-        """Memory for chunks that ``check`` accepts.
+        """An amount of memory for chunks that ``check`` accepts.
 
-        The least, or, if the limit allows it, the least that can be computed without reading sample tables.
+        It is the smallest one or, if the limit allows it, the smallest that can be computed without sample tables.
         """
         return 0
 
     def shortage(self) -> str:
-        """Return words for too little room for the chunks needed at once, with consequences and cures."""
+        """Return the message that the chunks needed at once do not fit, with consequences and cures."""
         return f"memory_limit: {format_bytes(self.rooms.memory.limit_bytes)} is too little for this plan"
 
     @abstractmethod
     def check(self, *, resumed: bool = False) -> None:
-        """Refuse a run that begins with this demand and needs more at once than there is room for.
+        """Refuse a run that begins with this demand and needs more at once than the limit allows.
 
         Args:
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
 
         Raises:
-            MemoryLimitError: It does not fit; the message shows the calculation and the remedies.
+            MemoryLimitError: The demand exceeds the limit; the message shows the calculation and the remedies.
         """
 
 
 class KeptDemand(Demand):
-    """All chunks of a small set: what is needed at once does not matter."""
+    """All chunks of a small dataset; they fit, so the bytes needed at once do not matter."""
 
     @cached_property
     @override
@@ -250,7 +253,7 @@ class KeptDemand(Demand):
         return True
 
     def check(self, *, resumed: bool = False) -> None:
-        """See ``Demand``: they fit."""
+        """See ``Demand``: all chunks fit."""
 
 
 class SlicesDemand(Demand):
@@ -287,7 +290,7 @@ class SlicesDemand(Demand):
 
 
 class LiveDemand(Demand):
-    """Whole chunks, while they are needed; if these do not fit, only what ``fields`` and filter leave of them."""
+    """Whole chunks while they are needed; if they do not fit, only the parts that ``fields`` and the filter keep."""
 
     differs_by_rank = True
 
@@ -343,7 +346,7 @@ class LiveDemand(Demand):
 
     @cached_property
     def _batch_bytes(self) -> int:
-        """The most that a batch of this size can need in any order, if only its own units are in memory.
+        """The maximum bytes that a batch of this size can need in any order, if only its own units are in memory.
 
         Chunks that do not fit are read in part, if possible.
         """
@@ -385,7 +388,7 @@ class LiveDemand(Demand):
             raise MemoryLimitError(
                 f"memory_limit: {format_bytes(memory.limit_bytes)} is too little for this plan: a batch has "
                 f"{plan.shape.most_rows} rows of one rank, and in some epoch these may be the largest ones, which take "
-                f"up to {format_bytes(self._batch_bytes)} with what is read beside them. Chunks get "
+                f"up to {format_bytes(self._batch_bytes)} including bytes read along with them. Chunks get "
                 f'{budget.CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{budget.least_mib(self._batch_bytes)}MiB", '
                 f"or a smaller batch{budget.BATCHES_BESIDE}"
             )

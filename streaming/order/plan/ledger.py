@@ -1,21 +1,21 @@
-"""Record from which row on the sources of a mixture were drawn with which weights: the ledger. Append-only.
+"""Record the weights of a mixture's sources by row: the ledger. Append-only.
 
 It is part of every checkpoint of a mixture (``state_dict()["ledger"]``), as a list of entries::
 
     [{"from": 0, "weights": {"web": 0.7, "code": 0.3}, "sources": {"web": "5f…", "code": "a1…"}, "why": "start"},
      {"from": 512000, "weights": {"web": 0.5, "code": 0.5}, "sources": {…}, "why": "set_weights"}]
 
-``from`` counts rows: samples of the run over all ranks and epochs. What was drawn before a row depends only on the
-entries up to it, so the whole run can be replayed from its last state, and how often each source was read follows by
+``from`` counts rows: samples of the run over all ranks and epochs. The samples before a row depend only on the entries
+up to it. So the whole run can be replayed from its last state, and the number of passes over each source follows by
 arithmetic.
 
-``laid`` gives, for a source dealt in chunks that no longer has a weight, how many of its samples are in each lane, so
-that the positions of the others can be computed without it once those samples have been read.
+``laid`` gives, for a source dealt in chunks that no longer has a weight, the number of its samples in each lane. Once
+those samples have been read, the positions of the other sources can be computed without it.
 
-``even`` names the sources that are dealt by single samples although others are dealt in chunks, or over all lanes
-together; it is decided when a source joins the run.
+``even`` names the sources that are dealt by single samples while others are dealt in chunks, or that all lanes draw
+from together. It is decided when a source joins the run.
 
-``fetch_bytes`` gives the size of the units into which the chunks of a source are cut; it never changes in a run.
+``fetch_bytes`` gives the size of the units into which the chunks of a source are cut. It never changes within a run.
 
 ``shards`` gives the number of shards of each source. If a source has grown, ``joins`` of the entry gives the first pass
 over the source that includes the new shards: ``"joins": {"web": 3}``.
@@ -46,36 +46,36 @@ _DEALT = {
     "batches": 'batches="one_source" and {} samples in a global batch',
 }  # fmt: skip
 NO_OTHER_SEED = (
-    "seed: a mixture without end has one order, of which epochs are parts: another seed from some epoch on would "
+    "seed: a mixture without end has one order, and epochs are parts of it: another seed from some epoch on would "
     "repeat some samples and leave out others. Give the seed to the Mixture"
 )
 Segment = tuple[int, dict[str, float]]
-"""A row, and the weights from that row on."""
+"""A row and the weights from that row on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What applies from a row on.
+    """The sources and weights that apply from a row on.
 
     Attributes:
         start: The row.
-        weights: Weight of each source at that row, per sample; {}: each pass draws a fixed number from every source
-            (``quotas``).
+        weights: Weight of each source at that row, per sample; {}: each pass draws a fixed number of samples from each
+            source (``quotas``).
         sources: Fingerprint of each source.
         why: The cause of the entry.
-        schedule: Weights by row of the whole run, from that row on; None: they are constant.
-        quotas: Samples of each source in a pass over a mixture that ends; {}: it has no end.
+        schedule: Weights by row of the whole run, from that row on; None: weights are constant.
+        quotas: Samples of each source in a pass over a finite mixture; None: the mixture is endless.
         dealt: Unit in which shares are dealt: chunks, single samples (``quotas="exact"``), or batches of one source
             each.
         batch_size: Samples of such a batch over all ranks; None for the other units.
         shards: Number of shards of each source that can grow; {}: not recorded.
         joins: For each source that has grown, the first pass over it with the new shards.
-        laid: For sources without a weight from here on, samples in each lane once everything is laid.
+        laid: For sources without a weight from this row on, samples in each lane once everything is laid.
         fetch_bytes: Size of the fetch units of each source whose chunks are cut; others are read in whole chunks.
         even: Sources that are dealt by single samples: each lane has an equal run of every pass (``"runs"``), or all
-            lanes draw together, row by row (``"rows"``, of sources of few chunks or samples). The first entry with a
-            source decides for the run. Others are dealt as ``dealt`` says.
-        blend: What is drawn: what ``weights``, ``schedule`` and ``quotas`` mean.
+            lanes draw together, row by row (``"rows"``, for sources with few chunks or samples). The first entry with a
+            source decides for the run. ``dealt`` applies to all other sources.
+        blend: The blend that ``weights``, ``schedule`` and ``quotas`` describe.
     """
 
     start: int
@@ -126,16 +126,16 @@ class Entry:
 
     @property
     def drawn(self) -> set[str]:
-        """The sources with a weight at its row or later, as long as the entry applies."""
+        """The sources with a weight at its row or later, while the entry applies."""
         return {name for _, weights in self.blend.rows(self.start) for name, weight in weights.items() if weight}
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What cannot change within a run."""
+        """The properties that cannot change within a run."""
         return type(self.blend), self.dealt, self.batch_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its representation in a state."""
+        """Return the entry's representation in a state."""
         laid = {name: list(counts) for name, counts in self.laid.items()}
         fields: dict[str, Any] = {
             "from": self.start, "weights": dict(self.weights) or None,
@@ -143,7 +143,7 @@ class Entry:
             "dealt": self.dealt, "batch_size": self.batch_size, "shards": dict(self.shards), "joins": dict(self.joins),
             "laid": laid, "fetch_bytes": dict(self.fetch_bytes), "even": dict(self.even),
         }  # fmt: skip
-        # What says nothing is left out.
+        # Fields with default values are left out.
         made = {name: value for name, value in fields.items() if name in _ALWAYS or value not in (None, {}, _PLAIN)}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
@@ -209,7 +209,7 @@ class Ledger:
 
     @property
     def even(self) -> dict[str, Even]:
-        """How sources dealt by single samples are dealt, by name: as the first entry that has them says."""
+        """The sources dealt by single samples, and how, by name, according to the first entry that has the source."""
         first = {name: entry for entry in reversed(self.entries) for name in entry.sources}
         return {name: entry.even[name] for name, entry in sorted(first.items()) if name in entry.even}
 
@@ -220,7 +220,7 @@ class Ledger:
 
     @property
     def first_rows(self) -> dict[str, int]:
-        """The row from which each source was known, by name."""
+        """The row at which each source joined the run, by name."""
         found: dict[str, int] = {}
         for entry in self.entries:
             for name in entry.sources:
@@ -237,9 +237,9 @@ class Ledger:
 
     @property
     def laid(self) -> dict[str, tuple[int, ...]]:
-        """Samples in each lane, by name, of sources of which nothing more is laid, if recorded.
+        """Samples in each lane, by name, of sources that lay nothing more, if recorded.
 
-        A source that never had a weight has none, and is not recorded.
+        A source that never had a weight has no samples, and is not recorded.
         """
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
@@ -280,7 +280,8 @@ class Ledger:
     def segments(self) -> list[Segment]:
         """Return the rows at which weights change, and the weights from each on, over all entries.
 
-        Each names every source, with 0 if it has no weight. A mixture that ends (``quotas``) has none.
+        The weights name every source, with 0 for a source without a weight. A finite mixture (``quotas``) has no
+        segments.
         """
         names = self.sources
         stops = [*(entry.start for entry in self.entries[1:]), MAX_COUNT + 1]
@@ -302,7 +303,7 @@ class Ledger:
         return [(row, value_at(segments, row)), *((start, weights) for start, weights in segments if start > row)]
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return its representation in a state."""
+        """Return the ledger's representation in a state."""
         return [entry.to_dict() for entry in self.entries]
 
     @classmethod
@@ -319,20 +320,20 @@ class Ledger:
     def resumed(
         self, made: Entry, first_free: Callable[[], int], *, grown: Mapping[str, Callable[[], int]] | None = None
     ) -> tuple[Ledger, list[str]]:
-        """Continue with a mixture as it is now.
+        """Continue the run with the current mixture.
 
         Args:
-            made: The entry of that mixture, as for the start of a run.
+            made: The entry that the current mixture would record at the start of a run.
             first_free: Returns the first row that may be drawn differently; called only if something changes.
-            grown: For sources that have the shards of the state and more after them: returns the first pass over each
-                that may include these.
+            grown: For each source that has the shards of the state and more after them, a function that returns the
+                first pass over the source that may include the new shards.
 
         Returns:
-            The ledger of the run, and a description of each change. Nothing changes if the mixture is the one that was
-            saved; then weights that ``set_weights`` gave in the meantime still apply.
+            The ledger of the run, and a description of each change. If the mixture equals the saved one, nothing
+            changes, and weights that ``set_weights`` gave in the meantime still apply.
 
         Raises:
-            StateError: A source is a different one, or the mixture ends and is a different one.
+            StateError: A source differs, or the mixture ends and differs.
         """
         grown = grown or {}
         self._check_dealt(made)
@@ -380,7 +381,7 @@ class Ledger:
         for name, fingerprint in made.sources.items():
             if known.get(name, fingerprint) != fingerprint and name not in grown:
                 why = why_differs(known[name], fingerprint)
-                if why is not None:  # the shards are the same, and what is kept of them, or means, is not
+                if why is not None:  # the shards are equal, but the kept samples, or their meaning, differ
                     raise StateError(f"the source {name!r} is not the one of this state: {why}")
                 raise StateError(
                     f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, the "
@@ -411,19 +412,20 @@ def _changed(was: Blend, now: Blend) -> str:
 
 
 def filter_fingerprint(base: str, parts: Mapping[str, str]) -> str:
-    """Return what tells a filtered set from every other one, and what it was made of, for messages.
+    """Return the fingerprint of a filtered dataset, which includes the parts of the filter for messages.
 
-    The fingerprint of the shards, then ``;name=value`` of what was asked for, ``%`` and ``;`` as ``%25`` and ``%3B``.
+    It is the fingerprint of the shards, followed by ``;name=value`` for each part, with ``%`` and ``;`` escaped as
+    ``%25`` and ``%3B``.
     """
     return ";".join([base, *(f"{name}={_escaped(value)}" for name, value in parts.items())])
 
 
 MEANING = "meaning"
-"""The part of a fingerprint that says what numbers of classes and ids of tokens are."""
+"""The part of a fingerprint that identifies the meaning of class numbers and token ids."""
 
 
 def without_part(fingerprint: str, name: str) -> tuple[str, str]:
-    """Return a fingerprint without one of its parts, and what that part says; "" if there is none."""
+    """Return a fingerprint without one of its parts, and the value of that part; "" if there is none."""
     base, parts = _taken_apart(fingerprint)
     value = parts.pop(name, "")
     return filter_fingerprint(base, parts), value
@@ -434,11 +436,11 @@ def _escaped(value: str) -> str:
 
 
 def why_differs(saved: str, own: str) -> str | None:
-    """Say in which part of a filter two fingerprints of the same shards differ; None if the shards do.
+    """Describe the part of a filter in which two fingerprints of the same shards differ; None if the shards differ.
 
     Args:
-        saved: That of a state.
-        own: That of the dataset at hand.
+        saved: The fingerprint in a state.
+        own: The fingerprint of the current dataset.
     """
     (base, was), (other, now) = _taken_apart(saved), _taken_apart(own)
     if base != other or saved == own:

@@ -1,8 +1,8 @@
 """Compute the memory that a plan needs: the arithmetic that the loop obeys and ``shard_tools plan`` prints.
 
-A rank's ``memory_limit`` is divided: chunks get three quarters; the rest is for batches that are built but not handed
-out and, for a packed set, for the data that packs are made from. What a plan needs at once must fit into the part of
-the chunks; what is left of that is used for read-ahead::
+A rank's ``memory_limit`` is divided: chunks get three quarters. The rest is for batches that are built but not yet
+delivered and, for a packed dataset, for the data that packs are made from. The chunks that a plan needs at once must
+fit into the part for chunks; the remainder of that part is used for read-ahead::
 
     memory_limit   |------------- chunks: 75 % -------------|-- batches --|
                    |--- live ---|- read ahead: <= 256 MiB -|
@@ -29,21 +29,21 @@ from streaming.types import SPAN_BYTES, Int64Array
 Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE
 LEAST_MAPPED_BYTES = 256 << 10
-"""Smaller chunks of files are copied: that costs no more than the system calls for mapping them."""
+"""Smaller chunks of local files are copied: a copy costs no more than the system calls for a mapping."""
 READ_AHEAD_BYTES = 256 << 20
-"""How far the reader runs ahead, if memory allows. More is slow at the start, because first-touch page faults take
-longer than filling the memory."""
+"""Maximum bytes that the reader runs ahead. More would slow down the start, because first-touch page faults take longer
+than filling the memory."""
 MOST_FOR_PACKS = 256 << 20
-"""Half of it are the packs of a thousand groups of 256 packs of 8,192 tokens, documents of 600 tokens each."""
+"""Half of it holds a thousand groups of 256 packs of 8,192 tokens, made of documents of 600 tokens each."""
 CHUNKS_SHARE = 0.75
-"""Fraction of memory_limit for chunks; the rest is for batches that are built but not handed out."""
+"""Fraction of memory_limit for chunks; the rest is for batches that are built but not yet delivered."""
 BATCHES_BESIDE = (
     ". That is for chunks; batches get the rest of the limit, and their size is known once they are made: if "
     "they prove too large for it, a warning names a larger limit"
 )
-"""What a refusal adds to the limit that it names."""
+"""The end of each refusal, after the limit that it recommends."""
 EPOCHS_VARY = 0.9
-"""Safety margin of recommendations: other epochs combine other chunks, and chunks differ in size."""
+"""Safety margin of recommendations: each epoch combines different chunks, and chunks differ in size."""
 
 
 def whole_pages(sizes: npt.ArrayLike) -> Int64Array:
@@ -66,7 +66,7 @@ class Budget:
 
     @classmethod
     def of(cls, limit_bytes: int, *, packs: bool) -> Self:
-        """Return the budget of a dataset with or without packs: for them, a quarter of the part for batches."""
+        """Return the budget of a dataset with or without packs; packs get a quarter of the part for batches."""
         return cls(limit_bytes, min(int(limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS) if packs else 0)
 
     @property
@@ -76,7 +76,7 @@ class Budget:
 
     @property
     def batches_bytes(self) -> int:
-        """The part for batches that are built but not handed out."""
+        """The part for batches that are built but not yet delivered."""
         return int(self.limit_bytes * (1 - CHUNKS_SHARE)) - self.packs_bytes
 
     @property
@@ -86,16 +86,16 @@ class Budget:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts by name, those that there are."""
+        """The parts by name, without empty ones."""
         found = {"chunks": self.chunks_bytes, "batches": self.batches_bytes, "packs": self.packs_bytes}
         return {name: size for name, size in found.items() if size}
 
     def with_read_ahead(self, live_bytes: int) -> int:
-        """Return the most that chunks take where so many bytes are needed at once: these, and read-ahead."""
+        """Return the maximum bytes that chunks take: ``live_bytes``, which are needed at once, plus read-ahead."""
         return min(self.chunks_bytes, live_bytes + READ_AHEAD_BYTES)
 
     def holds(self, all_bytes: int) -> bool:
-        """Tell whether there is room for all chunks of a set, as for most small sets."""
+        """Return whether all chunks of a dataset fit, as for most small datasets."""
         return all_bytes <= min(READ_AHEAD_BYTES, self.chunks_bytes)
 
 
@@ -115,10 +115,10 @@ def least_mib(chunks_bytes: int) -> int:
 
 
 def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
-    """Return an upper bound of the memory for the chunks of a rank's share of a batch, in every order.
+    """Return an upper bound on the memory for the chunks of a rank's share of a batch, in every order.
 
-    It is that of :func:`most_of_rows`. If whole chunks are laid end to end, rows come from one run of samples per lane,
-    extended by the window. Then only the chunks that these runs touch count.
+    It is the bound of :func:`most_of_rows`. If whole chunks are laid end to end, rows come from one run of samples per
+    lane, extended by the window; then only the chunks that these runs touch count.
 
     Args:
         plan: The plan.
@@ -130,7 +130,7 @@ def most_of_a_batch(plan: Plan, sizes: Int64Array) -> int:
     there = plan.chunk_samples > 0
     sizes, counts = sizes[there], plan.chunk_samples[there]
     num_runs, num_samples = _runs_of_a_batch(plan)
-    # The first and last chunk of a run may have a single sample in it; chunks between have all of theirs in it.
+    # The first and last chunk of a run may have a single sample in it; chunks in between lie in it with all samples.
     left = max(num_samples - 2 * num_runs, 0)
     densest = np.argsort(-sizes / counts, kind="stable")
     inside = np.clip(left - sums(counts[densest])[:-1], 0, counts[densest]) / counts[densest]
@@ -165,13 +165,13 @@ def _runs_of_a_batch(plan: Plan) -> tuple[int, int]:
 
 
 def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
-    """Tell whether ranks that share a storage order read slices of chunks instead of all chunks each.
+    """Return whether ranks that share a storage order read slices of chunks, instead of each reading all chunks.
 
-    A slice is widened to borders of spans, by 64 KiB in total on average. If a rank's share of a batch plus this is no
-    less than the batch, each rank reads everything anyway, and whole chunks take far fewer requests.
+    A slice is widened to borders of spans, by 64 KiB in total on average. If a rank's share of a batch plus this is at
+    least the batch, each rank reads everything in any case, and whole chunks take far fewer requests.
 
     Args:
-        plan: The plan; only in storage order several ranks read the same chunks.
+        plan: The plan; several ranks read the same chunks only in storage order.
         chunk_bytes: int64 [C], size of each chunk.
         memory: A rank's ``memory_limit``; if whole chunks do not fit, slices are read.
     """
@@ -184,10 +184,10 @@ def reads_slices(plan: Plan, chunk_bytes: Int64Array, memory: Budget) -> bool:
 
 
 def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], memory: Budget) -> int:
-    """Return an upper bound of the memory for a rank's share of any batch, read as slices of chunks.
+    """Return an upper bound on the memory for a rank's share of any batch, read as slices of chunks.
 
-    It holds for every rank, epoch and start, because it is that of the largest run of as many samples. If whole chunks
-    fit, they are bound enough; otherwise the sample tables are needed.
+    It holds for every rank, epoch and start, because it is the bound of the largest run of that many samples. If whole
+    chunks fit, they give the bound; otherwise the sample tables are needed.
 
     Args:
         plan: The plan.
@@ -204,7 +204,7 @@ def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans],
 
 
 def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes: int) -> int:
-    """Return the most bytes of pieces that any run of as many samples touches as a rank has of a batch.
+    """Return the maximum bytes of pieces touched by a run of samples as long as a rank's share of a batch.
 
     Args:
         plan: The plan. If its epochs are not whole passes, a run may wrap from the end of a pass to its beginning.
@@ -226,14 +226,14 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
 
 
 def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int, *, whole: bool) -> str:
-    """Recommend fewer lanes than the plan's that fit with a margin for other epochs; "" if none do.
+    """Recommend fewer lanes than the plan has, such that it fits with a margin for other epochs; "" if none do.
 
     Args:
         plan: The plan.
         chunk_bytes: int64 [C], memory that each chunk takes.
         dp_rank: The data-parallel rank.
         limit_bytes: Memory for chunks.
-        whole: Samples cannot be read without their chunks.
+        whole: Whether samples can be read only with their whole chunks.
     """
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
@@ -248,7 +248,7 @@ def cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_byte
 
 
 def cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int, *, whole: bool) -> str:
-    """Recommend what helps if lanes and window are fixed: more ranks, which share the lanes, or another order."""
+    """Recommend a cure if lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:
         return ""
@@ -269,7 +269,7 @@ def _fits(
     plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int,
     whole: bool,
 ) -> bool:  # fmt: skip
-    """Tell whether these ranks have room for the plan with other lanes or ranks, with a margin for other epochs."""
+    """Return whether the plan with other lanes or ranks fits on these ranks, with a margin for other epochs."""
     settings = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
     other = Plan(
         plan.chunk_samples,

@@ -30,14 +30,14 @@ from streaming.errors import ConfigError, StateError
 from streaming.order.plan.permutation import CHUNKS, UInt64Array, hash_range, stream_key
 from streaming.types import Int64Array
 
-MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice has room beside it in 64 bits
+MAX_WINDOW = 2**28  # window * 32 random bits stay below 2**60; a lane slice has room above them in 64 bits
 MAX_SLICE = 2**30  # lane positions evaluated at once
 MAX_LANES = 2**20
 _MANY_LANES = 2**14
 ENDLESS = 2**50
-"""Nominal samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
+"""Nominal number of samples of an endless pass: more than any run reads, and exact in 64-bit floats."""
 LEAST_STRETCH = 2048
-"""Minimum of lane positions evaluated at once, to amortise NumPy calls."""
+"""Minimum number of lane positions evaluated at once, to amortize NumPy calls."""
 _MAX_INT32 = 2**31 - 1
 _WINDOW, _HOMES = 2, 3  # purposes: each has its own stream of random numbers
 
@@ -47,8 +47,8 @@ Scope = Literal["global", "lane"]
 def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
     """Return ``keys.argsort(kind="stable")`` for keys below ``key_limit``, with NumPy's faster sorts if possible.
 
-    Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the indices too.
-    Others use the unstable argsort, which gives the same result if no two keys are equal.
+    Keys of short ranges carry their index in the low bits, so that sorting the values (vectorized in NumPy) sorts the
+    indices, too. Longer ranges use the unstable argsort, which gives the same result if no two keys are equal.
     """
     index_bits = np.uint64(max(len(keys) - 1, 1).bit_length())
     if key_limit << int(index_bits) <= 2**64:
@@ -65,13 +65,14 @@ def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSettings:
-    """Everything besides the dataset and the pass number that determines the order. Part of every checkpoint.
+    """All settings that determine the order of a pass over a dataset. Part of every checkpoint.
 
     Attributes:
         seed: Any number in ``[0, 2**64)``.
         lanes: Number of equal parts of the shuffled dataset that are read side by side.
         window: How far a sample may move inside its lane, in samples; 0 keeps the order inside lanes.
-        shuffle: False is the dataset's own order; ``lanes`` must then be 1 and ``window`` 0 (see :meth:`unshuffled`).
+        shuffle: False means the dataset's own order; ``lanes`` must then be 1 and ``window`` 0 (see
+            :meth:`unshuffled`).
         scope: ``"global"``: each pass permutes all chunks. ``"lane"``: each lane keeps its samples in all passes, and a
             pass permutes the chunks inside each lane.
     """
@@ -96,7 +97,7 @@ class OrderSettings:
 
     @classmethod
     def unshuffled(cls) -> OrderSettings:
-        """Return the dataset's own order."""
+        """Return the settings of the dataset's own order."""
         return cls(seed=0, lanes=1, window=0, shuffle=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,15 +128,16 @@ class OrderSettings:
 
 
 def default_lanes(global_batch_size: int) -> int:
-    """Return the default lanes of a global batch size: its largest divisor up to ``max(16, size // 8)``, if near that.
+    """Return the default number of lanes: the largest divisor of the batch size up to ``max(16, size // 8)``.
 
-    It must not depend on the world size, or the order would change with it. If the lanes divide the global batch, every
-    lane gives equally many samples to every batch, so each world size that divides the lanes owns whole lanes. A batch
-    size whose divisors are all less than half of that bound (257, 254, 1018) gets the bound itself: ranks then share
-    lanes at their borders, but batches mix as well as those of 256. With a single lane, a batch would hold neighbors.
+    The default must not depend on the world size, or the order would change with it. If the lanes divide the global
+    batch, every lane gives the same number of samples to every batch, so with a world size that divides the lanes, each
+    rank owns whole lanes. A batch size whose divisors are all less than half of the bound (257, 254, 1018) gets the
+    bound itself: ranks then share lanes at their borders, but batches mix as well as those of 256. With a single lane,
+    a batch would hold neighbors.
 
-    Above 16,384 lanes they are halved while that is possible: each lane is filled before the first batch, and in a
-    mixture each source is dealt to all of them.
+    A number above 16,384 is halved while it is even: each lane is filled before the first batch, and in a mixture each
+    source is dealt to all lanes.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
     most = min(size, max(16, size // 8), MAX_LANES)
@@ -147,17 +149,17 @@ def default_lanes(global_batch_size: int) -> int:
 
 
 def default_window(num_samples: int, num_chunks: int) -> int:
-    """Return twice the mean number of samples per chunk, rounded up: about five chunks per lane are then live."""
+    """Return the default window: twice the mean samples per chunk, so that about five chunks per lane are live."""
     checked_count("num_samples", num_samples)
     checked_int("num_chunks", num_chunks, 1, _MAX_INT32)
     return min(max(-(-2 * num_samples // num_chunks), 1), MAX_WINDOW)
 
 
 def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
-    """Return the numbers of samples per chunk as a read-only int64 [C].
+    """Validate the numbers of samples per chunk, and return them as a read-only int64 [C].
 
     Raises:
-        ConfigError: They are not one row of non-negative integers below 2**31, or there is no sample at all.
+        ConfigError: They are not one row of non-negative integers below 2**31, or all are 0.
     """
     given = np.asarray(chunk_samples)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -175,15 +177,15 @@ def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneParts:
-    """Runs of samples of one chunk in one lane, and when they are due; int64 [n] each.
+    """Runs of samples of one chunk in one lane, and the positions at which they may be due; int64 [n] each.
 
     Attributes:
         chunk_ids: The chunk of each run.
         lanes: The lane.
         begins: The first lane position at which a sample of the run may be due.
         ends: End (exclusive) of these positions.
-        goes_on: bool [n], runs that may also be due after the positions that were asked about: until when is not known
-            yet, and a query about later positions returns them again. None: there are none, and ``ends`` are final.
+        goes_on: bool [n], whether a run may also be due after the requested positions. Its end is not known yet, and a
+            query about later positions returns it again. None: no run continues, and ``ends`` are final.
     """
 
     chunk_ids: Int64Array
@@ -213,7 +215,7 @@ class Order(Protocol):
         """Return the number of samples of a lane in this pass."""
 
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them, int64 [n] each, at positions ``[start, stop)`` of a lane."""
+        """Return chunk ids and offsets in them, int64 [n] each, at positions ``[start, stop)`` of a lane."""
 
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
         """Return all runs in lanes ``[low, high)`` that may be due at positions ``[start, stop)``, and perhaps others.
@@ -222,10 +224,10 @@ class Order(Protocol):
         """
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """Yield the other chunks of the chunk's source, whose samples may replace its own: nearest first."""
+        """Yield the other chunks of the chunk's source, nearest first; their samples may replace its own."""
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return lanes and lane positions at which a sample is due, between lane positions ``start`` and ``stop``."""
+        """Return the lanes and lane positions in ``[start, stop)`` at which a sample is due."""
 
 
 class Orders(Protocol):
@@ -237,9 +239,9 @@ class Orders(Protocol):
         samples_per_pass: Samples of one pass of the stream; :data:`ENDLESS` if pass 0 has no end.
         is_endless: Whether pass 0 has no end.
         borders: Ascending stream positions at which the mix changes; usually ().
-        stretch: Lane positions of an endless pass that are planned at once; the mix may change after them.
-        mixed_after: Lane positions of an endless pass, after its start or a change of the mix, by which every source of
-            the mix has begun in every lane.
+        stretch: Number of lane positions of an endless pass that are planned at once; the mix may change after them.
+        mixed_after: Number of lane positions of an endless pass, after its start or a change of the mix, by which every
+            source of the mix has begun in every lane.
     """
 
     @property
@@ -274,11 +276,11 @@ class EpochOrders:
     """The orders of one dataset: an :class:`EpochOrder` for each pass.
 
     Args:
-        chunk_samples: int64[C], samples of each chunk in dataset order.
+        chunk_samples: int64 [C], samples of each chunk in dataset order.
         settings: The order settings.
 
     Raises:
-        ConfigError: There is no sample.
+        ConfigError: The dataset has no sample.
     """
 
     is_endless = False
@@ -300,7 +302,7 @@ class EpochOrders:
 
 
 class LaidOrder:
-    """An order that is laid end to end: parts of chunks one after the other, cut into lanes of equal size.
+    """An order laid end to end: a sequence of parts of chunks, cut into lanes of equal size.
 
     Immutable and thread-safe. Array attributes must not be written to.
 
@@ -370,7 +372,7 @@ class LaidOrder:
         """Return the chunk id and the sample offset inside the chunk for each linear position.
 
         Args:
-            linear: int64 [n] in ``[0, D)``; fast if they are close together.
+            linear: int64 [n] in ``[0, D)``; fast if the positions are close together.
 
         Returns:
             ``(chunk_ids, offsets)``, each int64 [n].
@@ -380,7 +382,7 @@ class LaidOrder:
         span = np.array([linear.min(), linear.max()])
         if span[0] < 0 or span[1] >= self.num_samples:
             raise ConfigError(f"linear positions: expected [0, {self.num_samples}), got {span.tolist()}")
-        # Empty chunks have the same start as the next one; side="right" finds the one that holds the sample.
+        # An empty chunk starts where the next chunk starts; side="right" finds the one that holds the sample.
         first, last = np.searchsorted(self.chunk_starts, span, side="right") - 1
         starts = self.chunk_starts[first : last + 1]
         within = np.searchsorted(starts, linear, side="right") - 1
@@ -424,18 +426,19 @@ class LaidOrder:
     def cut_parts(self, low: int, high: int) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
         """Cut the parts at the borders of lanes ``[low, high)``.
 
-        Return part, lane, linear start and stop, int64 [n] each.
-
-        There is one row for each part and lane, sorted by chunk, then by position.
+        Returns:
+            Part, lane, linear start and stop, int64 [n] each: one row per part and lane, sorted by chunk, then by
+            position.
         """
         limits = self.lane_starts(np.array([low, high]))
-        # The run of parts in these lanes, which is short for one rank among many. Parts outside the lanes drop out.
+        # 1. The run of parts in these lanes, which is short for one of many ranks, cut to the lanes; int64 [parts].
         first, stop = np.searchsorted(self.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
         parts = np.argsort(self.chunk_order[first - 1 : stop], kind="stable") + (first - 1)
         starts = np.maximum(self.chunk_starts[parts], limits[0])
         stops = np.minimum(self.chunk_starts[parts + 1], limits[1])
         here = stops > starts
         parts, starts, stops = parts[here], starts[here], stops[here]
+        # 2. One row per part and lane, int64 [n].
         first_lanes = self.lanes_of(starts)
         spans = self.lanes_of(stops - 1) - first_lanes + 1
         row = np.repeat(np.arange(len(parts)), spans)
@@ -466,13 +469,13 @@ class EpochOrder(LaidOrder):
 
     @cached_property
     def chunk_ranks(self) -> Int64Array:
-        """int64[C], place of each dataset chunk in ``chunk_order`` (its inverse)."""
+        """int64 [C], place of each dataset chunk in ``chunk_order`` (its inverse)."""
         ranks = np.empty_like(self.chunk_order)
         ranks[self.chunk_order] = np.arange(len(ranks), dtype=np.int64)
         return ranks
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """See ``Order``: backwards from the chunk, in the order in which they are laid, wrapping around."""
+        """See ``Order``: backwards from the chunk in the order of laying, wrapping around."""
         place = int(self.chunk_ranks[chunk_id])
         for back in range(1, len(self.chunk_order)):
             yield int(self.chunk_order[place - back])
@@ -489,7 +492,8 @@ def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Ar
     first = laid.lanes_of(np.minimum(starts[:-1], last_sample))
     last = laid.lanes_of(np.maximum(starts[1:] - 1, starts[:-1]).clip(max=last_sample))
     inside = np.flatnonzero(first == last)
-    # A chunk across a lane border keeps its place. The others of a lane are between two such chunks, and stay there.
+    # A chunk across a lane border keeps its place. The other chunks of a lane lie between two such chunks and stay
+    # there.
     movable = homes[inside]
     homes[inside] = movable[np.lexsort((of_pass[movable], first[inside]))]
     return homes
@@ -499,10 +503,10 @@ def window_slice(
     settings: OrderSettings, epoch: int, lane: int, start: int, stop: int, lane_size: int,
     part_of: Callable[[Int64Array], Int64Array] | None = None,
 ) -> Int64Array:  # fmt: skip
-    """Return which samples of a lane are due at its positions ``[start, stop)``, by their places as the lane is laid.
+    """Return the samples of a lane that are due at its positions ``[start, stop)``, as places in the laid lane.
 
     The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys is in ``[r, r +
-    W)``: so the slice needs only the keys of ``[start - W, stop + W)``, and no sample moves by W or more.
+    W)``. So the slice needs only the keys of ``[start - W, stop + W)``, and no sample moves by W or more.
 
     Args:
         settings: The order settings.
@@ -511,8 +515,8 @@ def window_slice(
         start: First lane position.
         stop: End (exclusive), at most ``lane_size``.
         lane_size: Samples of the lane.
-        part_of: Numbers the parts of the lane in which places are, ascending; no sample leaves its part. None: the lane
-            is one part.
+        part_of: Returns the part of the lane that holds each place, ascending; no sample leaves its part. None: the
+            lane is one part.
 
     Returns:
         int64 [stop - start], a new array.
@@ -527,7 +531,7 @@ def window_slice(
     places = np.arange(high - low)
     if part_of is not None:
         parts = part_of(places + low)
-        places += window * (parts - parts[0])  # so far apart that no key reaches the next part
+        places += window * (parts - parts[0])  # far enough apart that no key reaches the next part
     keys += places.astype(np.uint64) << np.uint64(32)
     order = _argsort_stable(keys, (int(places[-1]) + 1 + window) << 32)
     return order[start - low : stop - low] + low
@@ -548,19 +552,20 @@ def deal_by_lane(
 ) -> tuple[Int64Array, Int64Array]:
     """Return lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, in closed form.
 
-    From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below min(x, y) and
-    from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.
+    The positions begin in row ``a`` of lanes at lane ``x``, and end in row ``b`` before lane ``y``. Lanes below min(x,
+    y) and from max(x, y) on hold ``b - a`` positions; lanes in between hold one more (x < y) or one less.
 
     Args:
         begins: int64 [B], first global position of each batch.
         ends: int64 [B], end of each (exclusive).
         batch: int64 [n], batch of each row.
-        slots: int64 [n], index among the batch's positions by lane.
+        slots: int64 [n], index among the batch's positions ordered by lane.
         num_lanes: L.
 
     Returns:
         ``(lanes, places)``, int64 [n] each.
     """
+    # 1. Per batch, int64 [B]: rows and lanes at both ends; positions per lane, outside and between the two lanes.
     row, enter = np.divmod(begins, num_lanes)
     last_row, leave = np.divmod(ends, num_lanes)
     outer = last_row - row
@@ -568,6 +573,7 @@ def deal_by_lane(
     middle = outer + np.sign(leave - enter)
     first_slot = outer * lower  # of lane `lower`
     second_slot = first_slot + middle * (upper - lower)  # of lane `upper`
+    # 2. Per row, int64 [n]: the lane that holds the slot, and the slot's index within the lane.
     if len(outer) and not np.any(enter != leave) and not np.any(outer != outer[0]):
         lanes, within = np.divmod(slots, outer[0])  # the usual case: the lanes divide the batches
     else:

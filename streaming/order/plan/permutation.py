@@ -1,16 +1,16 @@
 """Draw random numbers and permutations that are the same in every release and on every platform.
 
-The numbers are those of splitmix64, written out, counter-based (Steele, Lea, Flood, "Fast splittable pseudorandom
-number generators", 2014; constants: Stafford's variant 13). Not from :mod:`numpy.random`, whose streams may change
-between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
+The numbers come from a counter-based splitmix64, implemented here (Steele, Lea, Flood, "Fast splittable pseudorandom
+number generators", 2014; constants: Stafford's variant 13). They do not come from :mod:`numpy.random`, whose streams
+may change between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
 ``tests/torch_datasets/test_sampler.py``.
 
-In a map-style dataset no neighbors are read together, so its order can be a true permutation of all samples, a
-different one for each pass, evaluated sample by sample:
+A map-style dataset does not read neighbors together. So its order can be a true permutation of all samples, different
+in each pass, evaluated sample by sample:
 
-- up to :data:`MAX_SORTED` samples: sorted by their hashes, as the chunks of a pass are;
+- up to :data:`MAX_SORTED` samples: sorted by their hashes, like the chunks of a pass;
 - beyond: an unbalanced Feistel network over the next power of two, walked until it lands inside (Black and Rogaway,
-  "Ciphers with Arbitrary Finite Domains", 2002). It stores nothing: a billion samples cost no memory.
+  "Ciphers with Arbitrary Finite Domains", 2002). It stores nothing, so a billion samples take no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streaming.types import Int64Array
 
 UInt64Array = npt.NDArray[np.uint64]
 MAX_SORTED = 2**20
-"""Sets of up to this many samples are sorted: 8 MiB, and a tenth of a second per pass."""
+"""Datasets of up to this many samples are sorted: 8 MiB, and a tenth of a second per pass."""
 _ROUNDS = 8  # half rounds; four full Luby-Rackoff rounds
 _SUBSTITUTES = 3  # purpose, so that the numbers differ from those of the order
 _MASK = 2**64 - 1
@@ -34,14 +34,14 @@ CHUNKS = 1  # purpose of the hashes that sort the chunks of a pass
 
 
 def mix(value: int) -> int:
-    """Apply the finaliser to one number."""
+    """Apply the finalizer of splitmix64 to one number."""
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     return value ^ (value >> 31)
 
 
 def mix_each(values: UInt64Array) -> UInt64Array:
-    """Apply the finaliser to each number, in place."""
+    """Apply the finalizer of splitmix64 to each number, in place."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_MIX_1)
     values ^= values >> np.uint64(27)
@@ -59,7 +59,7 @@ def stream_key(*words: int) -> int:
 
 
 def hash_range(key: int, start: int, stop: int) -> UInt64Array:
-    """Return the random numbers ``start`` to ``stop`` of splitmix64 seeded with ``key``."""
+    """Return numbers ``[start, stop)`` of splitmix64 seeded with ``key``: uint64 [stop - start]."""
     values = np.arange(start, stop, dtype=np.uint64)
     values *= np.uint64(_GOLDEN)
     values += np.uint64(key)
@@ -67,19 +67,19 @@ def hash_range(key: int, start: int, stop: int) -> UInt64Array:
 
 
 def hash_table(seed: int, numbers: npt.NDArray[np.int64], purpose: int, stop: int) -> UInt64Array:
-    """Return ``hash_range(stream_key(seed, number, purpose), 0, stop)`` of each number, as rows: uint64[n, stop]."""
+    """Return ``hash_range(stream_key(seed, number, purpose), 0, stop)`` of each number, as rows: uint64 [n, stop]."""
     return _table(_stream_keys(np.uint64(stream_key(seed)), numbers, purpose), stop)
 
 
 def hash_tables(seeds: UInt64Array, numbers: npt.NDArray[np.int64], purpose: int, stop: int) -> UInt64Array:
-    """Return ``hash_table(seed, [number], purpose, stop)`` of each seed and number, as rows: uint64[n, stop]."""
+    """Return ``hash_table(seed, [number], purpose, stop)`` of each seed and number, as rows: uint64 [n, stop]."""
     return _table(_stream_keys(mix_each(seeds + np.uint64(_GOLDEN)), numbers, purpose), stop)
 
 
 def hash_places(
     seeds: UInt64Array, numbers: npt.NDArray[np.int64], purpose: int, places: npt.NDArray[np.int64]
 ) -> UInt64Array:
-    """Return ``hash_table(seed, [number], purpose, …)[0, place]`` of each seed, number and place: uint64[n]."""
+    """Return ``hash_table(seed, [number], purpose, …)[0, place]`` of each seed, number and place: uint64 [n]."""
     keys = _stream_keys(mix_each(seeds + np.uint64(_GOLDEN)), numbers, purpose)
     return mix_each(keys + places.astype(np.uint64) * np.uint64(_GOLDEN))
 
@@ -98,7 +98,7 @@ def _stream_keys(seeds: UInt64Array | np.uint64, numbers: npt.NDArray[np.int64],
 
 
 def hash_words(*words: int) -> int:
-    """Combine a few numbers into a 64-bit number, from another stream than :func:`stream_key`; their order matters."""
+    """Combine a few numbers into one 64-bit number, in a different way than :func:`stream_key`; their order matters."""
     key = 0
     for word in words:
         key = mix((((key ^ (word & _MASK)) * _GOLDEN) + _GOLDEN) & _MASK)
@@ -106,7 +106,7 @@ def hash_words(*words: int) -> int:
 
 
 def hash_each(values: UInt64Array, key: int) -> UInt64Array:
-    """Apply the finaliser to each ``value * golden + key``."""
+    """Return the finalizer of ``value * golden + key`` for each value: uint64, any shape."""
     return mix_each(values * np.uint64(_GOLDEN) + np.uint64(key))
 
 
@@ -118,10 +118,10 @@ def permutations(seed: int, passes: Int64Array, size: int) -> Int64Array:
 def permutations_of(seeds: UInt64Array, passes: Int64Array, sizes: Int64Array) -> Int64Array:
     """Return ``permutations(seed, [number], size)`` for each seed, pass and size, end to end: int64 [sizes.sum()].
 
-    For hundreds of small sources; for a few large ones it takes twice as long as separate sorts.
+    This is meant for hundreds of small sources; for a few large ones it takes twice as long as separate sorts.
     """
     distinct = np.unique(sizes)
-    if len(distinct) == 1:  # by far the fastest: a table that is sorted by rows
+    if len(distinct) == 1:  # by far the fastest: a table sorted by rows
         return np.argsort(hash_tables(seeds, passes, CHUNKS, int(distinct[0])), axis=1, kind="stable").ravel()
     row = np.repeat(np.arange(len(sizes)), sizes)
     places = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -136,7 +136,7 @@ class Permutation:
     Args:
         num_samples: Number of samples in the dataset.
         seed: Seed of the order.
-        pass_number: Each pass over the data has a permutation of its own.
+        pass_number: Number of the pass; each pass has a permutation of its own.
     """
 
     def __init__(self, num_samples: int, seed: int, pass_number: int) -> None:
@@ -181,7 +181,7 @@ class Permutation:
 def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_samples: int, count: int) -> Int64Array:
     """Return samples that may replace those at stream positions: int64 [n, count], drawn from the whole dataset.
 
-    They depend only on the seed and the stream position, and so are the same on any world size.
+    They depend only on the seed and the stream position, and so are the same for every world size.
 
     Args:
         passes: int64 [n], pass of the stream.

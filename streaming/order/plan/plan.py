@@ -1,16 +1,16 @@
-"""Decide which rank gets which sample in which batch, and how long each chunk is needed for it.
+"""Decide which rank gets which sample in which batch, and how long each chunk is needed.
 
 A *stream* repeats the dataset without end: stream position ``s`` is global position ``s % D`` of pass
 ``s // D``, and every pass has an order of its own. Epoch ``e`` covers ``[e * E, (e + 1) * E)`` of the stream;
-without an ``epoch_size``, E is D and one epoch is one pass. Global batch ``k`` of an epoch of which ``start``
-samples are consumed is the G stream positions from ``e * E + start + k * G``: the world size appears nowhere.
+without an ``epoch_size``, E is D and one epoch is one pass. If ``start`` samples of an epoch are consumed, global batch
+``k`` is the G stream positions from ``e * E + start + k * G`` on. It does not depend on the world size.
 
 Within a global batch the positions are ordered by lane, and rank ``r`` of R takes the slice
-``[n * r // R, n * (r + 1) // R)`` of the n positions. Here 8 positions of 4 lanes for three world sizes::
+``[n * r // R, n * (r + 1) // R)`` of the n positions. For example, 8 positions of 4 lanes for three world sizes::
 
     lanes    a a b b c c d d
     R = 2    0 0 0 0 1 1 1 1        whole lanes: no chunk is read by two ranks
-    R = 3    0 0 1 1 1 2 2 2        the lane c is shared
+    R = 3    0 0 1 1 1 2 2 2        lane c is shared by two ranks
     R = 4    0 0 1 1 2 2 3 3
 """
 
@@ -43,13 +43,12 @@ from streaming.order.plan.sizes import Sizes
 from streaming.types import Int64Array, LastBatch, override
 
 PASSES_LOOKED_AT = 8
-"""In an epoch of many passes, the number of passes whose chunks are counted at its start. Others are planned when
-due."""
-_MANY_USES = 2**15  # of chunks: by then what they need at once has converged, unless it still grows
+"""Number of passes whose chunks are counted at the start of an epoch of many passes. Others are planned when due."""
+_MANY_USES = 2**15  # of chunks: the memory needed at once has converged by then, unless it still grows
 _HARDLY_MORE = 1.01
 FIRST_ROWS = 2**14
-"""Rows of the first batches in which training finds the chunks that they use, a few ms of work."""
-_CACHED_PASSES = 4  # a batch inside a pass touches at most two; two more because reader and consumer may be apart
+"""Number of rows of the first batches whose chunks training looks up exactly, which takes a few ms."""
+_CACHED_PASSES = 4  # a batch shorter than a pass touches two; two more because the reader runs ahead
 _RowPlaces = tuple[Int64Array, npt.NDArray[np.bool_], Int64Array, Int64Array, Int64Array]
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
@@ -63,7 +62,7 @@ class RankBatches:
     Attributes:
         chunk_ids: int64 [n], chunk id in the dataset.
         offsets: int64 [n], sample inside the chunk.
-        passes: int64 [n], pass of the stream; uses of a chunk in two passes are two live intervals.
+        passes: int64 [n], pass of the stream; uses of a chunk in two passes form two live intervals.
         positions: int64 [n], stream positions.
         valid: bool [n], False for padding rows; each real sample is valid exactly once.
         row_splits: int64 [num_batches + 1].
@@ -80,12 +79,24 @@ class RankBatches:
 class Plan:
     """Batches of one epoch, or of the rest of it.
 
-    Immutable and thread-safe: its caches hold only what it would compute again.
+    Immutable and thread-safe: its caches hold only values that it would compute again.
+
+    The steps from a batch to samples (``rank_batches``), n rows in B batches::
+
+        batch            ->  stream positions [start, stop), [B]      _slices, by the rank's share
+        stream position  ->  pass, lane, lane position, [n]          _places: deal_by_lane, in closed form
+        lane position    ->  chunk id, offset in the chunk, [n]      _locate: a range per lane, by its Order
+
+    and from chunks to memory (``chunk_intervals``)::
+
+        rank             ->  lanes [low, high)                       rank_lanes
+        lanes, stretch   ->  runs of chunks, and when they are due   Order.lane_parts
+        runs             ->  first and last batch of each chunk      _regular_intervals; _odd_uses at both ends
 
     Attributes:
         num_samples: Samples in the epoch, including consumed ones.
         first_row: Samples of the run, over all ranks and epochs, that come before ``start``.
-        num_batches: Batches from ``start`` on, equal on every rank.
+        num_batches: Number of batches from ``start`` on, equal on every rank.
         is_endless: Whether the epoch has no end; ``num_samples`` and ``num_batches`` are then beyond any position.
     """
 
@@ -103,21 +114,21 @@ class Plan:
         orders: Orders | None = None,
         most_batches: int | None = None,
     ) -> None:
-        """Validate the numbers; orders are made when they are first needed.
+        """Validate the numbers. Orders are made when they are first needed.
 
         Args:
             chunk_samples: int64 [C], samples of each chunk in dataset order.
             settings: The order settings.
             global_batch_size: G, samples of one batch over all ranks. Need not be a multiple of anything.
             dp_world_size: R, the number of data-parallel ranks.
-            last_batch: What to do with the last ``num_samples % G`` samples: "drop" leaves them out, "partial" deals
-                them out like any batch (a rank may get 0 rows), "pad" does so and fills up with invalid rows, so that
-                every rank has ``ceil(G / R)`` rows in every batch.
+            last_batch: Treatment of the last ``num_samples % G`` samples. "drop" leaves them out. "partial" deals them
+                like any batch; a rank may get 0 rows. "pad" also adds invalid rows, so that every rank has ``ceil(G /
+                R)`` rows in every batch.
             epoch: Number of the epoch.
-            epoch_size: E, samples of a virtual epoch over endless repetition; default: one pass.
+            epoch_size: E, samples of a virtual epoch over the endlessly repeated dataset; default: one pass.
             start: Samples of this epoch that are already consumed.
-            orders: The order of each pass, under the same settings and over the same chunks; default: that of one data
-                set. If they are endless, so is an epoch without an ``epoch_size``.
+            orders: The orders of all passes, under the same settings and over the same chunks; default: those of one
+                dataset. If they are endless, so is an epoch without an ``epoch_size``.
             most_batches: Number of batches after which the plan ends, even before the epoch does; default: no limit.
 
         Raises:
@@ -157,7 +168,7 @@ class Plan:
 
     @classmethod
     def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
-        """Return the batches of ``shape``.
+        """Return the plan of the batches of ``shape``.
 
         ``where`` gives the start and the orders, as arguments of the class.
         """
@@ -171,7 +182,7 @@ class Plan:
         cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, *, epoch: int, start: int,
         orders: Orders,
     ) -> Self:  # fmt: skip
-        """Return the batches from sample ``start`` of an epoch on that have the size of the first of them."""
+        """Return the plan of the batches from sample ``start`` of an epoch on, until their size changes."""
         num_samples = orders.samples_per_pass if shape.epoch_size is None else shape.epoch_size
         row, left, sizes = epoch * num_samples + start, num_samples - start, shape.sizes
         return cls.of(
@@ -184,7 +195,7 @@ class Plan:
         cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, *, epoch: int, start: int = 0,
         orders: Orders | None = None,
     ) -> Iterator[Self]:  # fmt: skip
-        """Yield the plans of an epoch from sample ``start`` on: one for each run of batches of equal size."""
+        """Yield the plans of an epoch from sample ``start`` on: one per run of batches of equal size."""
         orders = EpochOrders(chunk_samples, settings) if orders is None else orders
         while True:
             here = cls.behind(shape, chunk_samples, settings, epoch=epoch, start=start, orders=orders)
@@ -195,7 +206,7 @@ class Plan:
                 return
 
     def among(self, dp_world_size: int) -> Self:
-        """Return the same batches, dealt to another number of ranks; what is known of lanes is shared."""
+        """Return the same batches, dealt to another number of ranks; the caches of lanes are shared."""
         made = copy(self)
         made.shape = replace(self.shape, num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1))
         made.dp_world_size, made._looked, made._odd = made.shape.num_ranks, (-1, {}), ((-1, -1), None)
@@ -215,7 +226,7 @@ class Plan:
         return range(self.first_row // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
 
     def order(self, pass_number: int) -> Order:
-        """Return the order of one pass; the most recently used ones are cached."""
+        """Return the order of one pass; the latest are cached."""
         order = self._orders.get(pass_number)
         if order is None:
             order = self.orders.of_pass(pass_number)
@@ -242,7 +253,7 @@ class Plan:
         return int(self._slices(np.array([batch]), dp_rank).counts[0])
 
     def rank_batches(self, first: int, last: int, dp_rank: int) -> RankBatches:
-        """Return the rows of one rank in batches ``[first, last)``; most efficient in blocks of some ten thousand rows.
+        """Return the rows of one rank in batches ``[first, last)``; some ten thousand rows at once are most efficient.
 
         Raises:
             ConfigError: The range or the rank does not exist.
@@ -260,10 +271,10 @@ class Plan:
         )
 
     def when(self, chunk_id: int, offset: int, *, first: int = 0, last: int | None = None) -> list[tuple[int, int]]:
-        """Return the batches of ``[first, last)`` that hold a sample, and its rank in each; padding does not count.
+        """Return the batches in ``[first, last)`` that hold a sample, and its rank in each; padding does not count.
 
         Raises:
-            ConfigError: There is no such sample or range; or the epoch has no end, and ``last`` is not given.
+            ConfigError: There is no such sample or range, or the epoch has no end and ``last`` is not given.
         """
         if last is None:
             self._check_ends()
@@ -283,12 +294,13 @@ class Plan:
         return sorted(found)
 
     def _dealt_to(self, position: int) -> tuple[int, int]:
-        """Return the batch of a stream position, and the rank that gets it."""
+        """Return the batch of a stream position and the rank that gets it."""
         batch = (position - self.first_row) // self.global_batch_size
         cut = self._slices(np.array([batch]), 0)
         start, stop = int(cut.starts[0]), int(cut.stops[0])
         lane = position % self.samples_per_pass % self.settings.lanes
-        # Its slot among the batch's positions by lane: first those of lower lanes, then earlier ones of its own lane.
+        # Its slot among the batch's positions by lane: the positions of lower lanes, then the earlier ones of its own
+        # lane.
         slot, at = 0, start
         while at < stop:
             origin = at // self.samples_per_pass * self.samples_per_pass
@@ -300,7 +312,7 @@ class Plan:
         return batch, self.shape.rank_of(slot, stop - start)
 
     def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
-        """Return when this rank needs which chunk, over all remaining batches, in closed form.
+        """Return the intervals in which this rank needs chunks, over all remaining batches, in closed form.
 
         A chunk on lane positions [a, b) is used only while its lane is in [a - W, b + W]. The bounds hold for every
         use, including padding, and are loose by at most 2 W lane positions.
@@ -312,24 +324,24 @@ class Plan:
         return self._at_once.joined(self.intervals_by_pass(dp_rank))
 
     def intervals_by_pass(self, dp_rank: int) -> Iterator[ChunkIntervals]:
-        """Evaluate ``chunk_intervals`` pass by pass; concatenated, the results are the whole, in the same order.
+        """Yield ``chunk_intervals`` pass by pass; concatenated, the results are the whole, in the same order.
 
-        No use in a pass comes before the last batch of the previous pass. A pass without an end comes in stretches of
-        batches: a chunk belongs to the stretch in which it is needed first, and its intervals of two stretches may
-        overlap. If it is not known yet how long chunks are needed (``LaneParts.goes_on``), an interval ends one batch
-        after its stretch, and the next stretch includes the chunk again: requested in time, it need not be fetched
-        again.
+        No use in a pass comes before the last batch of the previous pass. An endless pass comes in stretches of
+        batches: a chunk belongs to the stretch in which it is first needed, and its intervals of two stretches may
+        overlap. If it is not known yet how long a chunk is needed (``LaneParts.goes_on``), its interval ends one batch
+        after the stretch, and the next stretch includes the chunk again. Requested in time, the chunk need not be
+        fetched again.
         """
         self._check_range(0, 0, dp_rank)
         rank, known = self._looked
-        self._looked = -1, {}  # the first is used now, the others would be held for long
+        self._looked = -1, {}  # the first is used now; the others would be held for long
         for pass_number in self.passes:
             for stretch in self._stretches(pass_number):
                 found, known = known.get((pass_number, stretch)) if rank == dp_rank else None, {}
                 yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
 
     def needs(self, dp_rank: int) -> ChunkIntervals:
-        """Return ``chunk_intervals`` as training obeys them: exact in where the first batches begin to use a chunk.
+        """Return ``chunk_intervals`` as training obeys them: with exact first uses in the first batches.
 
         Raises:
             ConfigError: The epoch has no end.
@@ -338,11 +350,11 @@ class Plan:
         return self._at_once.joined(self.needs_by_pass(dp_rank))
 
     def needs_by_pass(self, dp_rank: int, most_rows: int = FIRST_ROWS) -> Iterator[ChunkIntervals]:
-        """Yield ``intervals_by_pass``, exact in where the first batches, of at most so many rows, begin to use a chunk.
+        """Yield ``intervals_by_pass``, with exact first uses in the first batches of at most ``most_rows`` rows.
 
-        The closed form is early by up to W lane positions, which a reader that runs ahead does not notice, but its
-        first batch would wait for: with the default window for 2.5 to 3 times as many chunks as it uses. Chunks that
-        no batch uses any more, behind a start in the middle, are left out.
+        The closed form is early by up to W lane positions. A reader that runs ahead does not notice, but the first
+        batch would wait: with the default window, for 2.5 to 3 times as many chunks as it uses. After a start in the
+        middle, chunks that no batch uses any more are left out.
         """
         parts = self.intervals_by_pass(dp_rank)
         for live in parts:
@@ -351,7 +363,7 @@ class Plan:
         yield from parts
 
     def _begun(self, live: ChunkIntervals, dp_rank: int, most_rows: int) -> ChunkIntervals:
-        """Return the first intervals, exact in where the first batches begin to use a chunk."""
+        """Return the first intervals, with exact first uses in the first batches."""
         pass_number = self.passes[0]
         count = min(max(most_rows // self.shape.most_rows, 1), len(next(self._stretches(pass_number))))
         rows = self.rank_batches(0, count, dp_rank)
@@ -363,7 +375,7 @@ class Plan:
     def rank_chunks(self, dp_rank: int) -> Int64Array:
         """Return the ids of the chunks that this rank needs, sorted, int64 [n].
 
-        For an epoch of many passes, others may be included.
+        For an epoch of many passes, other chunks may be included.
         """
         looked_at, is_all = self._at_once.first(self)
         if not is_all and self.settings.scope == "global":
@@ -371,10 +383,10 @@ class Plan:
         return np.unique(ChunkIntervals.joined(self._at_once.look(self, looked_at, dp_rank)).chunk_ids)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
-        """Return an upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
+        """Return an upper bound on the bytes of chunks that this rank needs at the same time, without read-ahead.
 
-        For an epoch of more than ``PASSES_LOOKED_AT`` passes, or without an end, it is the maximum over the first ones
-        plus a ninth, because other passes combine other chunks; never more than all chunks.
+        For an endless epoch, or one of more than ``PASSES_LOOKED_AT`` passes, it is the maximum over the first passes
+        plus a ninth, because other passes combine other chunks; but at most the bytes of all chunks.
 
         Args:
             chunk_bytes: int64 [C], size of each chunk in dataset order.
@@ -408,7 +420,7 @@ class Plan:
         return _Slices(starts=starts, stops=stops, lows=lows, counts=counts, rows=rows)
 
     def _places(self, cut: _Slices, batch: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return pass, lane and lane position of the rows at ``slots`` of the batches' positions by lane."""
+        """Return pass, lane and lane position of the rows at ``slots`` of the batches' positions by lane, int64 [n]."""
         first_pass = cut.starts // self.samples_per_pass
         crossing = np.flatnonzero((cut.stops - 1) // self.samples_per_pass != first_pass)
         begins = cut.starts - first_pass * self.samples_per_pass
@@ -422,7 +434,7 @@ class Plan:
         lanes[inside], places[inside] = deal_by_lane(begins, ends, batch[inside], slots[inside], self.settings.lanes)
         for index in crossing.tolist():
             rows = batch == index
-            # A batch with positions of several passes: sort them by lane, then by stream position.
+            # A batch with positions of several passes: sort its positions by lane, then by stream position.
             stream = np.arange(cut.starts[index], cut.stops[index], dtype=np.int64)
             lane = stream % self.samples_per_pass % self.settings.lanes
             chosen = stream[np.argsort(lane, kind="stable")[slots[rows]]]
@@ -430,11 +442,11 @@ class Plan:
         return passes, lanes, places
 
     def _rows(self, first: int, last: int, dp_rank: int) -> _RowPlaces:
-        """Return where the rows of each batch begin, which rows are no padding, and pass, lane and place of each."""
+        """Return the row splits of the batches, which rows are valid, and the pass, lane and place of each row."""
         self._check_range(first, last, dp_rank)
         cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
         row_splits = sums(cut.rows)
-        # For each row: its batch, its number in the batch, its slot among the batch's positions by lane.
+        # Per row, int64 [n]: its batch, its number in the batch, its slot among the batch's positions by lane.
         batch = np.repeat(np.arange(last - first), cut.rows)
         number = np.arange(row_splits[-1]) - row_splits[batch]
         valid = number < cut.counts[batch]
@@ -442,7 +454,7 @@ class Plan:
         return row_splits, valid, *self._places(cut, batch, slots)
 
     def _locate(self, passes: Int64Array, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them, int64[n] each."""
+        """Return chunk ids and offsets in them, int64 [n] each."""
         chunk_ids, offsets = np.empty_like(lanes), np.empty_like(lanes)
         if not len(passes):
             return chunk_ids, offsets
@@ -454,13 +466,15 @@ class Plan:
         return chunk_ids, offsets
 
     def _locate_in_pass(self, pass_number: int, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Evaluate, in each lane, the range that covers the rows, then pick the rows."""
+        """Evaluate the range that covers the rows in each lane, then pick the rows."""
         order = self.order(pass_number)
+        # 1. Per lane, int64 [lanes]: the range of lane positions that the rows cover.
         low_lane, num_lanes = int(lanes.min()), int(lanes.max() - lanes.min()) + 1
         row_lanes = lanes - low_lane
         lows, highs = np.full(num_lanes, MAX_COUNT), np.full(num_lanes, -1)
         np.minimum.at(lows, row_lanes, places)
         np.maximum.at(highs, row_lanes, places)
+        # 2. The samples of all ranges end to end; ``bases`` maps a lane position to its index there.
         bases, length = np.zeros(num_lanes, dtype=np.int64), 0
         pieces: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         for lane in np.flatnonzero(highs >= 0).tolist():
@@ -476,7 +490,7 @@ class Plan:
         )
 
     def _segment(self, order: Order, pass_number: int, lane: int, low: int, high: int) -> _Segment:
-        """Return chunk ids and offsets of a lane range that covers ``[low, high)``; cached for later batches."""
+        """Return chunk ids and offsets of a lane range that covers ``[low, high)``, cached for later batches."""
         segment = self._segments.get((pass_number, lane))
         if segment is None or not segment[0] <= low <= high <= segment[1]:
             ahead = max(high, low + min(max(2 * self.settings.window, LEAST_STRETCH), self.orders.stretch))
@@ -506,7 +520,7 @@ class Plan:
         )
 
     def _stretches(self, pass_number: int) -> Iterator[range]:
-        """Yield the batches of a pass whose intervals are evaluated at once: all, or a part of an endless pass."""
+        """Yield the ranges of batches of a pass that are evaluated at once: all, or parts of an endless pass."""
         touched, step = self._touched(pass_number), self.stretch_batches
         for first in range(touched.start, touched.stop, step):
             yield range(first, min(first + step, touched.stop))
@@ -517,7 +531,7 @@ class Plan:
         return self._at_once.batches(self)
 
     def batches_on(self, lane_positions: int) -> int:
-        """Return the number of batches that so many positions of all lanes are, at least one."""
+        """Return the number of batches that ``lane_positions`` positions of all lanes fill, at least 1."""
         return max(lane_positions * self.settings.lanes // self.global_batch_size, 1)
 
     def _intervals(self, pass_number: int, stretch: range, dp_rank: int) -> ChunkIntervals:
@@ -541,7 +555,7 @@ class Plan:
 
     def _odd_uses(self, pass_number: int, batch: int, dp_rank: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         known, rows = self._odd
-        if known != (batch, dp_rank) or rows is None:  # a batch may span many passes, of which each asks
+        if known != (batch, dp_rank) or rows is None:  # a batch may span many passes, and each pass requests it
             rows = self._rows(batch, batch + 1, dp_rank)
             self._odd = (batch, dp_rank), rows
         _, _, passes, lanes, places = rows
@@ -553,7 +567,7 @@ class Plan:
     def _regular_intervals(
         self, pass_number: int, batches: range, stretch: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
+        """Return intervals over full batches of a pass that begin in a stretch: ids, first, last; int64 [n] each."""
         num_lanes, size = self.settings.lanes, self.global_batch_size
         origin = pass_number * self.samples_per_pass - self.first_row
         low, high = self.rank_lanes(dp_rank)
@@ -570,7 +584,7 @@ class Plan:
         return parts.chunk_ids[due], first[due], last[due]
 
     def rank_lanes(self, dp_rank: int) -> tuple[int, int]:
-        """Return lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
+        """Return the lanes ``[low, high)`` from which this rank may hold a row in a full batch inside one pass."""
         size, num_lanes = self.global_batch_size, self.settings.lanes
         low, high = self.shape.share(size, dp_rank)
         if self.last_batch == "pad":
@@ -586,10 +600,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slices:
-    """What one rank takes of some batches, int64 [B] each.
+    """The shares of one rank in some batches, int64 [B] each.
 
-    ``starts`` and ``stops`` are stream positions; the rank holds ``counts`` of the positions by lane, from ``lows`` on,
-    and has ``rows`` rows of them, including padding.
+    ``starts`` and ``stops`` are stream positions. Of a batch's positions ordered by lane, the rank holds ``counts``
+    from ``lows`` on. ``rows`` are its rows, including padding.
     """
 
     starts: Int64Array
@@ -600,7 +614,7 @@ class _Slices:
 
 
 class _Passes:
-    """What of a plan is evaluated at once, and looked at first: passes, whose chunks stay as they are."""
+    """The units in which a plan is evaluated, and those examined first: passes, whose chunks never change."""
 
     most_samples = MAX_COUNT  # in all epochs
 
@@ -609,12 +623,12 @@ class _Passes:
         return max(plan.num_batches, 1)
 
     def first(self, plan: Plan) -> tuple[list[tuple[int, range]], bool]:
-        """Return the stretches, with their passes, that are examined first, and whether these are all."""
+        """Return the stretches that are examined first, with their passes, and whether these are all."""
         passes = plan.passes[:PASSES_LOOKED_AT]
         return [(number, plan._touched(number)) for number in passes], len(passes) == len(plan.passes)
 
     def look(self, plan: Plan, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
-        """Return the intervals of some stretches, which the plan keeps until they are needed in their turn."""
+        """Return the intervals of some stretches; the plan keeps them until they are due."""
         rank, known = plan._looked
         found = {each: known[each] if rank == dp_rank and each in known else plan._intervals(*each, dp_rank)
                  for each in looked_at}  # fmt: skip
@@ -622,16 +636,16 @@ class _Passes:
         return list(found.values())
 
     def joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
-        """Merge intervals of passes, or of stretches of an endless pass, that may share chunks."""
+        """Merge intervals of passes, or of stretches of an endless pass, which may share chunks."""
         return ChunkIntervals.joined(parts)
 
     def live_bytes(self, plan: Plan, looked_at: Sequence[tuple[int, range]], sizes: Int64Array, dp_rank: int) -> int:
-        """Return the most bytes that a rank needs at once in the stretches looked at, if there are others."""
+        """Return the maximum bytes that a rank needs at once in the examined stretches, if there are others."""
         return self.joined(self.look(plan, looked_at, dp_rank)).live_bytes(sizes)
 
 
 class _Stretches(_Passes):
-    """Parts of one endless pass, whose mix may change until it is planned: nothing is kept."""
+    """Parts of one endless pass. Its mix may change until it is planned, so nothing is kept."""
 
     most_samples = ENDLESS
 
@@ -647,7 +661,7 @@ class _Stretches(_Passes):
         changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
         stop = -(-plan.num_batches // step)
         numbers = {*range(min(4 * PASSES_LOOKED_AT, stop))}
-        for batch in changed:  # after each of the next few changes of the mix
+        for batch in changed:  # the stretches after each of the next few changes of the mix
             numbers |= {*range(batch // step, min(batch // step + PASSES_LOOKED_AT, stop))}
         found = [range(number * step, min((number + 1) * step, plan.num_batches)) for number in sorted(numbers)]
         return [(0, stretch) for stretch in found], len(numbers) == stop
@@ -665,9 +679,8 @@ class _Stretches(_Passes):
     def live_bytes(self, plan: Plan, looked_at: Sequence[tuple[int, range]], sizes: Int64Array, dp_rank: int) -> int:
         """See ``_Passes``.
 
-        Stretches that follow each other are not all looked at if the others cannot change the result, or hardly: when
-        everything is needed at once, or when twice as many of them, with many uses of chunks of all sources, needed
-        hardly more.
+        Consecutive stretches are skipped if they cannot change the result, or hardly: when everything is needed at
+        once, or when twice as many stretches, with many uses of chunks of all sources, needed hardly more.
         """
         found: list[ChunkIntervals] = []
         num_uses = num_stretches = behind = live = 0
@@ -697,7 +710,7 @@ def dealt(plan: Plan, positions: Int64Array) -> tuple[Int64Array, Int64Array, In
 
 
 def _with_others(live_bytes: int, sizes: Int64Array) -> int:
-    """Return an upper bound for all passes and stretches, given that of those looked at."""
+    """Return an upper bound for all passes and stretches, given the bound of the examined ones."""
     return min(live_bytes + -(-live_bytes // 9), int(sizes.sum()))
 
 

@@ -1,4 +1,4 @@
-"""Describe how weights, or a number, change with the rows of a run, as a pure value: ``Schedule``."""
+"""Describe how weights, or a number, change with the rows of a run: ``Schedule``, a pure value."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Value: TypeAlias = Mapping[str, float] | float
 """The weights of sources by name, or one number."""
 Shape: TypeAlias = Literal["linear", "root", "cosine", "steps"]
 MAX_SEGMENTS = 2**16
-_MODERATE = 500  # powers of two: products with counts, and quotients of two, are floats, too
-_UNIT = 2**32  # the fraction of the ramp is rounded to this grid, so that cosine gives the same value on every machine
+_MODERATE = 500  # powers of two: products with counts, and quotients of two weights, still fit into floats
+_UNIT = 2**32  # grid to which the fraction of the ramp is rounded, so that cosine gives the same value on every machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class Schedule:
     """Change weights, or a number, over the rows of a run: samples counted over all ranks from the start of the run.
 
     A ramp is a staircase of ``segments`` steps. Each step has the ramp's value at its middle, so that shares over the
-    whole ramp equal those of the smooth curve. After ``over`` rows the end value holds. A schedule is a plain value: it
-    compares by content and is stored in checkpoints. Use the class methods to make one::
+    whole ramp equal those of the smooth curve. After ``over`` rows, the end value holds. A schedule is a plain value:
+    it compares by content and is stored in checkpoints. Make one with the class methods::
 
         Schedule.linear({"web": 0.9, "code": 0.1}, {"web": 0.5, "code": 0.5}, over=1_000_000)
         Schedule.steps({0: {"web": 1, "code": 0}, 10**6: {"web": 1, "code": 1}})
@@ -42,7 +42,7 @@ class Schedule:
         over: Length of the ramp in rows.
         num_segments: Number of steps of the staircase.
         degree: Degree of the root.
-        listed: For the shape "steps": rows, and the value from each on.
+        listed: For the shape "steps": rows, and the value from each row on.
     """
 
     shape: Shape
@@ -68,7 +68,7 @@ class Schedule:
             object.__setattr__(self, "num_segments", segments)
             if not _is_number(self.degree) or not self.degree > 0:
                 raise ConfigError(f"Schedule: degree: expected a number above 0, got {self.degree!r}")
-            object.__setattr__(self, "degree", _plain(self.degree))  # of NumPy none is left: states go through JSON
+            object.__setattr__(self, "degree", _plain(self.degree))  # no NumPy types: states are stored as JSON
         _check_alike([value for _, value in self.listed] if self.shape == "steps" else [self.start, self.end])
 
     @classmethod
@@ -79,11 +79,11 @@ class Schedule:
             start: Weights of sources by name, or a number, at row 0.
             end: The same from row ``over`` on.
             over: Length of the ramp in rows, which are samples over all ranks and epochs.
-            segments: Number of steps of the staircase that stands for the ramp.
+            segments: Number of steps of the staircase that approximates the ramp.
 
         Raises:
-            ConfigError: The names of ``start`` and ``end`` differ, a value is not a number of at least 0, or ``over``
-                is not a positive integer.
+            ConfigError: The names of ``start`` and ``end`` differ, a value is not a number of at least 0, or
+                ``over`` is not a positive integer.
         """
         return cls(shape="linear", start=_plain(start), end=_plain(end), over=over, num_segments=segments)
 
@@ -91,14 +91,14 @@ class Schedule:
     def root(cls, start: Value, end: Value, *, over: int, degree: float = 2.0, segments: int = 256) -> Schedule:
         """Make a ramp that changes fast at first. DeepSpeed calls it ``fixed_root``.
 
-        After the fraction ``x`` of ``over`` it has gone ``x ** (1 / degree)`` of the way.
+        After the fraction ``x`` of ``over``, the value has covered ``x ** (1 / degree)`` of the way.
 
         Args:
             start: Weights of sources by name, or a number, at row 0.
             end: The same from row ``over`` on.
             over: Length of the ramp in rows, which are samples over all ranks and epochs.
-            degree: Degree of the root: above 1 the ramp changes fast at first, below 1 at last.
-            segments: Number of steps of the staircase that stands for the ramp.
+            degree: Degree of the root. Above 1, the ramp changes fast at the start; below 1, at the end.
+            segments: Number of steps of the staircase that approximates the ramp.
 
         Raises:
             ConfigError: As for :meth:`linear`.
@@ -109,13 +109,13 @@ class Schedule:
     def cosine(cls, start: Value, end: Value, *, over: int, segments: int = 256) -> Schedule:
         """Make a ramp that begins and ends slowly.
 
-        After the fraction ``x`` of ``over`` it has gone ``(1 - cos(pi x)) / 2`` of the way.
+        After the fraction ``x`` of ``over``, the value has covered ``(1 - cos(pi x)) / 2`` of the way.
 
         Args:
             start: Weights of sources by name, or a number, at row 0.
             end: The same from row ``over`` on.
             over: Length of the ramp in rows, which are samples over all ranks and epochs.
-            segments: Number of steps of the staircase that stands for the ramp.
+            segments: Number of steps of the staircase that approximates the ramp.
 
         Raises:
             ConfigError: As for :meth:`linear`.
@@ -127,7 +127,7 @@ class Schedule:
         """Make a schedule of constant values, each from its row on: ``{0: …, 10**6: …}``; the first row must be 0.
 
         Args:
-            values: Weights of sources by name, or a number, by the row from which each holds.
+            values: Weights of sources by name, or a number, by the row from which each applies.
 
         Raises:
             ConfigError: A row is not an integer, 0 is missing, or names differ.
@@ -143,7 +143,7 @@ class Schedule:
         """Make a schedule from a function of the row.
 
         The function is evaluated in the middle of each of ``segments`` parts and at ``over``. The value at ``over``
-        holds for all later rows. It is called only here; checkpoints hold its values.
+        applies to all later rows. The function is called only here; checkpoints hold its values.
 
         Raises:
             ConfigError: As for :meth:`linear`.
@@ -159,7 +159,7 @@ class Schedule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sources that the values name, sorted; () if values are numbers."""
+        """The names of the sources in the values, sorted; () if values are numbers."""
         value = self.segments()[0][1]
         return tuple(sorted(value)) if isinstance(value, Mapping) else ()
 
@@ -181,7 +181,7 @@ class Schedule:
         return value_at(self.segments(), row)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able dict that :meth:`from_dict` reads."""
+        """Return a JSON-serializable dict that :meth:`from_dict` reads."""
         if self.shape == "steps":
             return {"shape": self.shape, "steps": [[row, _plain(value)] for row, value in self.listed]}
         made = {"shape": self.shape, "start": _plain(self.start), "end": _plain(self.end), "over": self.over}
@@ -218,7 +218,7 @@ class Schedule:
         """Return the value at a fraction of the ramp."""
         way = round(_way(self.shape, part, self.degree) * _UNIT) / _UNIT
         low: Any = self.start
-        high: Any = self.end  # of the same kind: checked when made
+        high: Any = self.end  # of the same type as low, checked by the constructor
         if isinstance(low, Mapping):
             return {name: low[name] + (high[name] - low[name]) * way for name in low}
         return float(low + (high - low) * way)
@@ -231,15 +231,15 @@ def leaf_name(source: str, within: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """Weights per sample of the leaves of a mixture, as what they are the product of: a schedule of each level.
+    """Weights per sample of the leaves of a nested mixture, stored as a tree of schedules, one per level.
 
-    A state holds this tree, not the products, which change with every level: a curriculum within a linear ramp has as
-    many rows as both together, and a value for each bucket in each.
+    A state holds this tree instead of the products of its weights, which change with every level: a curriculum within a
+    linear ramp has as many steps as both together, and each step has a value per bucket.
 
     Attributes:
         outer: Weights of the sources, per unit.
-        within: What is drawn within each source, by its own names; None: it is a dataset, not a mixture.
-        means: What a sample of each leaf counts on average, by its name; None: each counts one.
+        within: Weights within each source, by its own names; None: the source is a dataset.
+        means: Average number of units in a sample of each leaf, by name; None: 1 each.
     """
 
     outer: Schedule
@@ -304,7 +304,7 @@ WeightSchedule: TypeAlias = Schedule | Nested
 
 
 def weights_from_dict(data: Any) -> WeightSchedule:
-    """Rebuild what ``to_dict`` of either kind of weights returned.
+    """Rebuild either type of weights from the dict of its ``to_dict``.
 
     Raises:
         StateError: The dict is malformed.
@@ -350,10 +350,9 @@ def _borders(over: int, segments: int) -> list[int]:
 
 
 def moderate(weights: Mapping[str, float]) -> Mapping[str, float]:
-    """Return weights of the same ratios that can be multiplied and divided: very large and small ones are scaled.
+    """Return weights of the same ratios that can be multiplied and divided: very large and small weights are scaled.
 
-    They are scaled by a power of two, so that ratios stay the same to the last bit. One that is below 2**-1074 of the
-    largest becomes 0.
+    They are scaled by a power of two, so that ratios stay exact. A weight below 2**-1074 of the largest becomes 0.
     """
     _, exponent = math.frexp(max(weights.values()))
     if abs(exponent) <= _MODERATE:
@@ -376,7 +375,7 @@ def _plain(value: Any) -> Value:
 
 
 def _number(value: Any) -> float:
-    """Return a number as Python's: NumPy's integers stay integers, for sizes and lengths."""
+    """Convert a number to Python's int or float; integers of NumPy stay integers, for sizes and lengths."""
     return int(value) if is_whole(value) else float(value)
 
 

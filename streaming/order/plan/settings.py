@@ -34,7 +34,7 @@ _Count = TypeVar("_Count", int, Int64Array)
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShuffleConfig:
-    """Configure how an epoch is shuffled. All of it is part of the order's identity and is saved in checkpoints.
+    """Configure how an epoch is shuffled. All values are part of the order's identity and are saved in checkpoints.
 
     ::
 
@@ -47,8 +47,8 @@ class ShuffleConfig:
         lanes: L, the number of equal parts of an epoch, each with its own sequence of chunks. None: the largest divisor
             of the global batch size that is at most max(16, an eighth of it).
         scope: ``"global"``: every epoch permutes all chunks. ``"lane"``: every epoch permutes the chunks within each
-            lane, and lanes keep their samples: as long as the number of ranks stays the same and divides the lanes, a
-            rank reads the same samples in every epoch, so its node's cache serves all epochs but the first. This mixes
+            lane, and lanes keep their samples. While the number of ranks stays the same and divides the lanes, a rank
+            reads the same samples in every epoch, so its node's cache serves all epochs after the first. This mixes
             less, because samples of different lanes meet only in batches.
 
     Raises:
@@ -79,17 +79,17 @@ def order_settings(
     num_chunks: int,
     scope: Scope = "global",
 ) -> OrderSettings:
-    """Return the order of a dataset under a loader: the user's choices, with defaults for the rest.
+    """Return the order settings of a dataset in a loader: the user's choices, with defaults for the rest.
 
     Args:
-        shuffle: False: storage order, whatever ``lanes`` and ``window`` say.
+        shuffle: False: storage order, regardless of ``lanes`` and ``window``.
         seed: Seed of the order.
         lanes: L, or None for the default of the global batch size.
         window: W in samples, or None for twice the mean number of samples per chunk.
         global_batch_size: G.
         num_samples: Number of samples in the dataset.
         num_chunks: Number of its chunks.
-        scope: What each pass permutes.
+        scope: See ``ShuffleConfig``.
     """
     if not shuffle:
         return OrderSettings(seed=seed, lanes=1, window=0, shuffle=False)
@@ -103,13 +103,13 @@ def order_settings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Compute the batches and rows of an epoch that is dealt out in order, whatever the samples are.
+    """Compute the batches and rows of an epoch that is dealt in order, independent of what the samples are.
 
     Attributes:
         sizes: G, samples of one batch over all ranks, by row of the run.
         num_ranks: R, the number of data-parallel ranks.
-        last_batch: What to do with samples that do not fill a batch; see ``Plan``.
-        epoch_size: Samples of an epoch; None: as many as there are.
+        last_batch: Treatment of samples that do not fill a batch; see ``Plan``.
+        epoch_size: Samples of an epoch; None: all samples.
 
     Raises:
         ConfigError: A number is not an integer or is out of range, or ``last_batch`` is none of the three.
@@ -123,7 +123,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name, most in (("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT)):
             value = getattr(self, name)
-            if value is not None or name != "epoch_size":  # of NumPy perhaps, and states are JSON
+            if value is not None or name != "epoch_size":  # perhaps a NumPy type, and states are JSON
                 object.__setattr__(self, name, checked_int(name, value, 1, most))
         checked_last_batch(self.last_batch)
 
@@ -132,29 +132,29 @@ class Shape:
         cls, batch_size: object, global_batch_size: object, num_ranks: int, *, last_batch: str = "drop",
         drop_last: bool | None = None, epoch_size: int | None = None,
     ) -> Self:  # fmt: skip
-        """Return the shape that a user chose, by torch's names or ours; every rank gets a row of a full batch.
+        """Return the shape that a user chose, by torch's names or ours; each rank gets a row of a full batch.
 
         Args:
             batch_size: Samples per rank, or a schedule of them; exactly one of it and ``global_batch_size`` is given.
-            global_batch_size: Samples over all ranks, likewise.
+            global_batch_size: Samples over all ranks, or a schedule of them.
             num_ranks: R.
             last_batch: See ``Plan``.
             drop_last: torch's name: True for ``"drop"``, False for ``"partial"``.
             epoch_size: Samples of a virtual epoch, or None.
 
         Raises:
-            ConfigError: Neither or both sizes are given, or what is given cannot work.
+            ConfigError: Neither or both sizes are given, or a value is invalid.
         """
         sizes = Sizes.chosen(batch_size, global_batch_size, num_ranks)
         known = checked_last_batch(merged_last_batch(last_batch, drop_last=drop_last))
         return cls(sizes=sizes, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
 
     def at(self, row: int) -> Self:
-        """Return the shape of the batch that begins at a row of the run, as if all had its size."""
+        """Return the shape in which all batches have the size of the batch that begins at a row of the run."""
         return replace(self, sizes=Sizes.constant(self.sizes.at(row)))
 
     def steps(self, num_samples: int, epoch: int = 0, seen: int = 0) -> RunSteps:
-        """Return the steps of a run with epochs of ``num_samples`` samples, and a place in one of them."""
+        """Return the steps of a run with epochs of ``num_samples`` samples, for a place in one of them."""
         return RunSteps(
             sizes=self.sizes, epoch_size=num_samples, last_batch=self.last_batch, epoch=epoch, seen=seen
         )  # fmt: skip
@@ -173,18 +173,18 @@ class Shape:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the first batch of the run, over all ranks; of every batch, if they have one size."""
+        """Samples of the first batch of the run, over all ranks; of every batch if the size is constant."""
         return self.sizes.at(0)
 
     @property
     def num_samples(self) -> int:
-        """``epoch_size``, where it is known.
+        """``epoch_size``, if known.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: It is None.
         """
         if self.epoch_size is None:
-            raise ConfigError("epoch_size: give it; nothing else says when an epoch ends")
+            raise ConfigError("epoch_size: give it; nothing else defines when an epoch ends")
         return self.epoch_size
 
     @property
@@ -193,35 +193,35 @@ class Shape:
         return self.batches_in(self.num_samples)
 
     def batches_in(self, num_samples: int) -> int:
-        """Return batches that so many samples make, over all ranks; none of fewer than none."""
+        """Return how many global batches ``num_samples`` samples fill; 0 if negative."""
         whole = num_samples // self.global_batch_size
         return max(0, whole if self.last_batch == "drop" else -(-num_samples // self.global_batch_size))
 
     def share(self, size: _Count, rank: int) -> tuple[_Count, _Count]:
-        """Return which of ``size`` samples in their order, ``[low, high)``, one rank gets."""
+        """Return the range ``[low, high)`` of ``size`` ordered samples that one rank gets."""
         return size * rank // self.num_ranks, size * (rank + 1) // self.num_ranks
 
     def rank_of(self, place: _Count, size: int) -> _Count:
-        """Return which rank gets the sample at a place among ``size`` in their order: the inverse of ``share``."""
+        """Return the rank that gets the sample at a place among ``size`` ordered ones: the inverse of ``share``."""
         return ((place + 1) * self.num_ranks - 1) // size
 
     def rows_of(self, rank: int) -> int:
-        """Return samples of one rank in a full batch."""
+        """Return the number of samples of one rank in a full batch."""
         low, high = self.share(self.global_batch_size, rank)
         return high - low
 
     @property
     def most_rows(self) -> int:
-        """Those of the rank that has most; with ``"pad"`` every rank has as many rows, in every batch."""
+        """Maximum rows of a rank in a full batch; with ``"pad"``, every rank has this many rows in every batch."""
         return -(-self.global_batch_size // self.num_ranks)
 
     def rows(self, batch: int, rank: int) -> tuple[int, int]:
-        """Return rows of one rank in a batch: those that are samples of it, and all, padding included."""
+        """Return the number of rows of one rank in a batch: without padding, and with it."""
         low, high = self.share(min(self.global_batch_size, self.num_samples - batch * self.global_batch_size), rank)
         return high - low, self.most_rows if self.last_batch == "pad" else high - low
 
     def positions(self, batch: int, rank: int) -> Int64Array:
-        """Return the place in the epoch's global order of each row of one rank in a batch, int64[n].
+        """Return the place in the epoch's global order of each row of one rank in a batch, int64 [n].
 
         Padding repeats samples.
         """
@@ -231,10 +231,10 @@ class Shape:
         return start + low + np.arange(num_rows) % max(1, real)
 
     def check_enough(self, num_samples: int) -> None:
-        """Refuse epochs in which nothing, or nothing for some rank, would come.
+        """Refuse epochs without a batch, or in which some rank would get no sample.
 
         Raises:
-            ConfigError: So many samples of an epoch are too few.
+            ConfigError: ``num_samples`` samples are too few.
         """
         if num_samples < self.num_ranks and self.last_batch != "pad":
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""Change numbers with the rows of a run: ``Steps``; and ``Sizes``, those of batches, and how many there are.
+"""Represent numbers that change with the rows of a run: ``Steps``, and batch sizes in particular: ``Sizes``.
 
-``RunSteps`` says where each batch of a run stands.
+``RunSteps`` locates the steps of a run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Whole numbers by row: samples of the run, over all ranks and epochs. Each holds from its row on.
+    """Integers by row, which counts samples of the run over all ranks and epochs. Each applies from its row on.
 
     A number that never changes is a single step.
 
     Attributes:
-        steps: Rows, the first 0, and the number from each on.
+        steps: Rows, the first 0, and the number from each row on.
 
     Raises:
         ConfigError: A number is not an integer, or is out of range.
@@ -39,7 +39,7 @@ class Steps:
     _name: ClassVar[str] = "steps"
 
     def __post_init__(self) -> None:
-        # Numbers may be NumPy's, and states are JSON.
+        # Numbers may have NumPy types, and states are JSON.
         steps = [(row, checked_int(self._name, number, 1, _MOST)) for row, number in self.steps]
         object.__setattr__(self, "steps", tuple(steps))
 
@@ -50,10 +50,10 @@ class Steps:
 
     @classmethod
     def from_text(cls, text: object, name: str) -> Self:
-        """Return what ``to_text`` wrote; ``name`` says of what, for messages.
+        """Rebuild the numbers from the text of ``to_text``; ``name`` names them in messages.
 
         Raises:
-            ConfigError: The text is of none.
+            ConfigError: The text is malformed.
         """
         try:
             found = json.loads(text) if isinstance(text, str) else None
@@ -67,11 +67,11 @@ class Steps:
         return cls(tuple(steps))
 
     def to_text(self) -> str:
-        """Return the numbers as a single value: programs that save states take lists apart."""
+        """Return the numbers as a single string, because programs that save states take lists apart."""
         return json.dumps(self.steps)
 
     def followed_by(self, other: Steps, row: int) -> Self:
-        """Return the numbers of a run that had these before a row, and has those of ``other`` from there on."""
+        """Return the numbers of a run that has these before a row, and those of ``other`` from the row on."""
         later = [(row, other.at(row)), *(step for step in other.steps if step[0] > row)]
         found: list[tuple[int, int]] = []
         for step in [*(step for step in self.steps if step[0] < row), *later]:
@@ -80,7 +80,7 @@ class Steps:
         return type(self)(tuple(found))
 
     def goes_on_as(self, other: Steps, row: int) -> bool:
-        """Tell whether ``other`` has the same numbers from a row on."""
+        """Return whether ``other`` has the same numbers from a row on."""
         return self.followed_by(other, row) == self.followed_by(self, row)
 
     def __str__(self) -> str:
@@ -93,12 +93,12 @@ class Steps:
 
     @property
     def option(self) -> int | Schedule:
-        """The option that asks for these numbers."""
+        """The value of an option that gives these numbers."""
         return self.at(0) if self.is_constant else Schedule.steps(dict(self.steps))
 
     @property
     def plain(self) -> int | list[list[int]]:
-        """These numbers as JSON, for people: a number, or rows and the number from each on."""
+        """The numbers as JSON for people: one number, or rows and the number from each row on."""
         return self.at(0) if self.is_constant else [list(step) for step in self.steps]
 
     @property
@@ -107,9 +107,9 @@ class Steps:
         return max(number for _, number in self.steps)
 
     def at(self, row: int) -> int:
-        """Return the number that holds at a row."""
+        """Return the number that applies at a row."""
         steps = self.steps
-        return steps[0][1] if len(steps) == 1 else value_at(steps, row)  # asked once for each batch
+        return steps[0][1] if len(steps) == 1 else value_at(steps, row)  # called once per batch
 
     def next_change(self, row: int) -> int | None:
         """Return the next row at which the number changes."""
@@ -117,10 +117,10 @@ class Steps:
 
 
 def steps_of(name: str, given: Any, example: str) -> list[tuple[int, Any]]:
-    """Return an option as rows and its value from each on: a schedule of whole numbers, or anything else as it is.
+    """Return an option as rows and the value from each row on, given a schedule of integers or a single value.
 
     Raises:
-        ConfigError: It is a dict, or another schedule; ``example`` shows one that is possible.
+        ConfigError: The option is a dict or an invalid schedule; ``example`` is a valid one.
     """
     if isinstance(given, Mapping):
         raise ConfigError(f"{name}: numbers by row are a schedule; write Schedule.steps({dict(given)})")
@@ -140,7 +140,7 @@ class Sizes(Steps):
 
     @classmethod
     def of(cls, given: int | Sizes) -> Sizes:
-        """Return sizes as they are, and a number as the size of all batches."""
+        """Return ``Sizes`` unchanged, and a number as the constant size of all batches."""
         return given if isinstance(given, Sizes) else cls.constant(given)
 
     @classmethod
@@ -149,7 +149,7 @@ class Sizes(Steps):
 
         Raises:
             ConfigError: Neither or both are given, one is neither an integer nor a ``Schedule.steps`` of integers, or a
-                rank would get nothing of a full batch.
+                rank would get no sample of a full batch.
         """
         given: dict[str, Any] = {"batch_size": batch_size, "global_batch_size": global_batch_size}
         name = "batch_size" if isinstance(batch_size, Schedule) else "global_batch_size"
@@ -159,14 +159,14 @@ class Sizes(Steps):
         )
 
     def batches_alike(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
-        """Return how many batches of ``num_samples`` samples from a row on have the size of the first."""
+        """Return how many batches of the ``num_samples`` samples from a row on have the size of the first batch."""
         size, border = self.at(row), self.next_change(row)
         whole = num_samples // size if last_batch == "drop" else -(-num_samples // size)
         return max(0, whole if border is None else min(whole, -(-(border - row) // size)))
 
     def batches(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
-        """Return how many batches ``num_samples`` samples from a row on make."""
-        if len(self.steps) == 1:  # asked once for each batch
+        """Return how many batches the ``num_samples`` samples from a row on fill."""
+        if len(self.steps) == 1:  # called once per batch
             size = self.steps[0][1]
             return max(0, num_samples // size if last_batch == "drop" else -(-num_samples // size))
         found = 0
@@ -181,8 +181,8 @@ class Sizes(Steps):
     def size_for_lanes(self) -> int:
         """The batch size that determines the default number of lanes.
 
-        The greatest common divisor of all sizes, so that lanes divide each batch; but the smallest size if the divisor
-        is so small that batches would hardly be mixed.
+        It is the greatest common divisor of all sizes, so that lanes divide each batch. If the divisor is so small that
+        batches would hardly be mixed, it is the smallest size.
         """
         sizes = [size for _, size in self.steps]
         common, least = math.gcd(*sizes), min(sizes)
@@ -191,15 +191,15 @@ class Sizes(Steps):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSteps:
-    """Say where the steps of a run stand: its global batches, counted from its beginning over epochs of one size.
+    """Locate the steps of a run: its global batches, counted from the start of the run over epochs of equal size.
 
-    From a place in an epoch on the sizes hold for sure. The batches of that epoch before it may have had others, which
-    nobody recorded; then none of the given sizes ends at the place, and a batch begins there all the same.
+    The sizes are certain only from a place in an epoch on. Earlier batches of that epoch may have had other sizes,
+    which were not recorded. Then no batch of the given sizes ends at the place, but a batch begins there nevertheless.
 
     Attributes:
         sizes: Sizes of batches by row of the run.
         epoch_size: Samples of an epoch.
-        last_batch: What becomes of the samples of an epoch that do not fill a batch.
+        last_batch: Treatment of the samples of an epoch that do not fill a batch.
         epoch: Epoch of the place.
         seen: Samples of that epoch before the place.
     """
@@ -222,7 +222,7 @@ class RunSteps:
 
     @property
     def begun(self) -> int:
-        """Batches of the place's epoch before the place."""
+        """Number of batches of the place's epoch before the place."""
         return self._before[0]
 
     @property
@@ -238,7 +238,7 @@ class RunSteps:
         return self.begun + self.sizes.batches(row + self.seen, self.epoch_size - self.seen, self.last_batch)
 
     def _epochs(self) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield each epoch with its first step, how many it has, and whether all later ones have as many."""
+        """Yield each epoch, its first step, its number of steps, and whether all later epochs have the same number."""
         first = epoch = 0
         while True:
             count = self.count(epoch)
@@ -270,7 +270,7 @@ class RunSteps:
 
     @property
     def at(self) -> int:
-        """The step at the place: the one that comes next."""
+        """The step that begins at the place."""
         return self.first(self.epoch) + self.begun
 
     @property

@@ -1,4 +1,4 @@
-"""Represent a checkpoint: a position in the order, not a replay.
+"""Represent a checkpoint: a position in the order, so that a resume replays nothing.
 
 The state is the same on every rank, so it may be saved by one rank and loaded by any number of ranks.
 """
@@ -18,8 +18,8 @@ from streaming.order.plan.sizes import Sizes, Steps
 
 STATE_VERSION = 1
 _TEXT = "ledger_text"
-"""The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
-what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
+"""The ledger as JSON, a single value. torch.distributed.checkpoint takes lists of dicts apart, and restores only the
+places that the state of a new loader has, too: of a ledger that grew, only its first entry."""
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size", "has_begun",
     "batch_sizes", "lengths", "ledger", _TEXT,
@@ -32,18 +32,19 @@ class LoaderState:
 
     Attributes:
         epoch: The epoch in progress, from 0.
-        samples_seen: Samples of that epoch which all ranks together have consumed; all of the epoch's, also those that
-            fill no batch, behind its last batch.
+        samples_seen: Samples of that epoch that all ranks together have consumed. After the last batch, all samples of
+            the epoch count, including those that fill no batch.
         order: The order settings of that epoch.
-        next_seed: Seed from the next epoch on, where it was changed; else None.
-        fingerprint: Of the dataset's index.
-        num_samples: Samples of the dataset, for a message that says more than a fingerprint.
+        next_seed: Seed from the next epoch on, if it was changed; otherwise None.
+        fingerprint: Fingerprint of the dataset's index.
+        num_samples: Samples of the dataset, for a message that is clearer than a fingerprint.
         epoch_size: Samples of a virtual epoch, or None: one pass is one epoch.
-        ledger: Of a mixture; None: of one dataset.
-        has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
-            one after it.
-        batch_sizes: Sizes of the global batches of the run by row, those to come included; None: not recorded.
-        lengths: Tokens of the rows of packs by row of the run, likewise; None: rows are no packs, or not recorded.
+        ledger: Ledger of a mixture; None: the run reads one dataset.
+        has_begun: Whether the epoch had begun when ``next_seed`` was given, although none of its samples was received;
+            the seed then applies to the epoch after it.
+        batch_sizes: Sizes of the global batches of the run by row, including future ones; None: not recorded.
+        lengths: Tokens per row of packs by row of the run, including future ones; None: rows are not packs, or not
+            recorded.
     """
 
     epoch: int
@@ -76,10 +77,10 @@ class LoaderState:
             raise StateError(f"state: fingerprint: expected a non-empty string, got {self.fingerprint!r}")
 
     def check_fits(self, *, epoch_size: int | None, shuffle: bool) -> None:
-        """Refuse to go on under another epoch size or kind of order.
+        """Check that the run can continue with an epoch size and a kind of order.
 
         Raises:
-            StateError: They differ.
+            StateError: They differ from those of the state.
         """
         for name, was, now in (("epoch_size", self.epoch_size, epoch_size), ("shuffle", self.order.shuffle, shuffle)):
             if was != now:
@@ -87,12 +88,12 @@ class LoaderState:
 
     @property
     def seeded_from(self) -> int:
-        """The first epoch that is in the order of ``next_seed``."""
+        """The first epoch that uses ``next_seed``."""
         return self.epoch + (self.samples_seen > 0 or self.has_begun)
 
     @property
     def is_end(self) -> bool:
-        """Whether it was taken behind the last batch of the epoch, before the loop asked for one more."""
+        """Whether the state was taken after the last batch of the epoch, before the loop requested another batch."""
         return self.samples_seen > 0 and self.samples_seen == self._epoch_samples
 
     @property
@@ -107,7 +108,7 @@ class LoaderState:
         return self.num_samples if self.ledger is None else self.ledger.last.blend.samples_per_pass
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a small JSON-able dict, equal on every rank."""
+        """Return a small JSON-serializable dict, equal on every rank."""
         entries = None if self.ledger is None else self.ledger.to_list()
         return {
             "version": STATE_VERSION,
@@ -127,10 +128,10 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
-        """Return the state of :meth:`to_dict`.
+        """Rebuild a state from the dict of :meth:`to_dict`.
 
         Raises:
-            StateError: If ``data`` is no such dict: wrong type, version, keys or values.
+            StateError: ``data`` is not such a dict: its type, version, keys or values are wrong.
         """
         if not isinstance(data, Mapping):
             raise StateError(f"state: expected the dict of state_dict(), got {type(data).__name__}")
@@ -164,10 +165,10 @@ class LoaderState:
 
 
 def _whole_ledger(entries: Any, text: Any) -> Any:
-    """Return the entries, or those of ``text`` where a program that restores values one by one lost some of them.
+    """Return the entries, or those in ``text`` if a program that restores values one by one lost some entries.
 
     Raises:
-        StateError: They say different things.
+        StateError: They contradict each other.
     """
     if text is None:
         return entries
@@ -177,12 +178,12 @@ def _whole_ledger(entries: Any, text: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise StateError(f"state: {_TEXT}: expected the ledger's JSON: {error}") from error
     if not _is_part(entries, whole):
-        raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger where {_TEXT} is None")
+        raise StateError(f"state: ledger and {_TEXT} contradict each other; change a ledger where {_TEXT} is None")
     return whole
 
 
 def _plain(value: Any) -> Any:
-    """Return dicts and lists of configuration programs, such as OmegaConf's, as JSON takes them."""
+    """Convert dicts and lists of configuration libraries, such as OmegaConf's, to those that JSON accepts."""
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -191,7 +192,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_part(some: Any, whole: Any) -> bool:
-    """Tell whether all that is in ``some`` stands at the same place in ``whole``."""
+    """Return whether every value in ``some`` is at the same place in ``whole``."""
     if isinstance(some, list) and isinstance(whole, list):
         return len(some) <= len(whole) and all(map(_is_part, some, whole))
     if isinstance(some, dict) and isinstance(whole, dict):

@@ -1,4 +1,4 @@
-"""Read files of authorities, and say why one or a certificate was refused, and what makes one that is accepted."""
+"""Read files of certificate authorities, and explain refused certificates and files, with cures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def why_refused(said: str, endpoint: str, authorities: str) -> str:
     """Return why the certificate of a server was refused, with a cure.
 
     Args:
-        said: What obstore said, with ``REFUSED`` in it.
+        said: The text of obstore's error, which contains ``REFUSED``.
         endpoint: The server.
-        authorities: The file of further authorities, and what names it; "": none was given.
+        authorities: The file of further authorities, and the option or variable that names it; "": none was given.
     """
     reason = said.partition(REFUSED)[2]
     host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or endpoint
@@ -30,8 +30,8 @@ def why_refused(said: str, endpoint: str, authorities: str) -> str:
     if "NotValidForName" in reason:
         names = list(dict.fromkeys(_PRESENTED.findall(reason.partition("presented")[2])))[:_MOST_NAMES]
         return (
-            f"its certificate is for {', '.join(names) or 'other names'}, not for {host}; name the server as its "
-            "certificate does, or have one made for this name too"
+            f"its certificate is for {', '.join(names) or 'other names'}, not for {host}; use a name in the "
+            "certificate, or have one made for this name, too"
         )
     if "NotValidYet" in reason or "Expired" in reason:
         when = "is not valid yet" if "NotValidYet" in reason else "has expired"
@@ -41,7 +41,7 @@ def why_refused(said: str, endpoint: str, authorities: str) -> str:
 
 
 def _authority_as_server(host: str, authorities: str) -> str:
-    """Say that a server shows the certificate of an authority, and how to make one for a server."""
+    """Explain that a server presents the certificate of an authority, and how to make one for a server."""
     try:
         kind = f"IP:{ipaddress.ip_address(host)}"
     except ValueError:
@@ -85,5 +85,5 @@ def why_unusable(said: str, authorities: str) -> str:
         return ""
     return (
         f"a certificate in {authorities} is damaged, or cut off; `openssl x509 -in FILE -noout -text` reads its first "
-        "one. Get the file anew"
+        "one. Get the file again"
     )

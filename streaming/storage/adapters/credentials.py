@@ -2,7 +2,7 @@
 
 For s3 the order is: ``anon``; ``key`` and ``secret``; ``profile``; the environment's key; the environment's or default
 profile (if boto3 is installed); web identity and container roles; the instance's role. The source that was used is kept
-in words for error messages, the credentials themselves never.
+as text for error messages; the credentials themselves are never kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streaming.storage.base.urls import checked_endpoint
 _IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
 """Variables that an obstore client may read when it is made."""
 _SPARED = "NO_PROXY"
-"""Variable of hosts that are reached without a proxy; like the others, in either case."""
+"""Variable that lists hosts reached without a proxy; like the others, in upper or lower case."""
 _CURE_OF_PROFILES = "run `aws configure` or `aws sso login`, or mend the program that makes its keys"
 _MOST_QUOTED = 1_000
 _ANON = "no credentials (anon=True)"
@@ -38,17 +38,17 @@ _PRINCIPAL_OF_AZURE = (
     ("AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID"),
     ("AZURE_TENANT_ID", "AZURE_STORAGE_TENANT_ID", "AZURE_AUTHORITY_ID", "AZURE_STORAGE_AUTHORITY_ID"),
 )
-"""Parts of keys in the environment, and the variables of each; an id alone chooses a managed identity."""
+"""Parts of a key in the environment, and the variables of each part; an id alone selects a managed identity."""
 GIVEN = frozenset({_ANON, _KEY_PAIR, _TOKEN, _ACCOUNT_KEY, _SAS_TOKEN})
-"""Sources whose key never changes; all others may have another key later."""
+"""Sources whose key never changes; all others may give another key later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Access:
     """How to reach an s3 bucket.
 
-    ``environ`` is the environment that was consulted. ``provider`` returns credentials in obstore's form; None lets
-    obstore ask the role that ``source`` names, or send none if ``anonymous``.
+    ``environ`` is the environment that was read. ``provider`` returns credentials in obstore's form. None: obstore uses
+    the role that ``source`` names, or sends no credentials if ``anonymous``.
     """
 
     source: str
@@ -61,7 +61,7 @@ class S3Access:
 
     @property
     def identity(self) -> str | None:
-        """Identifies what determines the credentials, without repeating them; None: a file may determine them."""
+        """Digest of everything that determines the credentials; None: a file may determine them."""
         if self.provider is not None and not isinstance(self.provider, _Fixed):
             return None
         given = None if self.provider is None else self.provider()
@@ -115,9 +115,9 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
 def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
     options: StorageOptions, environ: Mapping[str, str]
 ) -> tuple[str, Callable[[], Any] | None, str | None]:
-    """Return the source in words, the provider if we have to make it, and the region if the source specifies one."""
+    """Return a description of the source, the provider if we must make it, and the region if the source sets one."""
     if options.anon:
-        # An obstore client refuses half a key in the environment, also one that signs nothing.
+        # An obstore client refuses half a key in the environment, even if it signs nothing.
         return _ANON, _Fixed("none", "none", None) if _half(environ, _KEY_PAIR_OF_AWS) else None, None
     if options.key is not None and options.secret is not None:
         return _KEY_PAIR, _Fixed(options.key, options.secret, options.token), None
@@ -139,7 +139,7 @@ def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
 
 
 def _role(options: StorageOptions, environ: Mapping[str, str]) -> str:
-    """Name the role whose key obstore asks for."""
+    """Describe the role whose key obstore requests."""
     for name, words in (
         ("AWS_WEB_IDENTITY_TOKEN_FILE", "web identity (AWS_WEB_IDENTITY_TOKEN_FILE)"),
         ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "the container's role"),
@@ -152,7 +152,7 @@ def _role(options: StorageOptions, environ: Mapping[str, str]) -> str:
 
 
 def _half(environ: Mapping[str, str], parts: Sequence[tuple[str, ...]]) -> str:
-    """Say which part of a key the environment has, and which it lacks; "": it has all, or none.
+    """Describe which part of a key the environment has, and which it lacks; "": it has all parts or none.
 
     Args:
         environ: The environment.
@@ -166,7 +166,7 @@ def _half(environ: Mapping[str, str], parts: Sequence[tuple[str, ...]]) -> str:
 
 
 class _Fixed:
-    """Credentials as given, in obstore's form; hides them from ``repr``."""
+    """Given credentials in obstore's form, hidden from ``repr``."""
 
     def __init__(self, key: str, secret: str, token: str | None) -> None:
         self._answer = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
@@ -213,10 +213,10 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
 
 
 def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """Return obstore's configuration for gs, and the source of its credentials in words."""
+    """Return obstore's configuration for gs, and a description of the source of its credentials."""
     environ = os.environ if environ is None else environ
     named = environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
-    if named and options.token in {None, "anon"} and not os.path.exists(named):  # a client reads it for anon, too
+    if named and options.token in {None, "anon"} and not os.path.exists(named):  # a client reads it even for anon
         raise ConfigError(f"GOOGLE_APPLICATION_CREDENTIALS: no such file: {named}; name the key file, or unset it")
     config: dict[str, Any] = {"base_url": _given_endpoint(options)} if options.endpoint_url else {}
     if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
@@ -235,7 +235,7 @@ def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None
 
 
 def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """Return obstore's configuration for az, and the source of its credentials in words."""
+    """Return obstore's configuration for az, and a description of the source of its credentials."""
     environ = os.environ if environ is None else environ
     given = {"account_name": options.account_name, "endpoint": _given_endpoint(options)}
     config: dict[str, Any] = {name: value for name, value in given.items() if value}
@@ -268,7 +268,7 @@ def ca_bundle(options: StorageOptions, environ: Mapping[str, str] | None = None)
 
 
 def proxy_of(url: str, environ: Mapping[str, str] | None = None) -> tuple[str, str] | None:
-    """Return the proxy for the server of an http(s) URL, after the variable that sets it; None: there is none."""
+    """Return the variable that sets a proxy for the server of an http(s) URL, and the proxy; None: no proxy."""
     environ = os.environ if environ is None else environ
     parts = urlsplit(url)
     set_here = {name.lower(): (name, value) for name, value in environ.items() if value}

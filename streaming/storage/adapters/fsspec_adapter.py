@@ -1,4 +1,4 @@
-"""Reach every other store through fsspec: memory://, hf://, sftp://, s3fs and gcsfs on request, and more."""
+"""Access all other stores through fsspec: memory://, hf://, sftp://, s3fs and gcsfs on request, and more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from streaming.types import override
 _EXPIRED_WORDS = ("expiredtoken", "token has expired", "token is expired", "request has expired")
 _KEY_WORDS = (*_EXPIRED_WORDS, "401", "unauthorized", "invalidtoken", "invalidaccesskeyid", "signaturedoesnotmatch",
               "the access key", "(400) when calling the headobject", "(403) when calling the headobject")  # fmt: skip
-"""Words for a refused key, not a missing permission; or for neither, as in responses to HEAD, which have no body."""
+"""Words for a refused key, not a missing permission; or ambiguous words, as in responses to HEAD without a body."""
 _DENIED_WORDS = (*_KEY_WORDS, "403", "forbidden", "access denied", "nocredentials", "unable to locate credentials")
 _MISSING_WORDS = ("nosuchbucket", "nosuchkey", "404", "does not exist", "not found")
 _REGION_WORDS = ("authorizationheadermalformed", "permanentredirect", "is wrong; expecting")
@@ -72,7 +72,10 @@ _BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 
 class FsspecAdapter:
-    """Any scheme that fsspec knows. Makes one file system per scheme, at first use."""
+    """Any scheme that fsspec supports. Makes one file system per scheme, at first use.
+
+    ``_lock`` guards ``_systems``.
+    """
 
     in_pieces = False
     keeps_versions = False
@@ -98,7 +101,7 @@ class FsspecAdapter:
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:  # noqa: ARG002
         """See :class:`Adapter`; ``version`` is never given, since this adapter reports none.
 
-        The answer is a single piece: most file systems have no other way to read a range.
+        The answer is a single piece, because most file systems have no other way to read a range.
         """
         system, path = self._at(url)
         with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of", system):
@@ -151,7 +154,7 @@ class FsspecAdapter:
         return _SpoolWriter(self, url, part_bytes)
 
     def upload(self, url: str, file: Any) -> None:
-        """Write the whole of the open ``file`` to ``url``."""
+        """Write the open ``file`` to ``url``, completely."""
         system, path = self._at(url)
         with self._errors(url, "writing", system):
             _make_parents(system, path)
@@ -173,7 +176,7 @@ class FsspecAdapter:
     def _at(self, url: str) -> tuple[Any, str]:
         scheme = scheme_of(url)
         with self._lock:
-            # One file system per scheme, connected once.
+            # There is one file system per scheme, connected once.
             system = self._systems.get(scheme)
             if system is None:
                 with self._errors(url, "connecting to"):
@@ -202,9 +205,9 @@ class FsspecAdapter:
 
     @contextmanager
     def _errors(self, url: str, doing: str, system: Any = None) -> Iterator[None]:
-        """Translate errors of fsspec and its file systems, which may be of any type; the only place that does so.
+        """Translate errors of fsspec and its file systems, which may have any type; the only place that does so.
 
-        ``system`` is the connected file system, if any; another one replaces it if its keys are refused.
+        ``system`` is the connected file system, if any; it is replaced if its keys are refused.
         """
         try:
             yield
@@ -236,7 +239,7 @@ def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]
         found["requester_pays"] = options.requester_pays
         path, name = ca_bundle(options)
         if path:
-            read_authorities(path, name)  # botocore's error would not name it
+            read_authorities(path, name)  # botocore's error would not name the file
         given = {"region_name": options.region, "verify": options.ca_file}
         found["client_kwargs"] = {name: value for name, value in given.items() if value}
         found["config_kwargs"] = {
@@ -255,7 +258,7 @@ def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
         version = version.timestamp()  # some file systems list seconds but report dates
     size = entry.get("size")
     if size is None:
-        raise StorageError(f"looking at {redact(url)}: the server does not tell its size; use one that does")
+        raise StorageError(f"looking at {redact(url)}: the server does not report its size; use one that does")
     return ObjectInfo(url=url, size_bytes=int(size), version=None if version is None else str(version))
 
 
@@ -266,7 +269,7 @@ def _make_parents(system: Any, path: str) -> None:
 
 
 def _says(text: str, words: tuple[str, ...]) -> bool:
-    """Tell whether ``text`` contains one of ``words``; a status code counts only by itself, not inside a name."""
+    """Return whether ``text`` contains one of ``words``; a status code counts only as a separate word."""
     return any(re.search(rf"(?<!\w){word}(?!\w)", text) if word.isdigit() else word in text for word in words)
 
 
@@ -303,7 +306,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
 
 
 def _has_keys(options: StorageOptions) -> bool:
-    """Return whether the options hold keys themselves, which never change."""
+    """Return whether the options themselves hold keys, which never change."""
     given = (options.key, options.token, options.account_key, options.sas_token, options.connection_string)
     return options.anon or any(given)
 
@@ -339,7 +342,7 @@ class _Bytes:
 
 
 class _SpoolWriter(StoreWriter):
-    """Collect data in memory, beyond ``part_bytes`` in an unnamed temporary file, and upload it on close."""
+    """Collect data in memory, or beyond ``part_bytes`` in an anonymous temporary file, and upload it on close."""
 
     def __init__(self, adapter: FsspecAdapter, url: str, part_bytes: int) -> None:
         self._adapter = adapter

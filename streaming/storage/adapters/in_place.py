@@ -1,9 +1,9 @@
-"""Read large ranges over plain HTTP straight into the caller's memory, and everything else through obstore.
+"""Read large ranges over plain HTTP directly into the caller's memory, and everything else through obstore.
 
-obstore gathers each answer in memory of its own, from which it is copied: most of the work over plain HTTP, the smaller
-part over TLS. obstore still signs each request: the URL that it makes is used once, at once, so nothing has to be
-renewed, and credentials rotate as ever. Whatever is out of the ordinary (redirects, refused signatures, answers without
-a length, proxies) is left to obstore, too. Figures: docs/design/0065-reads-into-place.md.
+obstore collects each answer in its own memory, from which it must be copied. The copy is most of the work over plain
+HTTP, and the smaller part over TLS. obstore still signs each request: the signed URL is used once, immediately, so
+nothing has to be renewed, and credentials rotate as usual. All unusual cases (redirects, refused signatures, answers
+without a length, proxies) are left to obstore, too. Figures: docs/design/0065-reads-into-place.md.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from streaming.storage.base.urls import scheme_of, split_query
 from streaming.types import override
 
 LEAST_BYTES = 1 << 20
-"""Of smaller ranges, obstore serves more at a time."""
+"""Minimum size of such a range; obstore reads more small ranges at a time."""
 _SIGNED_FOR = timedelta(hours=1)
-"""A URL is used at once; what is left over is for clocks that differ."""
+"""A URL is used immediately; the rest allows for clocks that differ."""
 _LEFT_S = 60.0
-"""How long a bucket is left to obstore after an answer that obstore alone could deal with."""
+"""Time for which a bucket is left to obstore after an answer that only obstore could handle."""
 _HTTP_SAFE = "/~!$&'()*+,;=:@"
 
 
 class _PlacedRange:
-    """One answer, received in place."""
+    """One answer, received into the caller's memory."""
 
     def __init__(self, place: RequestPlace, answer: RangeAnswer) -> None:
         self._place = place
@@ -52,14 +52,14 @@ class _PlacedRange:
 
 
 class InPlaceAdapter(ObjectAdapter):
-    """s3, gs, az, http and https; ranges from ``LEAST_BYTES`` on of s3 and http over plain HTTP go past obstore."""
+    """s3, gs, az, http and https; ranges of at least ``LEAST_BYTES`` over plain HTTP (s3, http) bypass obstore."""
 
     def __init__(self, options: StorageOptions) -> None:
         super().__init__(options)
         self._servers: dict[str, Server | None] = {}
-        """By host and port; None: behind a proxy."""
+        """Servers by host and port; None: behind a proxy."""
         self._left_until_s: dict[str, float] = {}
-        """Buckets and hosts that are left to obstore."""
+        """Buckets and hosts that are left to obstore, and until when."""
 
     @override
     def _get(
@@ -72,16 +72,16 @@ class InPlaceAdapter(ObjectAdapter):
             found = self._request(store, key, place, start, stop, version)
             if found is not None:
                 return _PlacedRange(place, ask(*found))
-        except (LeftError, client().errors.BaseError):  # BaseError: it cannot be signed
+        except (LeftError, client().errors.BaseError):  # BaseError: the request cannot be signed
             body = super()._get(store, key, place, start, stop, version)
-            self._left_until_s[bucket] = time.monotonic() + _LEFT_S  # obstore can do it, for whatever reason
+            self._left_until_s[bucket] = time.monotonic() + _LEFT_S  # obstore can handle it
             return body
         return super()._get(store, key, place, start, stop, version)
 
     def _request(
         self, store: Any, key: str, place: RequestPlace, start: int, stop: int, version: str | None
     ) -> tuple[Server, Request] | None:
-        """Return what to ask of which server; None if it is not one of plain HTTP."""
+        """Return the server and the request; None if the server is not reached over plain HTTP."""
         headers = {} if version is None else {"if-match": version}
         scheme = scheme_of(place.url)
         url = ""
@@ -117,7 +117,7 @@ class InPlaceAdapter(ObjectAdapter):
 
 
 def _plain_url(url: str, key: str) -> tuple[str, str]:
-    """Return an http URL without user and password, encoded anew, and the header that carries them; "": none."""
+    """Return an http URL without user and password, encoded again, and the header that carries them; "": none."""
     path, query = split_query(url)
     base, authorization = without_user(f"http://{urlsplit(path).netloc}")
     if any(part in {"", ".", ".."} for part in key.split("/")):

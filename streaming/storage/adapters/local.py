@@ -1,4 +1,4 @@
-"""Read files by position straight into the caller's memory; write them by temporary file and rename."""
+"""Read files by position directly into the caller's memory; write them through a temporary file and a rename."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from streaming.storage.base.locks import Waiting, is_at, lock_open, try_lock, un
 from streaming.storage.base.urls import join_url, local_path, looked_for, scheme_of
 from streaming.types import override
 
-_TEMPORARY = ".~shardstream-"  # not listed: such files belong to writers that are running, or were killed
-_NAME_CHARACTERS, _HOST_CHARACTERS = 80, 40  # of a file's name, and this machine's, in that of a temporary file
+_TEMPORARY = ".~shardstream-"  # not listed: such files belong to running or killed writers
+_NAME_CHARACTERS, _HOST_CHARACTERS = 80, 40  # of the file's and the machine's name, in the name of a temporary file
 _READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call
 _LOCK_S = 60.0  # a holder compares and renames one small file
-_HELD_BYTES = 256 << 10  # of small pieces to be written together
+_HELD_BYTES = 256 << 10  # of small pieces that are written together
 
 
 @contextmanager
@@ -81,7 +81,7 @@ class _FileRange:
         self._done = 0
 
     def fill(self, sink: Sink) -> None:
-        """See :meth:`RangeBody.fill`; the bytes go straight into the room."""
+        """See :meth:`RangeBody.fill`; the bytes are read directly into the memory."""
         before = -1
         while before < self._done < self.num_bytes:
             before = self._done
@@ -116,7 +116,7 @@ class LocalAdapter:
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> _FileRange:
         """See :class:`Adapter`."""
         with _os_errors(url, "opening"):
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer; for files it makes no difference.
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer. For files, it makes no difference.
             descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = _file_status(url, descriptor)
@@ -215,8 +215,8 @@ class _FileWriter(StoreWriter):
 
     A writer that is dropped before it is closed aborts: Ctrl-C can come before ``with`` has begun, or after its body.
 
-    Small pieces are collected and written together: a system call takes as long as copying 20 kB. They are kept in a
-    buffer of our own, since a forked child would also write out that of a file object when it drops the object.
+    Small pieces are collected and written together, because a system call takes as long as copying 20 kB. They are kept
+    in our own buffer: a forked child would also write out the buffer of a file object when it drops the object.
     """
 
     def __init__(self, url: str) -> None:
@@ -235,10 +235,10 @@ class _FileWriter(StoreWriter):
             self._create()
 
     def _create(self) -> None:
-        """Create a temporary file, and lock it; its name holds the smallest number that no other writer uses.
+        """Create a temporary file, and lock it; its name has the smallest number that no other writer uses.
 
-        The system releases the lock with the process, so a file that is not locked was left by a killed one, and is
-        removed. Only files of this machine are, because some network file systems keep locks apart on each.
+        The system releases the lock with the process, so an unlocked file was left by a killed process, and is removed.
+        Only files of this machine are removed, because some network file systems keep separate locks on each machine.
         """
         name = os.path.basename(self._path)[:_NAME_CHARACTERS]
         host = platform.node().replace("/", "_")[:_HOST_CHARACTERS]
@@ -247,8 +247,8 @@ class _FileWriter(StoreWriter):
             self._is_done = False
             while (descriptor := self._try_to_create()) is not None:
                 if _lock(descriptor) is not False and is_at(descriptor, self._temporary):
-                    return  # from here on nobody else removes or replaces this file
-                self._release()  # another writer found it before it was locked, and removes it
+                    return  # from here on, no other process removes or replaces this file
+                self._release()  # another writer found the file before it was locked, and removes it
 
     def _try_to_create(self) -> int | None:
         """Create the file, and return its descriptor; None if another writer is using it."""
@@ -256,7 +256,7 @@ class _FileWriter(StoreWriter):
         while True:
             try:
                 self._descriptor = os.open(self._temporary, flags, 0o666)
-            except FileNotFoundError:  # the directory was empty, and somebody removed it just now
+            except FileNotFoundError:  # the directory was empty, and was removed just now
                 os.makedirs(self._directory, exist_ok=True)
             except FileExistsError:
                 if not remove_left(self._temporary):
@@ -312,16 +312,16 @@ class _FileWriter(StoreWriter):
             return
         try:
             with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
-                if self._descriptor is None:  # interrupted where it is not known whether the file was made
+                if self._descriptor is None:  # interrupted: the file may or may not have been made
                     remove_left(self._temporary)
-                elif is_at(self._descriptor, self._temporary):  # not if it is published
+                elif is_at(self._descriptor, self._temporary):  # not if the file was published
                     os.unlink(self._temporary)
         finally:
             self._release()
             self._is_done = True
 
     def __del__(self) -> None:
-        with suppress(AttributeError, StorageError):  # of one that was not made; what nobody could handle here
+        with suppress(AttributeError, StorageError):  # a writer not fully made; an error that nothing could handle here
             self.abort()
 
     def _release(self) -> None:
@@ -331,19 +331,19 @@ class _FileWriter(StoreWriter):
 
 
 def files_left(folder: str) -> Iterator[str]:
-    """Yield the temporary files below a folder, of writers that are running or were killed."""
+    """Yield the temporary files of running or killed writers below a folder."""
     for directory, _, names in os.walk(folder):
         yield from (os.path.join(directory, name) for name in sorted(names) if name.startswith(_TEMPORARY))
 
 
 def remove_left(path: str, *, only_look: bool = False) -> bool:
-    """Remove a temporary file that no writer has locked; tell whether it is gone, or with ``only_look`` would be."""
+    """Remove a temporary file that no writer has locked; return whether it is gone, or would be with ``only_look``."""
     try:
-        # For writing, which locks of network file systems need. Without O_NOFOLLOW, a link could name any file.
+        # O_WRONLY: locks of network file systems need it. O_NOFOLLOW: otherwise, a link could name any file.
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    except OSError:  # another user's, or no file
+    except OSError:  # another user's file, or not a regular file
         return False
     try:
         if not _lock(descriptor):
@@ -359,7 +359,7 @@ def remove_left(path: str, *, only_look: bool = False) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a file until its last descriptor is closed; False if somebody else has, None if that is not possible."""
+    """Lock a file until its last descriptor is closed; False if it is already locked, None if it cannot be locked."""
     try:
         return lock_open(descriptor, 0)
     except OSError:  # a file system without locks
@@ -367,7 +367,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _sync_directory(path: str) -> None:
-    """Make the rename itself survive a power failure."""
+    """Sync a directory, so that a rename survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -376,5 +376,5 @@ def _sync_directory(path: str) -> None:
 
 
 def is_directory(url: str) -> bool:
-    """Tell whether ``url`` is a local directory."""
+    """Return whether ``url`` is a local directory."""
     return scheme_of(url) == "file" and os.path.isdir(local_path(url))

@@ -1,9 +1,9 @@
-"""Reach object stores through obstore: s3, gs, az and plain http(s) servers.
+"""Access object stores through obstore: s3, gs, az and plain http(s) servers.
 
-obstore's own retries are disabled for reads: the facade's loop keeps the bytes that arrived and requests the rest,
-counts, and gives up early if no connection can be made. Measured on loopback (2 cores, 8 threads, 8 MiB ranges):
-streaming an answer in pieces of 256 KiB into the caller's memory costs no more than ``get_range`` (2.8 GB/s each), so
-every read does so.
+obstore's own retries are disabled for reads: the facade's loop keeps the received bytes, requests the rest, counts, and
+gives up early if no connection can be made. Measured on loopback (2 cores, 8 threads, 8 MiB ranges): streaming an
+answer in pieces of 256 KiB into the caller's memory costs no more than ``get_range`` (2.8 GB/s each), so every read
+does so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "ab
 _PIECE_BYTES = 256 << 10
 _MAX_STORES = 256  # each presigned URL has a store of its own
 _clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""Clients of buckets, by a digest of everything they are made of: hundreds of datasets in a bucket share one."""
+"""Clients of buckets, by a digest of all their arguments: hundreds of datasets in a bucket share one client."""
 
 
 class _ObjectRange:
@@ -74,7 +74,10 @@ class _ObjectRange:
 
 
 class ObjectAdapter:
-    """s3, gs, az, http and https. Makes one obstore client per bucket (or host), at first use."""
+    """s3, gs, az, http and https. Makes one obstore client per bucket (or host), at first use.
+
+    ``_lock`` guards ``_stores`` and ``_forgot``.
+    """
 
     in_pieces = True
     keeps_versions = True
@@ -86,7 +89,7 @@ class ObjectAdapter:
         self._ranged: set[str] = set()
         """Endpoints that have answered a range."""
         self._forgot = False
-        """Whether a client was dropped over its keys since the last one was made."""
+        """Whether a client was dropped because of its keys since the last one was made."""
 
     def way(self, url: str) -> Target:
         """See :class:`Adapter`."""
@@ -221,11 +224,11 @@ class ObjectAdapter:
             bucket, key = bucket_and_key(url)
             root = f"{scheme}://{bucket}"
         with self._lock:
-            # At most _MAX_STORES, the latest used; one that goes stays valid for whoever has it.
+            # At most _MAX_STORES are kept, the latest used. A removed store stays valid for its current users.
             found = self._stores.get((root, patient))
             if found is None:
                 store, place = self._connect(scheme, root, patient=patient)
-                if self._forgot:  # a client parses all certificates; the C library keeps 1 MB of that for each thread
+                if self._forgot:  # a client parses all certificates; the C library keeps 1 MB of that per thread
                     trim_heap()
                     self._forgot = False
                 place = replace(place, proxy=_proxy_before(place.endpoint), authorities=_authorities(self._options))
@@ -240,7 +243,7 @@ class ObjectAdapter:
         return store, key, replace(place, url=url, secrets=self._secrets, forget=forget)
 
     def _forget(self, name: tuple[str, bool], store: Any) -> None:
-        """Make the next request look up the keys again, unless another one did so since ``store`` was made."""
+        """Make the next request look up the keys again, unless another request did so since ``store`` was made."""
         with self._lock:
             # The first request whose key was refused removes the store; others find its successor.
             if name in self._stores and self._stores[name][0] is store:
@@ -265,7 +268,7 @@ class ObjectAdapter:
             if scheme in HTTP_SCHEMES:
                 bare, header = without_user(root)
                 source = "the URL alone"
-                if header:  # obstore does not send what stands in a URL
+                if header:  # obstore does not send user and password
                     common["client_options"]["default_headers"] = {"authorization": header}
                     source = "the user and password in the URL"
                 host = redact(split_query(root)[0].rstrip("/"))
@@ -343,13 +346,13 @@ class ObjectAdapter:
 
 
 def _authorities(options: StorageOptions) -> str:
-    """Return the file of further certificate authorities, and what names it, in words; "": none."""
+    """Describe the file of further certificate authorities, and the option or variable that names it; "": none."""
     path, name = ca_bundle(options)
     return f"{path} ({name})" if path else ""
 
 
 def _shared(make: Callable[[], Any], *parts: object) -> Any:
-    """Return this process's client for the same parts, if it is still in use, else the result of ``make``.
+    """Return this process's client for the same parts if it is still in use, otherwise the result of ``make``.
 
     A separate client would load the system's certificates (9 ms) and open new connections.
     """
@@ -373,13 +376,13 @@ def without_user(root: str) -> tuple[str, str]:
 
 
 def _proxy_before(endpoint: str) -> str:
-    """Return words for the proxy of an endpoint, and the variable that sets it; "": there is none."""
+    """Describe the proxy of an endpoint, and the variable that sets it; "": there is none."""
     found = proxy_of(endpoint if "://" in endpoint else f"https://{endpoint}")
     return "" if found is None else f"{redact(found[1])} of {found[0]}"
 
 
 def _quoted(tag: str | None) -> str | None:
-    """Return an ETag as headers carry it; Azure's listings omit its quotation marks."""
+    """Return an ETag in the form of headers; Azure's listings omit its quotation marks."""
     return tag if not tag or tag.endswith('"') else f'"{tag}"'
 
 

@@ -1,7 +1,7 @@
 """Translate obstore's errors: the only module that interprets them.
 
-obstore has few types and puts the rest into text, so the text is matched here (0.8 to 0.12). Of the server's XML only
-code and message are repeated: a full answer may contain a session token or a signed query.
+obstore has few types and puts everything else into text, so the text is matched here (0.8 to 0.12). Only code and
+message of the server's XML are repeated: a full answer may contain a session token or a signed query.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KEY_CODES = {
     "AuthenticationRequired",
     "InvalidAuthenticationInfo",
 }
-"""Codes for a refused key, not for a missing permission: of S3, Google and Azure, in this order."""
+"""Codes for a refused key, not for a missing permission, of S3, Google and Azure, in this order."""
 _DENIED_CODES = {"AccessDenied", *_KEY_CODES}
 _IS_EXPIRED = re.compile(r"\bexpired\b", re.IGNORECASE)
 _OUTSIDE_TIME = "not valid in the specified time frame"
@@ -56,18 +56,18 @@ _PASSING_STATUS = {408, 409, 425, 429}
 _BUSY_STATUS = {429, 503}
 _BUSY_CODES = ("SlowDown", "Throttling", "ServerBusy", "TooManyRequests")
 _MOST_LOOKED_AT = 4096
-"""Characters of a response that are searched for words."""
+"""Number of characters of a response that are searched for words."""
 _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlace:
-    """The target of a request, in words for messages, and its secrets.
+    """The target of a request, described for messages, and its secrets.
 
     Attributes:
-        forget: Makes the next request look up its keys again; None: there is nowhere to look.
+        forget: Makes the next request look up its keys again; None: the keys cannot be looked up.
         proxy: The proxy, and the variable that sets it; "": none.
-        authorities: The file of further certificate authorities, and what names it; "": none.
+        authorities: The file of further certificate authorities, and the option or variable that names it; "": none.
     """
 
     url: str = field(repr=False)
@@ -86,7 +86,7 @@ class RequestPlace:
         return f" through the proxy {self.proxy}" if self.proxy else ""
 
     def with_range(self, start: int, stop: int | None) -> RequestPlace:
-        """Return the same for a byte range."""
+        """Return the same place for a byte range."""
         return replace(self, span=f" bytes [{start}, {'end' if stop is None else stop})")
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class RequestPlace:
 
 
 class AnswerError(Exception):
-    """What a server answered to a request that was not obstore's: its status, and what it said."""
+    """The answer of a server to a request that was not sent by obstore: its status and its text."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(said)
@@ -102,14 +102,14 @@ class AnswerError(Exception):
 
 
 class NoConnectionError(OSError):
-    """There is no connection at all; the message says why."""
+    """There is no connection at all; the message gives the reason."""
 
 
 @contextmanager
 def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
-    """Raise our errors in place of obstore's. The original stays as ``__cause__``, without secrets.
+    """Translate obstore's errors into ours. The original stays as ``__cause__``, without secrets.
 
-    Where access was denied it does not: the answer may repeat what was signed, in a form that is not known.
+    If access was denied, it does not stay: the answer may repeat the signed text, in an unknown form.
     """
     try:
         yield
@@ -178,7 +178,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
 
 
 def _why_unsent(place: RequestPlace, head: str) -> str:
-    """Return why a client cannot be made, or a request."""
+    """Return why a client or a request cannot be made."""
     if "Account must be specified" in head:
         return (
             "the storage account has no name; give account_name in storage_options, set AZURE_STORAGE_ACCOUNT_NAME, or "
@@ -189,7 +189,7 @@ def _why_unsent(place: RequestPlace, head: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A store's response: its status, its code, both with its message in short, and the full text."""
+    """A store's response: its status, its code, a short form of both with its message, and the full text."""
 
     status: int
     code: str
@@ -198,7 +198,7 @@ class _Answer:
 
     @property
     def is_expired(self) -> bool:
-        """Whether it says that a key has expired. It repeats the URL, which may hold any word."""
+        """Whether the response reports an expired key. It repeats the URL, which may contain any word."""
         return self.code in _EXPIRED_CODES or bool(_IS_EXPIRED.search(self.said)) or _OUTSIDE_TIME in self.text
 
 
@@ -251,7 +251,7 @@ def _status_of(error: Exception, head: str) -> int:
 def _undeleted(head: str) -> tuple[str, str] | None:
     """Return message and code for a key that a bulk delete failed on; None: ``head`` is another message.
 
-    It ends with ``KEY: MESSAGE (code: CODE)``; the key may hold any characters.
+    The message ends with ``KEY: MESSAGE (code: CODE)``; the key may contain any characters.
     """
     begun, _, code = head.rstrip().rpartition(" (code: ")
     _, found, rest = begun.partition(_DELETE_FAILED)
@@ -261,9 +261,9 @@ def _undeleted(head: str) -> tuple[str, str] | None:
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
-    """Return status, code and message for one key that a bulk delete failed on, although it was answered with 200."""
+    """Return status, code and message for one key that a bulk delete failed on, although the answer was 200."""
     said = f" ({code}: {message})" if message else f" ({code})"
-    if code.isdigit():  # Azure gives the status here
+    if code.isdigit():  # Azure puts the status here
         return int(code), "", said
     if code in {"NoSuchKey", "NoSuchVersion"}:
         return 404, code, said
@@ -294,7 +294,7 @@ def _transfer_error(where: str, place: RequestPlace, status: int, said: str, tex
 
 
 def _why_final(status: int, head: str, debug: str) -> str:
-    """Return why a retry cannot succeed; "": it may."""
+    """Return why a retry cannot succeed; "": it may succeed."""
     if (status == 400 and _WANTS_TLS.search(head[:_MOST_LOOKED_AT])) or _NOT_HTTP.search(debug):
         return "the server answers, but not over plain HTTP: write https:// in its place"
     if status == 407:
@@ -311,7 +311,7 @@ def _hinted(place: RequestPlace, reason: str) -> str:
 
 _RESET, _CLOSED = "the connection was reset", "the connection was closed before an answer"
 _WANTS_TLS = re.compile(r"(?:to an HTTPS server|to HTTPS port|SSL-enabled server port)", re.IGNORECASE)
-"""Answers of Go, nginx and Apache to plain HTTP at a TLS port; other servers send an alert, or close the connection."""
+"""Answers of Go, nginx and Apache to plain HTTP on a TLS port; other servers send an alert or close the connection."""
 _NOT_HTTP = re.compile(r"Parse\(\s{0,200}Version\b")
 _REASONS = (
     ("ProxyAuthRequired", "it wants a user and password"),
@@ -340,15 +340,15 @@ _FINAL = (
     *(
         (token, f"the answer {words}, which is needed; use a server or proxy that does, or copy the data to one")
         for token, words in (
-            ("MissingContentLength", "does not say its length"),
+            ("MissingContentLength", "does not state its length"),
             ("InvalidContentLength", "gives a length that is not a number"),
-            ("MissingLastModified", "does not say when the object was changed"),
+            ("MissingLastModified", "does not state when the object was changed"),
             ("InvalidLastModified", "gives an invalid date for the object's last change"),
             ("BadHeader", "has a header that is not text"),
         )
     ),
 )
-"""Kinds of answers that will not change when repeated, by obstore's names."""
+"""Kinds of answers that a repeated request would not change, by obstore's names."""
 
 
 def _said(status: int, code: str, text: str) -> str:
@@ -373,7 +373,7 @@ def _not_found(where: str, place: RequestPlace, code: str) -> str:
     if code in {"NoSuchBucket", "ContainerNotFound"}:
         bucket = place.url.partition("://")[2].partition("/")[0]
         return f"{where}: no bucket {bucket!r} at {place.endpoint}; check its name, and endpoint_url in storage_options"
-    return f"{where}: no such object at {place.endpoint}; check the URL, and list what lies beside it"
+    return f"{where}: no such object at {place.endpoint}; check the URL, and list the objects beside it"
 
 
 def _wrong_region(where: str, place: RequestPlace, text: str, said: str) -> str:
@@ -404,4 +404,4 @@ _KEYS = (
         ),
     ),
 )
-"""What gives credentials, by the schemes of a store."""
+"""Sources of credentials, by the schemes of a store."""

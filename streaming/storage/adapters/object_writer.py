@@ -17,11 +17,20 @@ _PARTS_IN_FLIGHT = 4
 
 
 class _AbortedError(Exception):
-    """Tell obstore to abandon the upload, whereupon it removes the parts."""
+    """Makes obstore abandon the upload and remove the parts."""
 
 
 class ObjectWriter(StoreWriter):
-    """Write one object of a store. For one thread; from the first full part on, a thread of its own sends parts.
+    """Write one object of a store. For one thread; from the first full part on, a separate thread sends parts.
+
+    The life of a write:
+
+    1. ``write`` collects one part. If ``close`` comes before the part is full, a single put writes the object.
+    2. The first full part starts the uploading thread, which takes parts from a queue of one part; ``write`` waits
+       while the queue is full.
+    3. ``close`` queues the last part and the end, ``abort`` an error that makes obstore remove the parts.
+    4. If the upload fails, the thread keeps emptying the queue up to the end, so that the caller never waits in vain.
+       The next ``write`` of a full part, or ``close``, raises the error.
 
     Args:
         reach: Returns the store, with its current keys, the object's key in it, and the place for messages.
@@ -86,7 +95,7 @@ class ObjectWriter(StoreWriter):
             client().api.put(store, key, bytes(self._part), use_multipart=False)
 
     def _send(self) -> None:
-        """Hand the full part to the uploading thread; waits while that has enough of them."""
+        """Pass the full part to the uploading thread; wait while its queue is full."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._upload, name="shardstream-upload", daemon=True)
             self._thread.start()

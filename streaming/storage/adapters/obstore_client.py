@@ -1,10 +1,10 @@
 """Open obstore in a form that this process can use: the module or, in a forked child, a copy of its native library.
 
-obstore has one tokio runtime, made at the first request and kept for good. A forked child inherits it without the
-threads that drive it: every request of the child hangs, even those of stores that it makes itself. tokio does not
+obstore has one tokio runtime, made at the first request and kept forever. A forked child inherits it without the
+threads that drive it, so every request of the child hangs, even requests to stores that it makes itself. tokio does not
 support forking, and obstore cannot make another runtime. So the child loads the library again, from a copy in memory
-(the loader distinguishes libraries by inode), with its own statics, runtime and connections. That takes 13 ms and,
-since the pages are shared memory of the child alone, the 15 MB of the file (measured with 0.12.1, 2026-11).
+(the loader distinguishes libraries by inode), with its own statics, runtime and connections. This takes 13 ms and,
+because only the child uses the pages, the 15 MB of the file (measured with 0.12.1, 2026-11).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streaming.common.forks import CURE
 from streaming.errors import StorageError
 
 _SIDE_EFFECTS = ("obstore._store", "obstore.exceptions")
-"""Names under which the library, when loaded, enters parts of itself into ``sys.modules``."""
+"""Names under which the library, when loaded, registers parts of itself in ``sys.modules``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Client:
 
 
 _clients: dict[int, Client] = {os.getpid(): Client(api=obstore, stores=obstore.store, errors=obstore.exceptions)}
-"""Clients by process: a child finds those of its ancestors, which it must not use."""
+"""Clients by process: a child inherits those of its ancestors, which it must not use."""
 _loading: dict[int, threading.Lock] = {}
 
 
@@ -52,7 +52,7 @@ def client() -> Client:
     """Return the client of this process.
 
     Raises:
-        StorageError: A forked child cannot load a copy of the library; the message says what to do.
+        StorageError: A forked child cannot load a copy of the library; the message gives the cure.
     """
     pid = os.getpid()
     found = _clients.get(pid)

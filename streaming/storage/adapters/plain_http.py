@@ -1,11 +1,12 @@
-"""Read answers of plain HTTP servers straight into the caller's memory: kept connections, one ranged GET at a time.
+"""Read answers of plain HTTP servers directly into the caller's memory: kept connections, one ranged GET at a time.
 
-No client on PyPI reads into memory that it is given. This one does that alone, and only in the plain case: an answer
-206 with a length. Anything else that a server says is an error by its status, or a :class:`LeftError`, which leaves the
-request to a complete client.
+No client on PyPI reads into given memory. This one does nothing else, and only in the simple case: an answer 206 with a
+length. Any other answer is an error by its status, or a :class:`LeftError`, which leaves the request to a complete
+client.
 
-A reader wakes for a good part of an answer, not for every packet: the socket counts as readable once ``SO_RCVLOWAT``
-bytes have arrived. Sockets do not block, so the caller's memory is used only while bytes are copied to it.
+A reader wakes up for a large part of an answer, not for every packet: the socket counts as readable once
+``SO_RCVLOWAT`` bytes have arrived. Sockets do not block, so the caller's memory is used only while bytes are copied to
+it.
 """
 
 from __future__ import annotations
@@ -29,33 +30,33 @@ from streaming.storage.base.urls import hidden_in, secrets_of
 _MOST_PIECE_BYTES = 1 << 20
 _LEAST_PIECE_BYTES = 64 << 10
 _PIECE_S = 0.01
-"""How long to wait for a piece; then what is there counts as one, and the next one is smaller."""
+"""Maximum wait for a piece; after it, the bytes received so far count as one, and the next piece is smaller."""
 _LONGEST_S = 86_400.0
-"""The system's calls take no time-outs of years."""
+"""System calls do not accept time-outs of years."""
 _HEAD_PIECE_BYTES = 4 << 10
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_SAID_BYTES = 16 << 10
-"""How much of the explanation of an error is read."""
+"""Maximum bytes of an error's explanation that are read."""
 _MOST_KEPT = 64
 _KEPT_S = 30.0
-"""Servers close idle connections after 5 to 75 s, most of them. Whether this one did is seen before the next use."""
+"""Most servers close idle connections after 5 to 75 s. A closed connection is detected before its next use."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/\d{1,18}")
 _IS_ERROR = frozenset({404, 408, 412, 416, 425, 429}) | frozenset(range(500, 600))
-"""Statuses that mean the same whoever asks. What is missing here (redirects, refused signatures) is left to others."""
+"""Statuses that mean the same for every client. Others (redirects, refused signatures) are left to obstore."""
 
 
 class LeftError(Exception):
-    """The answer is none that is read here."""
+    """This client cannot read the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to ask for, and how long to wait.
+    """A requested range, and its time limits.
 
     Attributes:
         url: An http URL for which :func:`can_ask` is true; its query may be a signature.
         start: First byte.
-        stop: One past the last one.
+        stop: End (exclusive).
         headers: Further headers.
     """
 
@@ -69,7 +70,7 @@ class Request:
 
     @property
     def head(self) -> bytes:
-        """The request as it is sent."""
+        """The bytes of the request."""
         parts = urlsplit(self.url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         headers = {"host": parts.netloc, "user-agent": "shardstream", **self.headers}
@@ -78,7 +79,7 @@ class Request:
 
 
 def can_ask(url: str) -> bool:
-    """Tell whether this is an http URL that can be sent as it is."""
+    """Return whether this is an http URL that can be sent unchanged."""
     try:
         parts = urlsplit(url)
         is_named = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
@@ -91,7 +92,7 @@ class Connection:
     """One connection; used by one thread at a time.
 
     Attributes:
-        idle_since_s: When its last answer ended; 0: it has had none.
+        idle_since_s: Time at which its last answer ended; 0: it has had no answer.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -114,25 +115,25 @@ class Connection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open, with nothing to read. Otherwise the server has ended it, or says what nobody asked."""
+        """Whether it is open, with nothing to read. Otherwise the server has closed it, or sent unrequested bytes."""
         return not self.has_come(1, 0)
 
     def send(self, request: Request) -> None:
-        """Send a request, for which there is room in an idle connection; from now on its time limits hold."""
+        """Send a request on an idle connection, whose buffer has room for it; its time limits apply from now on."""
         self._read_timeout_s, self._until_s = request.read_timeout_s, time.monotonic() + request.deadline_s
         with _broken():
             self._socket.sendall(request.head)
 
     def has_come(self, least_bytes: int, timeout_s: float) -> bool:
-        """Wait until so many bytes have arrived, or the connection has ended; tell whether that was in time."""
+        """Wait until ``least_bytes`` have arrived or the connection has ended; return whether this was in time."""
         if least_bytes != self._least_bytes:
-            with suppress(OSError):  # where it is not supported, pieces are smaller
+            with suppress(OSError):  # if it is not supported, pieces are smaller
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
             self._least_bytes = least_bytes
         return bool(self._readable.poll(timeout_s * 1000))
 
     def wait(self) -> None:
-        """Wait until anything has arrived, or the connection has ended.
+        """Wait until a byte has arrived or the connection has ended.
 
         Raises:
             TimeoutError: Nothing came in time.
@@ -142,7 +143,7 @@ class Connection:
             raise TimeoutError("no byte came for read_timeout_s")
 
     def receive(self, room: memoryview | bytearray) -> int | None:
-        """Receive what has arrived; 0: it has ended; None: nothing has."""
+        """Receive the bytes that have arrived, and return their number; 0: the connection has ended; None: no bytes."""
         with _broken():
             try:
                 return self._socket.recv_into(room)
@@ -175,7 +176,7 @@ class Server:
         self._kept: deque[Connection] = deque()
 
     def take(self) -> Connection | None:
-        """Return the open connection that was used last, if there is one."""
+        """Return the most recently used open connection, if there is one."""
         with suppress(IndexError):
             while not (kept := self._kept.pop()).is_idle:
                 kept.close()
@@ -186,12 +187,12 @@ class Server:
         """Return a new connection.
 
         Raises:
-            NoConnectionError: The message says why, without naming the server.
+            NoConnectionError: The message gives the reason, without naming the server.
         """
         return Connection(self._host, self._port, timeout_s)
 
     def give(self, connection: Connection) -> None:
-        """Keep a connection whose answer was read to its end; close those that nobody needed for long."""
+        """Keep a connection whose answer was read to its end; close connections that were idle for long."""
         now_s = connection.idle_since_s = time.monotonic()
         self._kept.append(connection)
         with suppress(IndexError):
@@ -204,7 +205,7 @@ _servers: weakref.WeakValueDictionary[tuple[int, str, int], Server] = weakref.We
 
 
 def server_of(url: str) -> Server:
-    """Return the server of an http URL, the same for all who use it at a time."""
+    """Return the server of an http URL; concurrent users share one object."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     return _servers.setdefault((os.getpid(), host, port), Server(host, port))
@@ -212,7 +213,7 @@ def server_of(url: str) -> Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """The head of an answer, and what has arrived behind it."""
+    """The head of an answer, and the bytes received after it."""
 
     status: int
     headers: dict[str, str]
@@ -223,19 +224,19 @@ class _Head:
         """Length of the body.
 
         Raises:
-            LeftError: It is not told.
+            LeftError: The answer does not state it.
         """
-        told = self.headers.get("content-length", "")
-        if not told.isdecimal() or len(told) > 18 or "transfer-encoding" in self.headers:
+        text = self.headers.get("content-length", "")
+        if not text.isdecimal() or len(text) > 18 or "transfer-encoding" in self.headers:
             raise LeftError
-        return int(told)
+        return int(text)
 
 
 def _parsed(head: bytes, begun: bytes) -> _Head:
     """Parse status line and headers.
 
     Raises:
-        LeftError: They are of another protocol, or can be read in more than one way.
+        LeftError: They belong to another protocol, or are ambiguous.
     """
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, status = first.partition(" ")
@@ -251,12 +252,12 @@ def _parsed(head: bytes, begun: bytes) -> _Head:
 
 
 def ask(server: Server, request: Request) -> RangeAnswer:
-    """Send a request, and return its answer as soon as that begins.
+    """Send a request, and return its answer as soon as it begins.
 
     Raises:
-        AnswerError: The server refuses, or answers with something else than this range.
-        LeftError: The answer is none that is read here.
-        OSError: No connection, or it broke, or nothing came for long.
+        AnswerError: The server refuses, or does not answer with this range.
+        LeftError: This client cannot read the answer.
+        OSError: There is no connection, it broke, or no byte came within the limits.
     """
     connection, head = _begun(server, request)
     try:
@@ -268,16 +269,16 @@ def ask(server: Server, request: Request) -> RangeAnswer:
 
 
 def _announced(connection: Connection, head: _Head, request: Request) -> int:
-    """Return the length of the range that an answer says it brings."""
+    """Return the length of the range that an answer announces."""
     if head.status in _IS_ERROR:
-        # An error page may repeat the URL that was asked for.
+        # An error page may repeat the requested URL.
         raise AnswerError(head.status, hidden_in(_said(connection, head), secrets_of(request.url)))
     if head.status not in {200, 206}:
         raise LeftError
     found = _RANGE.fullmatch(head.headers.get("content-range", "")) if head.status == 206 else None
     start, stop = (int(found[1]), int(found[2]) + 1) if found else (-1, -1)
     if start != request.start or not start < stop <= request.stop:
-        raise AnswerError(head.status, "another range than was asked for")
+        raise AnswerError(head.status, "another range than requested")
     if head.length > stop - start:
         raise LeftError
     return stop - start
@@ -286,8 +287,8 @@ def _announced(connection: Connection, head: _Head, request: Request) -> int:
 def _begun(server: Server, request: Request) -> tuple[Connection, _Head]:
     """Send a request on a connection, and read the head of the answer.
 
-    A connection that was kept may be one that the server is just closing. Then the next one is used, as by every client
-    (RFC 9112, 9.3.1).
+    The server may be just closing a kept connection. Then the next connection is used, as in every client (RFC 9112,
+    9.3.1).
     """
     while True:
         kept = server.take()
@@ -316,7 +317,7 @@ def _head_of(connection: Connection, received: bytearray) -> _Head:
 
 
 def _said(connection: Connection, head: _Head) -> str:
-    """Return the beginning of an error's explanation; what cannot be read is left out."""
+    """Return the beginning of an error's explanation, as far as it can be read."""
     said, room = bytearray(head.begun), bytearray(_HEAD_PIECE_BYTES)
     with suppress(OSError, LeftError):
         most = min(_MOST_SAID_BYTES, head.length)
@@ -344,10 +345,10 @@ class RangeAnswer:
         self.version: str | None = tag if tag and not tag.startswith("W/") else None
 
     def fill(self, sink: Sink) -> None:
-        """Give the bytes to ``sink``, received where it wants them.
+        """Pass the bytes to ``sink``, received directly into its memory.
 
         Raises:
-            OSError: The connection broke, or no byte came for long.
+            OSError: The connection broke, or no byte came within the limits.
         """
         piece = _LEAST_PIECE_BYTES
         while self._left and not self._ended:
@@ -359,7 +360,7 @@ class RangeAnswer:
             sink.take(self._put)
 
     def _put(self, room: memoryview) -> int:
-        """Receive as much as has arrived, and fits."""
+        """Receive as many bytes as have arrived and fit."""
         with room[: self._left] as wanted:
             if self._begun:
                 count = copy_piece(self._begun, wanted)
@@ -372,7 +373,7 @@ class RangeAnswer:
         return count
 
     def close(self) -> None:
-        """Keep the connection if the whole answer has been read, else close it."""
+        """Keep the connection if the whole answer has been read; otherwise close it."""
         if self._left == 0 and self._keeps:
             self._server.give(self._connection)
         else:

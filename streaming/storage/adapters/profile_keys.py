@@ -1,7 +1,7 @@
-"""Give obstore the keys of an AWS profile, with their real expiry.
+"""Provide obstore with the keys of an AWS profile, with their real expiry.
 
-obstore's own provider assumes that every key is good for another half an hour. So shorter sessions of an assumed role,
-SSO or ``credential_process`` expire while requests are still signed with them.
+obstore's own provider assumes that every key is valid for another half hour. So the keys of shorter sessions of an
+assumed role, SSO or ``credential_process`` would expire while requests are still signed with them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 AHEAD = timedelta(minutes=5)
-"""Time before its expiry at which a key is replaced; from then on obstore asks, at most every 0.1 s (0.12.1)."""
+"""Time before its expiry at which a key is replaced; from then on, obstore requests one at most every 0.1 s
+(0.12.1)."""
 
 
 def _now() -> datetime:
@@ -22,11 +23,13 @@ def _now() -> datetime:
 class ProfileKeys:
     """Return the keys of a profile in obstore's form, renewed before they expire. Thread-safe.
 
-    In the last ten minutes of a session botocore makes new keys at every request. So it is asked only when half of the
-    rest of a short session is over, and ``credential_process`` runs only a few times per session.
+    In the last ten minutes of a session, botocore makes new keys at every request. So it is called only when half of
+    the rest of a short session is over, and ``credential_process`` runs only a few times per session.
+
+    ``_lock`` guards ``_held``, ``_end`` and ``_renew_at``.
 
     Args:
-        credentials: botocore's.
+        credentials: The credentials of botocore.
         clock: Returns the time, with its zone.
     """
 

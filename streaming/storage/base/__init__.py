@@ -1,4 +1,4 @@
-"""Define what stores, adapters and requests share: URLs, options, mirrors, the interface of an adapter.
+"""Define the parts that stores, adapters and requests share: URLs, options, mirrors, the interface of an adapter.
 
-Sends no request and knows no particular kind of store.
+Nothing here sends a request or depends on a particular kind of store.
 """

@@ -1,7 +1,7 @@
-"""Define what an adapter for one kind of store must do; the facade adds retries, exact lengths and counters.
+"""Define the interface of an adapter for one kind of store; the facade adds retries, exact lengths and counters.
 
-An adapter makes ONE attempt per call and turns every foreign error into a type of ``streaming.errors``. The types
-defined here tell the retry loop which errors another attempt may cure; everything else is final.
+An adapter makes ONE attempt per call and translates every foreign error into a type of ``streaming.errors``. By the
+types defined here, the retry loop recognizes the errors that another attempt may cure; all others are final.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from streaming.errors import AccessDeniedError, NotFoundError, StorageError, Tra
 _T = TypeVar("_T")
 
 ReadBuffer = memoryview
-"""The result of a read: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
+"""The result of a read: contiguous, one-dimensional, unsigned bytes; owned by the holder."""
 
 Observer = Callable[[str, int], None]
-"""Called as ``observer(name, amount)``, from any thread, so it must be quick. The names: "requests", "bytes",
-"retries", "throttled" (answers that said "too busy"), "hedges", "hedges_won", "mirror_reads"."""
+"""Called as ``observer(name, amount)``, from any thread, so it must be fast. The names: "requests", "bytes", "retries",
+"throttled" (answers that report a busy store), "hedges", "hedges_won", "mirror_reads"."""
 
 DEFAULT_PART_BYTES = 16 << 20
 """Part size of multipart uploads: 10,000 parts (the S3 limit) make 160 GB, and four in flight stay at 64 MiB."""
 
 
 class TransientError(TransferError):
-    """A transient fault: throttling, 5xx, a reset, a short or stalled transfer. The retry loop tries again."""
+    """A transient fault: throttling, 5xx, a reset, a short or stalled transfer. The retry loop retries it."""
 
 
 class ThrottledError(TransientError):
-    """The store reports too many requests. Fewer are sent at once, and the retry loop tries again."""
+    """The store reports too many requests. Fewer are sent at once, and the retry loop retries this one."""
 
 
 class ChangedError(TransferError):
-    """The object was replaced, or is shorter than expected. Final: more attempts would not help, or mix versions."""
+    """The object was replaced, or is shorter than expected. Final: another attempt would fail, or mix versions."""
 
 
 class RangeIgnoredError(TransferError):
@@ -45,22 +45,22 @@ class RangeIgnoredError(TransferError):
 
 
 class FinalError(StorageError):
-    """The store's answers are unreadable and will remain so: asking in another way does not help."""
+    """The store's answers are unreadable and will remain so: another attempt would not help."""
 
 
 class UnreachableError(TransientError):
-    """No connection at all (unknown host, connection refused). Retried for a few seconds only."""
+    """No connection at all (unknown host, connection refused). Retried only for a few seconds."""
 
 
-RESUMED = "a job that resumes from its last state_dict loses no sample, and a command goes on where it stopped"
-"""Words for the cost of a restart, for messages."""
+RESUMED = "a job that resumes from its last state_dict loses no sample, and a command continues where it stopped"
+"""The cost of a restart, for messages."""
 
 
 class KeyRefusedError(AccessDeniedError):
-    """The store refuses the key itself: it has expired, or is unknown. There may be a new one by now.
+    """The store refuses the key itself: it has expired, or is unknown. There may be a new key by now.
 
     Attributes:
-        forget: Makes the next attempt look the keys up again; None: there is nowhere to look.
+        forget: Makes the next attempt look up the keys again; None: the keys cannot be looked up.
     """
 
     def __init__(self, message: str, forget: Callable[[], None] | None = None) -> None:
@@ -75,7 +75,7 @@ def with_keys_of_now(attempt: Callable[[], _T]) -> _T:
     """Return the result of ``attempt``; if its key is refused, look up the keys and try once more.
 
     Raises:
-        AccessDeniedError: The new key is refused, too, or there is nowhere to look.
+        AccessDeniedError: The new key is refused, too, or the keys cannot be looked up.
     """
     try:
         try:
@@ -94,7 +94,7 @@ class ObjectInfo:
     """One object or file.
 
     ``version`` changes whenever the content may have changed (ETag, generation; ``mtime_ns-inode-size`` for files);
-    None if the store has nothing of the kind.
+    None if the store has no versions.
     """
 
     url: str
@@ -104,13 +104,13 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How a store is reached, in words without secrets.
+    """A description of how a store is reached, without secrets.
 
     Attributes:
-        client: What talks to it.
-        endpoint: Its host, or the URL of its server; "": none that is known.
-        credentials: Where they come from.
-        region: Its region, and where that comes from; None: it has none.
+        client: The client library.
+        endpoint: Its host, or the URL of its server; "": unknown.
+        credentials: Source of the credentials.
+        region: Its region, and the source of that; None: it has no region.
     """
 
     client: str
@@ -123,9 +123,9 @@ class Sink(Protocol):
     """Receives the bytes of an answer, in order."""
 
     def take(self, put: Callable[[memoryview], int]) -> None:
-        """Let ``put`` write bytes to the beginning of the room that is left, and return how many it wrote.
+        """Let ``put`` write bytes to the beginning of the remaining memory, and return their number.
 
-        ``put`` may use the room only during the call: the memory is the caller's, who may be gone a moment later.
+        ``put`` may use the memory only during the call: it belongs to the caller, who may be gone a moment later.
         """
 
 
@@ -141,20 +141,20 @@ class RangeBody(Protocol):
         """The ``version`` to pass to continue with the same object; None if the store cannot guarantee that."""
 
     def fill(self, sink: Sink) -> None:
-        """Give the bytes to ``sink``, each piece as soon as it arrives.
+        """Pass the bytes to ``sink``, each piece as soon as it arrives.
 
-        There are fewer than ``num_bytes`` if the answer ends early. Raises if the connection breaks; what the sink took
-        before stays valid. Exceptions of the sink pass through.
+        If the answer ends early, there are fewer than ``num_bytes``. If the connection breaks, this raises an error;
+        bytes taken before stay valid. Exceptions of the sink pass through.
         """
 
     def close(self) -> None:
-        """Release the connection or descriptor; always called, once."""
+        """Release the connection or descriptor; always called exactly once."""
 
 
 class StoreWriter(Protocol):
     """Write one object. Nothing is visible before ``close``; leaving the context by an exception aborts.
 
-    It cannot be used in a forked child: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
+    A writer cannot be used in a forked child: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
 
     Attributes:
         num_bytes: Bytes written so far.
@@ -166,10 +166,10 @@ class StoreWriter(Protocol):
         """Append ``data``, which is copied before this returns; return its number of bytes."""
 
     def close(self) -> None:
-        """Publish everything written, atomically. Calling it again does nothing."""
+        """Publish everything written, atomically. A repeated call does nothing."""
 
     def abort(self) -> None:
-        """Discard everything written; the store is unchanged. Does nothing after ``abort`` or ``close``."""
+        """Discard everything written; the store is unchanged. After ``abort`` or ``close``, this does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -211,25 +211,26 @@ class Adapter(Protocol):
     """One kind of store. Thread-safe. Raises types of ``streaming.errors`` only.
 
     Attributes:
-        in_pieces: :meth:`open_range` returns when the answer begins; else when all of it has arrived.
-        keeps_versions: :meth:`open_range` reports versions and can be restricted to one; else only :meth:`info` reports
-            them, and :meth:`open_range` is given none.
+        in_pieces: Whether :meth:`open_range` returns when the answer begins; otherwise, it returns when the whole
+            answer has arrived.
+        keeps_versions: Whether :meth:`open_range` reports versions and can be restricted to one; otherwise, only
+            :meth:`info` reports them, and :meth:`open_range` gets none.
     """
 
     in_pieces: bool
     keeps_versions: bool
 
     def way(self, url: str) -> Target:
-        """Return how ``url`` is reached; sends nothing."""
+        """Return how ``url`` is reached, without sending anything."""
 
     def info(self, url: str) -> ObjectInfo:
         """Return size and version of one object."""
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
-        """Request bytes [start, stop), or from ``start`` to the end; only of this ``version``, if one is given."""
+        """Request bytes [start, stop), or from ``start`` to the end; only of ``version``, if given."""
 
     def list(self, url: str) -> list[ObjectInfo]:
-        """Return all objects below ``url`` taken as a directory, in any order; empty if there are none."""
+        """Return all objects below the directory ``url``, in any order; [] if there are none."""
 
     def put(self, url: str, data: memoryview) -> None:
         """Create or replace one object, atomically."""
@@ -245,14 +246,14 @@ class Adapter(Protocol):
         """Return a writer that creates or replaces one object."""
 
     def delete(self, url: str) -> None:
-        """Remove one object; does nothing if there is none."""
+        """Remove one object; do nothing if there is none."""
 
 
 def copy_piece(piece: Any, room: memoryview) -> int:
-    """Copy as much of ``piece`` (a buffer) as fits to the beginning of ``room``; return its number of bytes.
+    """Copy as much of ``piece`` (a buffer) as fits to the beginning of ``room``; return the number of bytes.
 
-    Other threads run meanwhile: if the room was never touched, the system clears it first, which takes longer than the
-    copy.
+    Other threads run meanwhile: if the memory was never touched, the system clears it first, which takes longer than
+    the copy.
     """
     count = min(len(piece), len(room))
     if count:

@@ -1,4 +1,4 @@
-"""Record the calls in progress in a storage, for whoever asks why no data arrives."""
+"""Record the calls in progress in a storage, to explain why no data arrives."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from streaming.errors import redact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveRequest:
-    """One call in progress, over all its attempts; between two of them it waits.
+    """One call in progress, over all its attempts; between two attempts it waits.
 
     Attributes:
         url: Its URL, without user, password and query.
         byte_start: First byte requested; 0 for calls that are not reads.
-        byte_end: One past the last one; None: to the end, or not a read.
-        attempt: The attempt in progress (or waited for), from 1; 0: the first has not begun.
+        byte_end: End (exclusive); None: to the end of the object, or not a read.
+        attempt: Number of the attempt in progress (or of the next one, while waiting), from 1; 0: the first has not
+            begun.
         num_bytes_received: Bytes of the whole range received so far.
         age_s: Time since the call began.
     """
@@ -56,13 +57,13 @@ class ActiveCalls:
         """List a call until the block ends."""
         call = Call(url, start, stop)
         with self._lock:
-            # Listed exactly as long as the block lasts.
+            # The call is listed exactly while the block runs.
             self._calls[id(call)] = call
         try:
             yield call
         finally:
             with self._lock:
-                # Gone from the list before anyone learns the outcome.
+                # The call leaves the list before the caller learns its outcome.
                 del self._calls[id(call)]
 
     def snapshot(self) -> list[ActiveRequest]:

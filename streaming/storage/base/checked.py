@@ -1,4 +1,4 @@
-"""Say of bytes in memory that they were compared with their checksums: ``Checked``, which nothing else makes."""
+"""Prove that bytes in memory were compared with their checksums: ``Checked``, which only a comparison makes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import crc32c
 from streaming.errors import TransferError
 
 Parts: TypeAlias = Iterable[memoryview]
-"""Bytes that lie apart and have one checksum, in order."""
+"""Separate pieces of memory that share one checksum, in order."""
 
 
 class WrongBytesError(TransferError):
-    """The store answered in full, with bytes that are not those of their checksum: they are asked for again.
+    """The store answered in full, with bytes that do not match their checksum: they are requested again.
 
     Attributes:
-        error: What to raise if they stay wrong.
+        error: The error to raise if they stay wrong.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -27,10 +27,10 @@ class WrongBytesError(TransferError):
 
 
 class DifferentSumError(Exception):
-    """Bytes do not have their checksum.
+    """Bytes do not match their checksum.
 
     Attributes:
-        number: Which of the checksums that were compared differs first.
+        number: Index of the first compared checksum that differs.
         got: The actual CRC32C.
     """
 
@@ -41,7 +41,7 @@ class DifferentSumError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The result of a comparison, which only this module knows how to make; see ``Checked``."""
+    """The result of a comparison, which only this module makes; see ``Checked``."""
 
     num_bytes: int
     crc32c: int | None
@@ -50,16 +50,17 @@ class _Compared:
 
 @final
 class Checked:
-    """The statement that bytes in memory match every checksum that there is of them.
+    """The proof that bytes in memory match every checksum that exists for them.
 
-    The arena, the node cache, views, substitutes and samples read by number take bytes from a store only together with
-    this statement. :meth:`comparing` is the one way to it, so bytes that nobody has compared cannot get there. It
-    refers to the moment of the comparison and holds no memory: who lets others change the bytes must compare again.
+    The arena, the node cache, views, substitutes and samples read by number accept bytes from a store only together
+    with this proof. Only :meth:`comparing` makes it, so unverified bytes cannot get there. It refers to the moment of
+    the comparison and holds no memory: code that lets others change the bytes must compare again.
 
     Attributes:
-        num_bytes: How many bytes were there to compare.
+        num_bytes: Number of bytes to compare.
         crc32c: CRC32C of all of them; None: they have several checksums, or none.
-        is_summed: Each of them belongs to a checksum. Otherwise some have none, as in a set whose index lacks it.
+        is_summed: Whether each byte belongs to a checksum. Otherwise some have none, as in a dataset whose index lacks
+            it.
     """
 
     __slots__ = ("crc32c", "is_summed", "num_bytes")
@@ -77,9 +78,9 @@ class Checked:
         """Compare bytes with their checksums, once.
 
         Args:
-            num_bytes: How many bytes there are.
-            sums: The parts of each checksum, which do not overlap those of another one, and the CRC32C that they
-                should have. Empty: the index has none of these bytes.
+            num_bytes: Number of bytes.
+            sums: The parts of each checksum, which do not overlap those of another one, and their expected CRC32C.
+                Empty: the index has no checksum of these bytes.
 
         Raises:
             DifferentSumError: A checksum differs.
@@ -96,7 +97,7 @@ class Checked:
 
 
 def crc_of(parts: Parts) -> tuple[int, int]:
-    """Return the CRC32C of bytes that lie apart, and their number."""
+    """Return the CRC32C of separate pieces of memory, and their number of bytes."""
     crc = size = 0
     for part in parts:
         crc, size = crc32c.crc32c(part, crc), size + len(part)

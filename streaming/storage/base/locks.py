@@ -1,7 +1,7 @@
-"""Lock between processes with flock, which ends with its holder, and a time limit for waiting.
+"""Lock between processes with flock, which ends with its holder, and with a time limit for waits.
 
-Any user who can open a file, even for reading only, can lock it forever. So every wait has a limit, and only the owner
-of lock files can open them.
+Any user who can open a file, even read-only, can lock it forever. So every wait has a limit, and only the owner of lock
+files can open them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAST_DELAY_S = 0.02
 
 
 class Waiting:
-    """Growing, jittered pauses up to a limit, since flock has no timed wait of its own.
+    """Growing, jittered pauses up to a time limit, because flock has no timed wait.
 
     Args:
         limit_s: Seconds from now on after which :meth:`pause` returns False.
@@ -38,9 +38,9 @@ class Waiting:
 
 
 def try_lock(path: str, *, create: bool = True) -> int | None:
-    """Return an open descriptor of the file at ``path`` that holds its lock; None if somebody else holds it.
+    """Return an open descriptor of the file at ``path`` that holds its lock; None if another process holds it.
 
-    The file is the one that has this name now, not one that was unlinked or renamed during the wait. Release it with
+    The file is the one that has this name now, not one that was unlinked or renamed meanwhile. Release it with
     :func:`unlock`.
 
     Raises:
@@ -93,9 +93,9 @@ def locked(path: str, limit_s: float) -> Iterator[int]:
     """Hold the lock of the file at ``path``, created if necessary; yields its descriptor.
 
     Raises:
-        TimeoutError: Somebody else held it for ``limit_s`` seconds.
+        TimeoutError: Another process held it for ``limit_s`` seconds.
         PermissionError: Other users can open it, so they could hold it.
-        OSError: As :func:`try_lock`.
+        OSError: See :func:`try_lock`.
     """
     waiting = Waiting(limit_s)
     while (fd := try_lock(path)) is None:

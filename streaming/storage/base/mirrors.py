@@ -1,6 +1,6 @@
-"""Choose mirrors: which one is asked when the primary fails, and when the primary is tried again.
+"""Choose mirrors: which one is used when the primary fails, and when the primary is tried again.
 
-A mirror is a whole copy. It is not compared with the primary; the index's checksums detect a copy that differs.
+A mirror is a complete copy. It is not compared with the primary; the index's checksums detect a copy that differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streaming.storage.base.urls import as_url, split_url
 from streaming.types import SHARD_SUFFIXES
 
 REST_S = 30.0
-"""How long a primary that failed is left alone; then one call tries it again, with a single attempt."""
+"""Time for which a failed primary is not used; then one call tries the primary again, with a single attempt."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +102,15 @@ def _folder(spec: str) -> str:
 class Route:
     """Primary and mirrors of one prefix, and whether the primary is currently avoided. Thread-safe.
 
+    The life of a primary:
+
+    1. It works: every call goes to it.
+    2. A call fails permanently: the primary rests for ``REST_S``, and all calls go to mirrors.
+    3. After the rest, one call tries it, and the others still go to mirrors. Success leads to 1, failure to 2. If the
+       caller gives up for a reason of its own, the next caller makes the trial.
+
+    ``_lock`` guards all fields that change: ``_rests_until_s``, ``_tried``, ``_warned`` and ``_has_differed``.
+
     Attributes:
         prefix: The primary, without a trailing slash.
         mirrors: The mirrors, in the order in which they are tried.
@@ -119,13 +128,13 @@ class Route:
     def rests(self) -> bool:
         """Whether the primary failed and has not worked since."""
         with self._lock:
-            # True of this moment only.
+            # True only at this moment.
             return self._rests_until_s is not None
 
     def turn(self) -> tuple[bool, bool]:
-        """Tell whether this call is to ask the primary, and whether it is the one trial after the primary's rest."""
+        """Return whether this call goes to the primary, and whether it is the one trial after the primary's rest."""
         with self._lock:
-            # After the rest, exactly one caller tries the primary; the others use mirrors until it says how that went.
+            # After the rest, exactly one caller tries the primary; the others use mirrors until the trial is over.
             if self._rests_until_s is None:
                 return True, False
             if self._tried or self._clock() < self._rests_until_s:
@@ -134,9 +143,9 @@ class Route:
             return True, True
 
     def failed(self, error: Exception) -> None:
-        """Note that the primary failed for good: mirrors are used from now on. Warns the first time."""
+        """Record that the primary failed permanently: mirrors are used from now on. Warn the first time."""
         with self._lock:
-            # The rest begins again, and its trial is free; one caller warns.
+            # The rest begins again, and its trial is open; one caller warns.
             self._rests_until_s, self._tried = self._clock() + REST_S, False
             first, self._warned = not self._warned, True
         if first:
@@ -146,9 +155,9 @@ class Route:
             )  # fmt: skip
 
     def differs(self, mirror: Mirror, error: Exception) -> None:
-        """Note that some bytes are right at a mirror, and wrong where they were read before. Warns the first time."""
+        """Record that some bytes are right at a mirror, and wrong where they were read before. Warn the first time."""
         with self._lock:
-            # The primary is asked as before; one caller warns, unless another mirror was read in its place.
+            # The primary is used as before; one caller warns, unless another mirror was read instead of the primary.
             first = not self._has_differed and self._rests_until_s is None
             self._has_differed |= first
         if first:
@@ -159,15 +168,15 @@ class Route:
             )  # fmt: skip
 
     def worked(self) -> None:
-        """Note that the primary answered."""
+        """Record that the primary answered."""
         with self._lock:
-            # All callers ask the primary again.
+            # All callers use the primary again.
             self._rests_until_s, self._tried = None, False
 
     def undecided(self) -> None:
-        """Note that the call to the primary was given up, for a reason of the caller's."""
+        """Record that the caller gave up its call to the primary, for a reason of its own."""
         with self._lock:
-            # The trial is free for the next caller.
+            # The trial is open for the next caller.
             self._tried = False
 
     def at(self, mirror: Mirror, url: str) -> str:

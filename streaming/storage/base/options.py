@@ -11,8 +11,8 @@ from streaming.storage.base.mirrors import Mirror, parse_mirrors
 from streaming.storage.base.urls import secrets_of
 
 GROWTH = 4
-"""Factor between the bounds of consecutive delays: an isolated fault costs next to nothing, and a store that keeps
-failing is left alone as early as with a longer first delay that doubles."""
+"""Factor between the bounds of consecutive delays: an isolated fault costs almost nothing, and a store that keeps
+failing gets as few requests as with a longer first delay that doubles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +23,15 @@ class RetryPolicy:
         connect_timeout_s: Time limit for establishing a connection.
         read_timeout_s: Time without a byte after which an answer counts as stalled.
         deadline_s: Time limit of one call over all its attempts.
-        max_retries: Consecutive attempts without a new byte before the call fails. Bytes that come wrong are asked for
-            again as often, up to ten times.
-        first_backoff_s: Upper bound of the first delay; quadrupled with each attempt. 20 ms are about a round trip to a
-            store in the same region; with 100 ms an epoch with 1 % of failures waits for them (``bench_faults.py``).
+        max_retries: Consecutive attempts without a new byte before the call fails. Wrong bytes are requested again as
+            many times, but at most ten times.
+        first_backoff_s: Upper bound of the first delay; quadrupled with each attempt. 20 ms is about a round trip to a
+            store in the same region; with 100 ms, an epoch with 1 % of failures waits for them (``bench_faults.py``).
         max_backoff_s: Maximum of these bounds.
-        retry_share: Retries without progress, as a share of the calls. Beyond it, and a few that can be saved up, they
-            are limited to two a second, so that a store that fails everything is not hammered.
-        unreachable_s: How long to retry without any connection: long enough for a restart behind a load balancer, short
-            enough that a wrong endpoint is reported soon.
+        retry_share: Retries without progress, as a share of the calls; a few unused ones are saved up. Further retries
+            are limited to two per second, so that a store that fails every request is not overloaded.
+        unreachable_s: Maximum time of retries without any connection: long enough for a restart behind a load balancer,
+            short enough that a wrong endpoint is reported soon.
     """
 
     connect_timeout_s: float = 5.0
@@ -63,10 +63,10 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """How to reach the stores; named as in fsspec if fsspec has the option.
+    """Options for access to the stores, named as in fsspec if fsspec has the option.
 
     Attributes:
-        endpoint_url: Server to use in place of the cloud's own.
+        endpoint_url: Server to use instead of the cloud's own.
         region: Region of the bucket (s3).
         key: Access key id (s3).
         secret: Secret access key (s3).
@@ -81,12 +81,12 @@ class StorageOptions:
         connection_string: Azure's connection string (az, fsspec client only).
         ca_file: PEM file of certificate authorities to trust in addition to the system's; default: the environment's
             AWS_CA_BUNDLE.
-        client: "fsspec" to use fsspec where obstore is the default; "obstore" to use that alone, also for large ranges
-            over plain HTTP, which otherwise are received in the loader's memory.
+        client: "fsspec" to use fsspec where obstore is the default; "obstore" to use only obstore, even for large
+            ranges over plain HTTP, which are otherwise received directly in the loader's memory.
         fsspec: Additional keyword arguments for the fsspec file system.
-        mirrors: Prefix → whole copies of the objects below it: one or a list, each a URL or a dict of ``url`` and the
-            options that differ from these. Used when the primary fails for good.
-        retry: Time-outs and retries; set by options of their own, see :class:`RetryPolicy`.
+        mirrors: Prefix → complete copies of the objects below it: one or a list, each a URL or a dict of ``url`` and
+            the options that differ from these. Used when the primary fails permanently.
+        retry: Time-outs and retries; set by separate options, see :class:`RetryPolicy`.
         read_only: Refuse every write and every deletion, before anything is sent.
         hedge: Whether a read that stalls gets a second request for the missing bytes; not for files.
     """
@@ -123,7 +123,7 @@ class StorageOptions:
 
     @property
     def secrets(self) -> set[str]:
-        """All that must not be told, as it is given."""
+        """All secrets, in the form in which they were given."""
         given = (self.key, self.secret, self.token, self.account_key, self.connection_string)
         found = {one for one in given if one} | secrets_of(f"?{(self.sas_token or '').lstrip('?')}")
         return found | secrets_of(self.endpoint_url or "")
@@ -166,7 +166,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
 
 
 def _checked(name: str, value: object) -> object:
-    """Return ``value`` if its type fits; never shown, since it may be secret."""
+    """Return ``value`` if its type fits; it is never shown, because it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
     if value is None and name != "hedge":
         return getattr(_DEFAULTS, name)

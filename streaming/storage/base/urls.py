@@ -1,4 +1,4 @@
-"""Take apart URLs and paths as users write them, join them, and show them without secrets.
+"""Split URLs and paths as users write them, join them, and show them without secrets.
 
 A "directory" here has no trailing slash (except the root ``/``), so that ``join_url(*split_url(url)) == url``.
 """
@@ -16,7 +16,7 @@ from streaming.errors import ConfigError, redact, redact_text
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _LEAST_SECRET = 4
-"""Characters of a secret that is looked for outside URLs; shorter ones would hide ordinary words."""
+"""Minimum length of a secret that is hidden outside URLs; shorter ones would hide ordinary words."""
 HTTP_SCHEMES = frozenset({"http", "https"})
 _HOST = re.compile(r"[A-Za-z0-9._~-]+")
 _CONTROL, _BLANK = re.compile(r"[\x00-\x1f\x7f]"), re.compile(r"[\x00-\x20\x7f]")
@@ -39,7 +39,7 @@ def local_path(url: str) -> str:
     ``~`` is the user's home, as in a shell.
 
     Raises:
-        ConfigError: There is no such path on any machine.
+        ConfigError: It cannot be a path on any machine.
     """
     as_url(url or ".")
     if not _SCHEME.match(url):
@@ -91,16 +91,16 @@ def join_url(base: str, *names: str) -> str:
 
 
 def checked_endpoint(name: str, url: str) -> str:
-    """Check the URL of a server to use in place of a cloud's own, and return it.
+    """Check the URL of a server that replaces a cloud's own, and return it.
 
-    obstore panics, which is no ``Exception``, over most URLs that are refused here (0.12.1).
+    For most URLs that are refused here, obstore panics, which is not an ``Exception`` (0.12.1).
 
     Args:
         name: Name of the option that holds the URL, for the message.
         url: The URL.
 
     Raises:
-        ConfigError: The URL is malformed; the message says where.
+        ConfigError: The URL is malformed; the message names the place.
     """
     fault = "it begins otherwise" if not url.startswith(("http://", "https://")) else server_fault(url)
     if not fault and not (url.isascii() and url.isprintable() and " " not in url):
@@ -114,13 +114,13 @@ def checked_endpoint(name: str, url: str) -> str:
 
 
 def server_fault(url: str) -> str:
-    """Return words for the fault in host and port of an http(s) URL; "" if there is none."""
+    """Describe the fault in host and port of an http(s) URL; "" if there is none."""
     server = url.partition("://")[2].partition("/")[0].partition("?")[0].rpartition("@")[2]
     if server.count(":") > 1 and "[" not in server:
-        return "an IPv6 address stands in brackets, as in http://[::1]:9000"
+        return "an IPv6 address needs brackets, as in http://[::1]:9000"
     host, colon, port = re.fullmatch(r"(.*?)(?:(:)([^:\]]*))?", server, re.DOTALL).groups("")  # type: ignore[union-attr]
     if colon and not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
-        return "its port is no number from 1 to 65535"  # and not shown: it may be a part of a password
+        return "its port is not a number from 1 to 65535"  # not shown: it may be part of a password
     return _host_fault(host)
 
 
@@ -131,14 +131,14 @@ def _host_fault(host: str) -> str:
         try:
             ipaddress.IPv6Address(host[1:-1] if host.endswith("]") and "%" not in host else "")
         except ValueError:
-            return "what stands in brackets is no IPv6 address without a zone"
+            return "the text in brackets is not an IPv6 address without a zone"
     elif host.isascii() and not _HOST.fullmatch(host):
-        return f"{host[:80]!r} is no name of a host"
+        return f"{host[:80]!r} is not a host name"
     return ""
 
 
 def secrets_of(url: str) -> set[str]:
-    """Return what :func:`redact` hides of ``url``, in the forms in which a client may repeat it."""
+    """Return the parts of ``url`` that :func:`redact` hides, in the forms in which a client may repeat them."""
     path, _, query = url.partition("?")
     found = {part.partition("=")[2] for part in query.split("&")}
     user, at, _ = path.partition("://")[2].partition("/")[0].rpartition("@")
@@ -150,17 +150,17 @@ def secrets_of(url: str) -> set[str]:
 
 
 def hidden_in(text: str, secrets: Collection[str]) -> str:
-    """Return ``text`` with each secret replaced, wherever it stands; very short ones stay."""
+    """Return ``text`` with each occurrence of each secret replaced; very short ones stay."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "…") if len(secret) >= _LEAST_SECRET else text
     return text
 
 
 def without_secrets(error: BaseException, secrets: Collection[str]) -> BaseException:
-    """Return ``error``, as the cause of one of ours, without the secrets in its text and in URLs there.
+    """Return ``error`` as the cause of one of our errors, without the secrets in its text and in URLs there.
 
-    If it holds any, a stand-in with the same name, place and causes replaces it, since what keeps its text differs
-    from type to type.
+    If it contains a secret, a substitute with the same name, traceback and causes replaces it, because each type stores
+    its text in a different way.
     """
 
     def shown(text: str) -> str:
@@ -201,11 +201,11 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 
 def as_url(url: str | os.PathLike[str]) -> str:
-    """Return ``url`` as a string; paths are left as they are.
+    """Return ``url`` as a string; paths are unchanged.
 
     Raises:
-        ConfigError: It is none, has characters that none has, or names a user where a bucket stands: so what messages
-            show of a bucket is no secret.
+        ConfigError: It is not a URL or path, has characters that these cannot have, or names a user in place of a
+            bucket, so that messages never show a secret as the bucket's name.
     """
     if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
@@ -222,20 +222,20 @@ def _check_bucket(url: str, scheme: str) -> None:
     """Check that a URL names no user before its bucket; Azure's may name ``container@account``.
 
     Raises:
-        ConfigError: It does; the message shows nothing of the URL, in which a password may have a slash.
+        ConfigError: It does; the message does not show the URL, because a password in it may have a slash.
     """
     bucket = url.partition(":")[2].lstrip("/").partition("/")[0]
     if _BLANK.search(bucket):
         raise ConfigError(f"{redact(url)!r}: the bucket's name has a blank or a control character; leave it out")
     if ":" in bucket or ("@" in bucket and scheme not in _AZURE):
         raise ConfigError(
-            f"{scheme}://…: a ':' or '@' stands in the bucket's name; no user, key or password is read from this URL. "
+            f"{scheme}://…: a ':' or '@' is in the bucket's name; no user, key or password is read from this URL. "
             f"Write {scheme}://bucket/key, and give keys in storage_options ({_KEYS[scheme]}) or the environment"
         )
 
 
 def looked_for(url: str) -> str:
-    """Return where a relative path is looked for, as words to append to a message; nothing for other URLs."""
+    """Describe where a relative path is searched, to append to a message; "" for other URLs."""
     if _SCHEME.match(url) or url.startswith(("/", "~")):
         return ""
     try:

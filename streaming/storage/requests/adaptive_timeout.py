@@ -1,4 +1,4 @@
-"""Tell how long to wait for a byte before sending a second request: a multiple of recent waits."""
+"""Compute how long to wait for a byte before sending a second request: a multiple of recent waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 _KEPT = 128
 _FEW = 8
-"""Number of answers from which on their times are meaningful."""
+"""Minimum number of answers for meaningful times."""
 _FACTOR = 2.0
 """Multiple of the quantile. Of 1,000 ordinary reads, 64 at once on 2 busy cores, about 10 then get a second request;
 15 with 1.5, and 3 with 3. Under the faults of ``bench_faults.py`` the throughput is 0.97, 1.0 and 0.92 of that without
@@ -16,6 +16,8 @@ faults (21 November 2026, medians of 8 to 15 turns)."""
 
 class AdaptiveTimeout:
     """Recent silences of one kind, and the limit derived from them. Thread-safe.
+
+    ``_lock`` guards ``_silences_s`` and ``_limit_s``.
 
     Args:
         quantile: Quantile of the silences, in (0, 1].
@@ -32,17 +34,17 @@ class AdaptiveTimeout:
         self._limit_s: float | None = self._unknown_s
 
     def note(self, silence_s: float) -> None:
-        """Note a silence of this kind."""
+        """Record a silence of this kind."""
         with self._lock:
-            # The limit is of the silences that are noted: it is found again when asked for.
+            # The limit follows from the recorded silences: it is computed again when next read.
             self._silences_s.append(silence_s)
             self._limit_s = None
 
     @property
     def limit_s(self) -> float:
-        """Duration from which on a silence is too long."""
+        """The duration above which a silence is too long."""
         with self._lock:
-            # _limit_s is None, or that of all silences noted so far.
+            # _limit_s is None, or the limit for all silences recorded so far.
             if self._limit_s is None:
                 self._limit_s = self._found_limit_s()
             return self._limit_s
@@ -56,9 +58,10 @@ class AdaptiveTimeout:
 
 
 class Patience:
-    """How long answers of one store may be silent.
+    """The limits on the silences of one store's answers.
 
-    There are two kinds, because the first is often ten times the second: a store looks up the object only once.
+    There are two kinds of silences, because the first is often ten times the second: a store looks up the object only
+    once.
 
     Args:
         quantile, least_s, unknown_s: See :class:`AdaptiveTimeout`.

@@ -1,7 +1,7 @@
 """Share a slowdown among a user's processes on a node: two numbers in a file that only a refusal creates.
 
-There are no locks to clean up, and no process owns the file: flock ends with its holder; a file that is damaged, of
-another boot, or older than a recovery counts as missing; and if there can be no file, each process is on its own.
+There are no locks to clean up, and no process owns the file: flock ends with its holder. A file that is damaged, from
+another boot, or older than a recovery counts as missing. If there can be no file, each process is on its own.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class NodeSlowdown(SlowdownState):
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        """Open the file, in a directory that nobody else can write to.
+        """Open the file, in a directory that no other user can access.
 
         Raises:
-            OSError: There is none, or others can access it.
+            OSError: There is no such file, or others can access it.
         """
         user = os.getuid()
         parent = self._parent or tempfile.gettempdir()
@@ -92,7 +92,7 @@ def _check_private(found: os.stat_result, user: int, kind: int) -> None:
 
 
 def _digest(store: str) -> str:
-    """Return a digest of the store and this boot of this machine; contains no secret."""
+    """Return a digest of the store and this boot of the machine; it contains no secret."""
     boot = b""
     with suppress(OSError), open(_BOOT, "rb") as file:
         boot = file.read().strip()

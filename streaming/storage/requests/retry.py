@@ -18,14 +18,17 @@ from streaming.storage.base.options import GROWTH, RetryPolicy
 
 _T = TypeVar("_T")
 MOST_WRONG = 10
-"""How often wrong bytes are asked for again at most, however patient with failures the policy is: as its default. If
-one answer in ten comes wrong on its way, eleven in a row are 1 in 10^11; so they are damaged in the store."""
+"""Maximum number of repeated requests for wrong bytes, even if the policy allows more; equal to its default. If one
+answer in ten is damaged in transit, eleven in a row have a probability of 10^-11; so the bytes are damaged in the
+store."""
 
 
 class TokenBucket:
     """Limit extra requests (retries, hedges) to a share of the ordinary ones. Thread-safe.
 
-    During any time t in which n ordinary requests are made, at most ``burst + share * n + per_s * t`` extra ones are.
+    During any time t with n ordinary requests, there are at most ``burst + share * n + per_s * t`` extra requests.
+
+    ``_lock`` guards ``_tokens`` and ``_at_s``.
 
     Args:
         share: Extra requests that each ordinary one allows.
@@ -46,15 +49,15 @@ class TokenBucket:
         self._at_s = clock()
 
     def earn(self) -> None:
-        """Note an ordinary request."""
+        """Record an ordinary request."""
         with self._lock:
             # At most a burst is saved up.
             self._tokens = min(self._burst, self._tokens + self._share)
 
     def take(self) -> bool:
-        """Count an extra request if one may be made now; tell whether."""
+        """Count an extra request if one may be made now; return whether it may."""
         with self._lock:
-            # A token is taken once, and only if there is a whole one.
+            # A token is taken once, and only if a whole one is left.
             self._refill()
             if self._tokens < 1:
                 return False
@@ -62,9 +65,9 @@ class TokenBucket:
             return True
 
     def reserve(self) -> float:
-        """Count an extra request unconditionally; return in how many seconds it may be made."""
+        """Count an extra request unconditionally; return the seconds until it may be made."""
         with self._lock:
-            # Below zero by as many tokens as requests wait for: each waits for its own.
+            # The number is below zero by the tokens that requests wait for: each waits for its own.
             self._refill()
             self._tokens -= 1
             return max(0.0, -self._tokens / self._per_s)
@@ -94,14 +97,14 @@ def retrying(
 
     Args:
         policy: The limits.
-        attempt: Makes one attempt; keeps what it achieved.
-        progress: Returns a number that grows when an attempt achieves something, which resets the count of attempts.
+        attempt: Makes one attempt, and keeps its progress.
+        progress: Returns a number that grows when an attempt makes progress, which resets the count of attempts.
         on_retry: Called before each further attempt.
-        allowance: Limits the retries of all calls together; those after progress are free.
-        hopeless: Tells whether there is now a better way than to try again.
+        allowance: Limits the retries of all calls together; retries after progress are free.
+        hopeless: Returns whether there is now a better alternative than a retry.
 
     Raises:
-        PassingError: The last one, with the number of attempts as a note, when the policy's limits are reached.
+        TransientError: The last one, with the number of attempts as a note, when the policy's limits are reached.
     """
     began_s = time.monotonic()
     unreachable_since_s: float | None = None
@@ -144,13 +147,14 @@ def until_right(
 ) -> _T:
     """Return the result of ``attempt``, called again after a :class:`WrongBytesError` as often as after a failure.
 
-    At most :data:`MOST_WRONG` times. The store has answered in full, so it is not too busy: pauses do not grow, and the
-    limit on retries of all calls together does not count these. Requests that fail in an attempt are retried there.
+    It is called again at most :data:`MOST_WRONG` times. The store has answered in full, so it is not busy: pauses do
+    not grow, and these retries do not count toward the limit for all calls. Requests that fail within an attempt are
+    retried there.
 
     Args:
         policy: The limits.
         attempt: Reads all of the bytes and compares them.
-        pauses: Whether another answer may be better a moment later. A disk gives at once what it has.
+        pauses: Whether to pause, because a later answer may be better. A disk needs no pauses.
         on_retry: Called before each further attempt.
 
     Raises:

@@ -16,8 +16,16 @@ Job = Callable[[], Callable[[], None]]
 class RequestThreads:
     """Threads that exist while there is something to read.
 
-    Use it as a context around the time in which requests may be made; many threads may enter it at once. When the last
-    one leaves, idle threads end; one that still waits for an answer ends by itself afterwards.
+    Use it as a context around the time in which requests may be made; many threads may enter it at once. The life of a
+    thread:
+
+    1. ``run`` starts it with a job, unless an idle thread can take the job.
+    2. At the end of a job it becomes idle while the context has users, then announces the job's outcome, and waits for
+       another job.
+    3. When the last user leaves, idle threads are dismissed and joined. A thread that still waits for an answer ends by
+       itself afterwards.
+
+    The lock ``_changed`` guards ``_jobs``, ``_idle`` and ``_users``.
     """
 
     def __init__(self) -> None:
@@ -36,7 +44,7 @@ class RequestThreads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._changed:
-            # Without users nobody is idle: who is dismissed ends, and a job goes to a new thread.
+            # Without users, no thread is idle: dismissed threads end, and a job goes to a new thread.
             self._users -= 1
             if self._users:
                 return
@@ -46,13 +54,13 @@ class RequestThreads:
             thread.join()
 
     def run(self, job: Job) -> None:
-        """Run ``job``, which must not raise, on a thread at once; if no thread can be started, in this one.
+        """Run ``job``, which must not raise, on a thread immediately; if no thread can be started, in this one.
 
-        The function that ``job`` returns is called once the thread counts as idle, so that whoever it notifies may
+        The function that ``job`` returns is called once the thread counts as idle, so that the notified caller may
         leave.
         """
         with self._changed:
-            # No more jobs wait than threads are idle, so each is begun at once.
+            # At most as many jobs wait as threads are idle, so each begins immediately.
             if len(self._idle) > len(self._jobs):
                 self._jobs.append(job)
                 self._changed.notify()
@@ -65,15 +73,15 @@ class RequestThreads:
     def _work(self, jobs: list[Job]) -> None:
         me = threading.current_thread()
         while True:
-            tell = jobs.pop()()
+            announce = jobs.pop()()
             with self._changed:
-                # Idle before the job's outcome is told, so that whoever hears of it finds this thread free.
+                # The thread is idle before it announces the outcome, so that the notified caller finds it free.
                 if self._users:
                     self._idle.add(me)
-            tell()
-            del tell
+            announce()
+            del announce
             with self._changed:
-                # A job is taken by one thread, which is idle no more; one that was dismissed ends.
+                # One thread takes a job, and is then not idle; a dismissed thread ends.
                 while not self._jobs and me in self._idle:
                     self._changed.wait()
                 if me not in self._idle:

@@ -1,7 +1,7 @@
-"""Send fewer requests at once to a busy store: each refusal reduces their number, each answer raises it a little.
+"""Send fewer concurrent requests to a busy store: each refusal reduces their number, each answer raises it a little.
 
-After AIMD: Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance", 1989. The
-design, and what follows from the constants here: docs/design/0009-failing-stores.md.
+This follows AIMD: Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance", 1989. For
+the design and the effect of the constants, see docs/design/0009-failing-stores.md.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from streaming.common.monitor import Monitor
 from streaming.storage.base.adapter import ThrottledError
 
 RECOVERY_S = 32.0
-"""Time of recovery from no requests at once to all of them, even without answers. Less than a minute, so that older
-state can be ignored."""
+"""Time of recovery from no concurrent requests to all of them, even without answers. It is less than a minute, so that
+older state can be ignored."""
 LEAST_SHARE = 1 / 64
 CUT = 1 / 16
-"""Part of the share that one refusal takes. Even of few requests, it makes one fewer."""
+"""Fraction of the share that one refusal takes away. Even with few requests, it removes one."""
 GIVEN_BACK = 1 / 800
-"""Part of all requests that one answer gives back. Fifty make up for a refusal: 2 % of refusals change nothing in the
-long run (S3 answers a few requests per thousand with 503 on a good day), and a store that can bear half of what is
-wanted refuses 4 %."""
+"""Fraction of all requests that one answer gives back. Fifty answers make up for a refusal: 2 % of refusals change
+nothing in the long run (S3 answers a few requests per thousand with 503 on a good day), and a store with half of the
+needed capacity refuses 4 %."""
 _RIVALS_SHARE = 1 / 2
-"""From this share on a second request need not wait for room: a stalled one is no load, and 4 % of refusals are few."""
+"""From this share on, a second request is always admitted: a stalled one is no load, and 4 % of refusals are few."""
 _LOOK_S = 0.1
-"""Maximum delay until a process sees that another one was refused."""
+"""Maximum delay until a process sees a refusal of another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """At ``at_s`` (monotonic clock) this share of the requests was allowed; it grows from there."""
+    """The share of the requests that was allowed at ``at_s`` (monotonic clock); it grows from there."""
 
     share: float = 1.0
     at_s: float = 0.0
@@ -43,8 +43,8 @@ class Slowdown:
     def after(self, now_s: float, given_back: float, sent_at: float | None = None) -> Slowdown:
         """Return the state after answers gave back a share and, if given, a request sent at ``sent_at`` was refused.
 
-        A refusal never lowers the share below half of that at which its request was sent. So all refusals of one round
-        trip together at most halve it, and no round trip has to be measured.
+        A refusal never lowers the share below half of the share at which its request was sent. So all refusals of one
+        round trip together at most halve it, and no round trip has to be measured.
         """
         share = min(1.0, self.share_at(now_s) + given_back)
         if sent_at is not None:
@@ -53,7 +53,7 @@ class Slowdown:
 
 
 class SlowdownState:
-    """Where a :class:`Slowdown` is kept: in this process, in subclasses for several ones. Used under a lock."""
+    """Storage of a :class:`Slowdown`: for this process; in subclasses, for several processes. Used under a lock."""
 
     def __init__(self) -> None:
         self._state = Slowdown()
@@ -63,18 +63,21 @@ class SlowdownState:
         return self._state
 
     def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
-        """Replace the state by ``how(state)``; return the new state."""
+        """Replace the state with ``how(state)``; return the new state."""
         self._state = how(self._state)
         return self._state
 
 
 class Gate:
-    """Admits requests to one bucket. Thread-safe; costs next to nothing while the store accepts everything.
+    """Admits requests to one bucket. Thread-safe; costs almost nothing while the store accepts everything.
 
-    The usual number of concurrent requests is learned: the most that were wanted at once.
+    The usual number of concurrent requests is learned: it is the largest number that was wanted at once.
+
+    The lock ``_changed`` guards all other fields that change: ``_state``, ``_given_back``, ``_looked_s``,
+    ``_under_way``, ``_waiting`` and ``_most``.
 
     Args:
-        shared: Where the slowdown is kept; default: in this process.
+        shared: Storage of the slowdown; default: this process.
         clock: Monotonic clock, in seconds.
     """
 
@@ -89,19 +92,19 @@ class Gate:
 
     @property
     def limit(self) -> int:
-        """Requests allowed at once now; at least 1."""
+        """Number of concurrent requests allowed now; at least 1."""
         with self._changed:
-            # From the share of this moment.
+            # The limit follows from the share of this moment.
             return self._limit(self._share())
 
     def enter(self, until_s: float) -> float:
         """Wait until one more request may be sent; return the share of the usual requests allowed at that time.
 
         Raises:
-            ThrottledError: It still may not be sent at ``until_s`` (monotonic).
+            ThrottledError: The request was not admitted before ``until_s`` (monotonic).
         """
         with self._changed:
-            # _under_way counts every request admitted and not yet left, never more than the limit at its start.
+            # _under_way counts the admitted requests that have not left; at each admission, it was below the limit.
             self._waiting += 1
             try:
                 self._most = max(self._most, self._under_way + self._waiting)
@@ -120,9 +123,9 @@ class Gate:
             return share
 
     def try_enter(self) -> bool:
-        """Admit one more request beside one that stalls, if that is allowed now; tell whether it was."""
+        """Admit a second request for a stalled one, if that is allowed now; return whether it was admitted."""
         with self._changed:
-            # Counted as under way only if admitted; who is refused leaves no trace.
+            # The request is counted only if it is admitted.
             share = self._share()
             if self._under_way >= self._limit(share) and share < _RIVALS_SHARE:
                 return False
@@ -130,20 +133,20 @@ class Gate:
             return True
 
     def leave(self) -> None:
-        """Note that a request has ended."""
+        """Record that a request has ended."""
         with self._changed:
             self._under_way -= 1
-            self._changed.notify(2)  # for its place, and for one more that its answer may have made room for
+            self._changed.notify(2)  # one for its place, and one that its answer may have made room for
 
     def answered(self) -> None:
-        """Note that a request was not refused."""
+        """Record that a request was not refused."""
         with self._changed:
             # The share grows, up to 1.
             if self._share() < 1:
                 self._given_back += GIVEN_BACK
 
     def refused(self, sent_at: float) -> None:
-        """Note that a request was refused by a busy store; ``sent_at`` is what :meth:`enter` returned for it."""
+        """Record that a busy store refused a request; ``sent_at`` is the share that :meth:`enter` returned for it."""
         with self._changed:
             # All refusals of one round trip together at most halve the share.
             self._change(sent_at)
@@ -162,7 +165,7 @@ class Gate:
         return min(1.0, self._state.share_at(now_s) + self._given_back)
 
     def _change(self, sent_at: float | None = None) -> None:
-        """Record what was given back, and a refusal."""
+        """Record the share given back, and a refusal if ``sent_at`` is given."""
         now_s, given_back = self._clock(), self._given_back
         self._given_back = 0.0
         self._state = self._shared.change(lambda state: state.after(now_s, given_back, sent_at))

@@ -1,4 +1,4 @@
-"""Keep what recent answers of a bucket (or host) reveal, and what follows for the next requests."""
+"""Learn from recent answers of a bucket (or host), for the next requests to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from streaming.storage.requests.throttle import Gate
 _RETRIES_SAVED = 40
 _RETRIES_PER_S = 2.0
 _UNKNOWN_S = 2.0
-"""Patience with the first answers, which give no basis for a judgment yet."""
+"""Limit for the silences of the first answers, while there are no measurements."""
 HEDGE_QUANTILE = 0.95
-"""Quantile of the recent silences, before and within answers; twice its value is too long."""
+"""Quantile of recent silences, before and within answers; a silence of twice its value is too long."""
 HEDGE_LEAST_S = 0.05
 """Shorter silences never count as too long: a few round trips to a store in the same region (``bench_faults.py``)."""
 HEDGE_SHARE = 0.05
-"""Second requests, as a share of all; a few can be saved up."""
+"""Second requests as a share of all requests; a few can be saved up."""
 _HEDGES_SAVED = 8
 _HEDGES_PER_S = 0.1
 

@@ -1,8 +1,11 @@
-"""Bring a byte range into the caller's memory: what arrived is kept, and a silent request gets a rival.
+"""Read a byte range into the caller's memory: received bytes are kept, and a silent request gets a rival.
 
-Who may write, normative: the request that brought the last byte, or, right after a rival was started, whichever brings
-the next one. From that moment the other is *lost*: it gets no room any more, and its thread ends with its answer. When
-the attempt ends all its requests are lost, so nothing is written once the caller has the memory back.
+Which request may write (normative):
+
+1. The request that delivered the last byte may write.
+2. After a rival was started, the request that delivers the next byte may write. The others are then *lost*: they get no
+   memory any more, and their threads end with their answers.
+3. When the attempt ends, all its requests are lost, so nothing is written once the caller has the memory back.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from streaming.storage.requests.adaptive_timeout import Patience
 from streaming.storage.requests.threads import RequestThreads
 
 _LOOK_S = 0.1
-"""Maximum delay until a transfer uses what other answers revealed about the store's silences."""
+"""Maximum delay until a transfer uses the silences of other answers."""
 _SMALL_BYTES = 1 << 20
-"""If an answer comes in one piece, its silence grows with its size from here on; below, it is all latency."""
+"""If an answer comes in one piece, its silence grows with its size above this; below, it is only latency."""
 _MOST_AT_ONCE = 3
-"""Requests for the same bytes. Two are not enough: of many rivals, some stall as well (``bench_faults.py``)."""
+"""Maximum number of requests for the same bytes. Two are not enough: some rivals stall, too (``bench_faults.py``)."""
 
 
 class Hedging(Protocol):
@@ -38,10 +41,10 @@ class Hedging(Protocol):
     threads: RequestThreads
 
     def begin(self, until_s: float) -> bool:
-        """Tell whether a second request may be made now, for a call that ends at ``until_s``; if so, it is counted."""
+        """Return whether a second request may be made now, for a call that ends at ``until_s``; if so, count it."""
 
     def end(self, *, won: bool) -> None:
-        """Note that a second request is over, as far as the caller is concerned."""
+        """Record that a second request is over for the caller."""
 
 
 class _LostError(Exception):
@@ -50,7 +53,7 @@ class _LostError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request of an attempt, for the bytes from ``first`` on; may be silent ``scale`` times as long as others."""
+    """One request of an attempt, for the bytes from ``first`` on; its silences may be ``scale`` times as long."""
 
     transfer: Transfer
     first: int
@@ -69,7 +72,7 @@ class _Request:
         self.transfer.take(self, put)
 
     def hear(self) -> None:
-        """Note a sign of life; the first one is the beginning of the answer."""
+        """Record a sign of life; the first one is the beginning of the answer."""
         now_s = time.monotonic()
         if self.first_s is None:
             self.first_s = now_s - self.heard_s
@@ -78,12 +81,12 @@ class _Request:
         self.heard_s = now_s
 
     def patient_s(self, patience: Patience) -> float:
-        """Return how long it may still be silent."""
+        """Return how long the request may still be silent."""
         kind = patience.first if self.first_s is None else patience.later
         return kind.limit_s * self.scale - (time.monotonic() - self.heard_s)
 
     def teach(self, patience: Patience) -> None:
-        """Pass on the lengths of its silences; a lost request counts as silent until now."""
+        """Record the lengths of its silences; a lost request counts as silent until now."""
         last_s = time.monotonic() - self.heard_s if self.lost else 0.0
         if self.first_s is None:
             patience.first.note(last_s / self.scale)
@@ -93,14 +96,16 @@ class _Request:
 
 
 class Transfer:
-    """Transfer bytes [start, stop) of one object. Each attempt requests what is missing, of the same version.
+    """Transfer bytes [start, stop) of one object. Each attempt requests the missing bytes, of the same version.
+
+    The lock ``_changed`` guards ``_requests``, ``_received``, ``_out``, ``version`` and the fields of requests.
 
     Args:
         adapter: Makes the requests.
         url: URL of the object.
         start: First byte.
-        stop: One past the last one; None: to the end.
-        count: Called with "bytes", and with "requests" for those beyond the first of an attempt.
+        stop: End (exclusive); None: to the end of the object.
+        count: Called with "bytes", and with "requests" for each request after the first of an attempt.
         out: Memory of that length; default: allocated when the length is known.
         version: The required version, if known.
     """
@@ -135,7 +140,7 @@ class Transfer:
         return self._out is not None and self._received == len(self._out)
 
     def result(self) -> memoryview:
-        """Return the bytes; all of them, once the transfer is done."""
+        """Return the memory of the bytes, which is complete once the transfer is done."""
         return memoryview(b"") if self._out is None else self._out
 
     def forget(self) -> None:
@@ -143,10 +148,10 @@ class Transfer:
         self._out = None
 
     def attempt(self, call: Call, hedging: Hedging | None, until_s: float) -> None:
-        """Request what is missing; ``call`` is kept up to date. No rival is started after ``until_s``.
+        """Request the missing bytes; ``call`` is kept up to date. No rival is started after ``until_s``.
 
         Raises:
-            PassingError: Some of it did not arrive. What arrived is kept.
+            TransientError: Some bytes did not arrive. Received bytes are kept.
         """
         self._call = call
         self._requests = [self._next()]
@@ -159,16 +164,16 @@ class Transfer:
             with self._changed:
                 for request in self._requests:
                     request.lost = True
-                self._requests = []  # what is lost never looks here again; a cycle would wait for garbage collection
+                self._requests = []  # lost requests never use it again; a cycle would wait for garbage collection
 
     def take(self, request: _Request, put: Callable[[memoryview], int]) -> None:
-        """Give room for a request's bytes, if it is still ahead; the others become lost.
+        """Provide memory for a request's bytes, if it is still ahead; the others become lost.
 
         Raises:
-            _LostError: It is not ahead any more.
+            _LostError: The request is no longer ahead.
         """
         with self._changed:
-            # One request is ahead: only its bytes are counted, from where the last one stopped, all of one version.
+            # One request is ahead: only its bytes count, from the end of the last ones on, all of one version.
             if request.lost:
                 raise _LostError
             for other in self._requests:
@@ -186,13 +191,13 @@ class Transfer:
         return _Request(self, first, self.version, max(1.0, missing / _SMALL_BYTES), rival)
 
     def _serve(self, request: _Request) -> None:
-        """Make one request and take what it brings, on whichever thread this is."""
+        """Make one request and receive its answer, on the current thread."""
         body = self._adapter.open_range(self.url, request.first, self.stop, request.version)
         with closing(body):
             self._opened(request, body)
             body.fill(request)
         with self._changed:
-            # A lost request's short answer is nobody's concern.
+            # A short answer of a lost request does not matter.
             if not request.lost and not self.is_done:
                 got = self.start + self._received - request.first
                 raise TransientError(self._short(request.first, got, "the answer ended early"))
@@ -205,7 +210,7 @@ class Transfer:
             if request.version and body.version and request.version != body.version:  # a store without If-Match
                 raise ChangedError(self._short(request.first, 0, "the object changed since it was first read"))
             request.version = request.version or body.version
-            if self._out is None:  # the end becomes known only now
+            if self._out is None:  # the end is known only now
                 self.stop = self._call.stop = self.start + body.num_bytes
                 self._out = _memory(body.num_bytes)
             missing = self.start + len(self._out) - request.first
@@ -218,11 +223,12 @@ class Transfer:
         """Begin the first request on one of the threads, and another whenever all are silent for too long.
 
         Raises:
-            PassingError: They still are at ``until_s``. (obstore's time-outs come first; file systems may have none.)
+            TransientError: All are still silent at ``until_s``. (obstore's time-outs come first; file systems may have
+                none.)
         """
         hedging.threads.run(partial(self._work, self._requests[0]))
         with self._changed:
-            # At most _MOST_AT_ONCE requests are in the race; it ends when one has everything, or all have failed.
+            # At most _MOST_AT_ONCE requests race; the race ends when one has all bytes, or all have failed.
             try:
                 while not self._is_over():
                     left = [request for request in self._requests if not request.lost and not request.ended]
@@ -253,15 +259,15 @@ class Transfer:
 
     def _ended(self, request: _Request, error: BaseException | None) -> None:
         with self._changed:
-            # Ended for good, with its error, before the waiting caller looks.
+            # The request has ended, and its error is set, before the waiting caller wakes up.
             request.ended, request.error = True, error
             self._changed.notify_all()
 
     def _is_over(self) -> bool:
-        """Tell whether every byte has arrived.
+        """Return whether every byte has arrived.
 
         Raises:
-            StorageError: Some have not, and no request is left.
+            StorageError: Some bytes have not arrived, and no request is left.
         """
         left = [request for request in self._requests if not request.lost]
         if not all(request.ended for request in left):
@@ -272,7 +278,7 @@ class Transfer:
         raise next((error for error in errors if not isinstance(error, TransientError)), errors[-1])
 
     def _account(self, hedging: Hedging) -> None:
-        """Record the silences, and who won."""
+        """Record the silences and the winner."""
         for request in self._requests:
             if request.rival:
                 hedging.end(won=self.is_done and not request.lost)
@@ -285,5 +291,5 @@ class Transfer:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Allocate writable bytes without zeroing them, since they are about to be overwritten."""
+    """Allocate writable bytes without zeroing them, because they will be overwritten."""
     return np.empty(num_bytes, np.uint8).data

@@ -1,7 +1,7 @@
-"""Show what a loader does, outside of it: export its numbers, measure the headspace, serve it to ``shard_tools show``.
+"""Show a loader's work from outside: export its numbers, measure the headspace, serve ``shard_tools show``.
 
-What is counted, and when, belongs to the parts of the loader (``streaming/common/counters.py``); nothing here runs in
-the training thread unless it is called there. The extra ``metrics`` is imported by the two functions that need it.
+The parts of the loader decide what is counted, and when (``streaming/common/counters.py``); nothing here runs in the
+training thread unless it is called there. The extra ``metrics`` is imported by the two functions that need it.
 """
 
 from __future__ import annotations

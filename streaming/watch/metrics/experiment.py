@@ -1,4 +1,4 @@
-"""Measure what a perfect loader would save: feed kept batches for some steps, and never change the order."""
+"""Measure how much a perfect loader would save: feed kept batches for some steps, without changing the order."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _KEYS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headspace:
-    """What a perfect loader would save of a step.
+    """The share of a step that a perfect loader would save.
 
     Attributes:
-        measured: The share of the step that kept batches saved, such as 0.08. A little below 0 is noise.
-        waited: The share that the loader's own waits explain; None if it is not one of ours. Work that a device does
-            meanwhile hides waits, so that it is at least what is measured; if it is much less, the loader's threads
-            take time from the step.
+        measured: The share of the step that kept batches saved, such as 0.08. A value slightly below 0 is noise.
+        waited: The share that the loader's own waits explain; None if the loader is not one of ours. Work of a device
+            hides waits, so this is usually at least ``measured``. If it is much less, the loader's threads take time
+            from the step.
         step_s: Seconds per step with batches of the loader.
         kept_step_s: Seconds per step with kept batches.
         steps: Number of steps of each kind that were measured.
@@ -57,46 +57,47 @@ def headspace(
     batches: Iterable[Any], step: Callable[[Any], object], *, steps: int = 50, warmup: int = 10, keep: int = 2,
     restores: Any = (),
 ) -> Headspace:  # fmt: skip
-    """Measure what a perfect loader would save of a training step, by feeding kept batches.
+    """Measure how much of a training step a perfect loader would save, by feeding kept batches.
 
-    ``step`` is called ``warmup + steps`` times with batches of the loader, in order, and then as often with the last
-    ``keep`` of them, which takes no loader. The order never changes, and the position counts no batch twice:
+    ``step`` is called ``warmup + steps`` times with batches of the loader, in order, and then as many times with the
+    last ``keep`` of them, which needs no loader. The order never changes, and the position counts no batch twice:
 
-    - Given a loader, before a run or between epochs, this is no part of the run: the loader goes back to where it was.
-      It is refused while a loop over it is under way, which it would end. ::
+    - Given a loader, before a run or between epochs, the measurement is not part of the run: the loader returns to its
+      position. It is refused during a loop over the loader, because it would end the loop. ::
 
           print(headspace(loader, train_step, restores=(model, optimizer)))
 
-    - Given an iterator, the batches taken from it are steps of the run, and what follows goes on after them. ::
+    - Given an iterator, the batches taken from it are steps of the run, and the run continues after them. ::
 
           batches = iter(loader)
           print(headspace(batches, train_step))  # 60 steps of the run, and 60 that repeat two batches
           for batch in batches:
               train_step(batch)
 
-    Repeated batches update the model like others. ``restores`` are objects with ``state_dict`` and
-    ``load_state_dict``, such as model, optimizer and scheduler: they are copied, and afterwards are as they were (given
-    an iterator: as they were after its batches). So are, without being named, the global random generators of Python,
-    NumPy and torch, on the CPU and on those devices that were in use before.
+    Repeated batches update the model like others. ``restores`` are objects with ``state_dict`` and ``load_state_dict``,
+    such as model, optimizer and scheduler. Their states are copied, and restored at the end (given an iterator: to the
+    states after its batches). The global random generators of Python, NumPy and torch are always restored, on the CPU
+    and on devices that were in use before.
 
-    Kept batches are memory on top of ``memory_limit``: ``keep`` batches where the loader makes them (page-locked, if it
-    locks pages; in the object store, if readers are remote), or on the device if ``DevicePrefetcher`` delivers them.
-    Where ranks meet in a step, all must call this with the same numbers, and waits for other ranks count as the step.
+    Kept batches take memory in addition to ``memory_limit``: ``keep`` batches where the loader makes them (page-locked,
+    if it locks pages; in the object store, if readers are remote), or on the device if ``DevicePrefetcher`` delivers
+    them. If ranks synchronize in a step, all must call this with the same numbers; waits for other ranks count as part
+    of the step.
 
     Args:
         batches: A loader with ``state_dict`` and ``load_state_dict``, or an iterator.
-        step: Takes one training step with a batch, as the loop would. It must not keep the batch.
-        steps: Number of steps of each kind to measure; fewer if the epoch ends before.
-        warmup: Number of steps of each kind before that.
+        step: Takes one training step with a batch, like the loop. It must not keep the batch.
+        steps: Number of steps of each kind to measure; fewer if the epoch ends earlier.
+        warmup: Number of steps of each kind before them.
         keep: Number of batches to keep.
-        restores: What is set back afterwards: one object, or several in a tuple or list.
+        restores: Objects to restore at the end: one object, or several in a tuple or list.
 
     Returns:
         The share of the step, measured and by waits.
 
     Raises:
-        ConfigError: A number is out of range, an object lacks the two methods, a loop over the loader is under way, or
-            the epoch has too few batches. Only the last is found after steps were taken.
+        ConfigError: A number is out of range, an object lacks the two methods, a loop over the loader is in progress,
+            or the epoch has too few batches. Only the last error can occur after steps were taken.
     """
     checked_int("headspace: steps", steps, 1, _MOST_STEPS)
     checked_int("headspace: warmup", warmup, 0, _MOST_STEPS)
@@ -133,7 +134,7 @@ def _beside_the_run(loader: Any, measuring: _Measuring, restores: Sequence[Any])
             loader.load_state_dict(state)
             if not restores:
                 _log.warning(
-                    "headspace: step was called beside the run; if it updates a model, that has changed. Give "
+                    "headspace: step was called outside of the run; if it updates a model, the model has changed. Give "
                     "restores=(model, optimizer), or load a checkpoint before training"
                 )
 
@@ -146,7 +147,7 @@ class _Measuring:
         self._kept: list[Any] = []
 
     def run(self, source: Iterator[Any], loader: Any, restores: Sequence[Any]) -> Headspace:
-        """Measure with batches of ``source``, and then with those kept of them; ``loader`` tells its waits."""
+        """Measure with batches of ``source``, and then with kept ones; ``loader`` provides its waits."""
         warmed = self._take(source, self._warmup)
         before = _numbers(loader)
         with_loader = self._take(source, self._steps)
@@ -177,7 +178,7 @@ class _Measuring:
         return self._time(source, count, keeps=True)
 
     def _time(self, source: Iterator[Any], count: int, *, keeps: bool) -> _Timed:
-        """Take up to ``count`` steps, with the device's work at both ends."""
+        """Take up to ``count`` steps; wait for the device at both ends."""
         _synchronize()
         begun_s, steps = time.perf_counter(), 0
         for batch in islice(source, count):
@@ -205,7 +206,7 @@ class _Timed:
 
 
 def _listed(restores: Any) -> Sequence[Any]:
-    """Return the objects to set back, of which there may be one."""
+    """Return the objects to restore as a sequence."""
     if _has_state(restores):
         return (restores,)
     if not isinstance(restores, (tuple, list)):
@@ -220,7 +221,7 @@ def _listed(restores: Any) -> Sequence[Any]:
 
 
 def _numbers(loader: Any) -> Mapping[str, float]:
-    """Return what a loader counts; nothing if it is none of ours."""
+    """Return the numbers of a loader; {} if it is not one of ours."""
     try:
         return observe(loader).numbers
     except AttributeError:
@@ -233,7 +234,7 @@ def _has_state(thing: Any) -> bool:
 
 @contextmanager
 def _set_back(restores: Sequence[Any]) -> Iterator[None]:
-    """Set objects back to what they are now, and the global random generators, which a step draws from."""
+    """Restore the states of objects at the end, and those of global random generators, which a step draws from."""
     saved = [copy.deepcopy(one.state_dict()) for one in restores]
     generators = _generators()
     states = [get() for get, _ in generators]
@@ -247,7 +248,7 @@ def _set_back(restores: Sequence[Any]) -> Iterator[None]:
 
 
 def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return how to get and set the state of each global random generator that is in use."""
+    """Return the functions that get and set the state of each global random generator in use."""
     found: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(random.getstate, random.setstate)]
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
@@ -260,7 +261,7 @@ def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
 
 
 def _apart(batch: Any) -> Any:
-    """Return a batch of which a step may take entries out; the tensors are shared."""
+    """Return a copy of a batch from which a step may remove entries; the tensors are shared."""
     return copy.copy(batch) if type(batch) in (dict, list) else batch
 
 
@@ -282,7 +283,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def _synchronize() -> None:
-    """Wait for the device: what a step has queued there is part of it."""
+    """Wait for the device: work that a step has queued there is part of the step."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

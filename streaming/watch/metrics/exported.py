@@ -1,4 +1,4 @@
-"""Know which loaders one registry exports, and read them when it asks. Nothing here knows a library."""
+"""List the loaders that a registry exports, and read them when it collects. Nothing here depends on a library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = ("loader", "rank", "data_rank")
 
 
 class Observed(Protocol):
-    """A loader, as exporters see it: all of ours, and a ``DevicePrefetcher`` over one."""
+    """A loader as exporters see it: any of ours, or a ``DevicePrefetcher`` over one."""
 
     def _observed(self) -> Observation: ...
 
@@ -44,7 +44,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Export:
-    """A loader that is exported. Keeping this is not necessary: the export ends when the loader is garbage collected.
+    """An exported loader. It need not be kept: the export ends when the loader is garbage collected.
 
     Attributes:
         name: The value of the label ``loader``.
@@ -54,14 +54,16 @@ class Export:
     _end: Callable[[], None] = field(repr=False)
 
     def close(self) -> None:
-        """End it now. May be called repeatedly."""
+        """End the export now. May be called repeatedly."""
         self._end()
 
 
 class Exported:
     """The loaders that one registry, or one provider of meters, exports; they are held by weak references.
 
-    Thread-safe. In a forked child it is empty: what the child's copies of the loaders say is the parent's to tell.
+    Thread-safe. In a forked child it is empty: the parent exports the loaders that the child has copies of.
+
+    ``_lock`` guards ``_entries``.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class Exported:
         self._entries: list[_Entry] = []
 
     def add(self, loader: Observed, name: str | None) -> Export:
-        """Export a loader from now on. One that is exported already keeps its name.
+        """Export a loader from now on. A loader that is already exported keeps its name.
 
         Raises:
             ConfigError: Another loader has the name, or this one has another name.
@@ -94,7 +96,7 @@ class Exported:
         return Export(known.name, lambda: self._remove(known))
 
     def readings(self) -> Iterator[SeriesValue]:
-        """Read all loaders that still exist; one that cannot be read is left out, and the log says so once."""
+        """Read all loaders that still exist; log once each loader that cannot be read, and leave it out."""
         for entry in list(self._entries):  # list() is atomic
             loader = entry.loader()
             if loader is None:
@@ -102,7 +104,7 @@ class Exported:
                 continue
             try:
                 found = observe(loader)
-            except Exception:  # noqa: BLE001  a border to another's thread: what goes wrong with one must not hide the others
+            except Exception:  # noqa: BLE001  a border to another thread: an error of one loader must not hide the others
                 if not entry.has_failed:
                     _log.exception("metrics of the loader %r cannot be read; they are left out", entry.name)
                 entry.has_failed = True
@@ -111,7 +113,7 @@ class Exported:
 
     def _remove(self, entry: _Entry) -> None:
         with self._lock:
-            # It is not listed, whoever called first.
+            # The entry is not listed, even after concurrent calls.
             self._entries = [one for one in self._entries if one is not entry]
 
 
@@ -119,7 +121,7 @@ def check_observed(loader: Any, by: str) -> None:
     """Check that a loader can be read.
 
     Raises:
-        ConfigError: It is none of ours.
+        ConfigError: It is not one of ours.
     """
     try:
         observe(loader)
@@ -131,7 +133,7 @@ def check_observed(loader: Any, by: str) -> None:
 
 
 def observe(loader: Observed) -> Observation:
-    """Return what a loader says now; in any thread."""
+    """Return the current observation of a loader; in any thread."""
     return loader._observed()
 
 

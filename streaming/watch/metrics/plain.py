@@ -1,4 +1,4 @@
-"""Make plain dicts of a loader's numbers, for whatever takes names and floats."""
+"""Make plain dicts of a loader's numbers, for any library that takes names and floats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def flat(loader: Observed, prefix: str = "loader/") -> dict[str, float]:
         for name, value in streaming.metrics.flat(loader).items():
             writer.add_scalar(name, value, step)
 
-    Names are those of ``loader.metrics()`` behind ``prefix``. ``epoch``, ``samples_seen`` and ``headspace`` are added:
-    the share of the step spent inside the loader (see docs/metrics.md). Numbers of remote readers are named
-    ``readers/{data_rank}/…``. Extras are not needed.
+    Names are those of ``loader.metrics()``, preceded by ``prefix``. ``epoch``, ``samples_seen`` and ``headspace``, the
+    share of the step spent inside the loader (see docs/metrics.md), are added. Numbers of remote readers are named
+    ``readers/{data_rank}/…``. No extra is needed.
 
     Raises:
-        ConfigError: ``loader`` is none of ours.
+        ConfigError: ``loader`` is not one of ours.
     """
     check_observed(loader, "flat")
     found = observe(loader)

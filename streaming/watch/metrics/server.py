@@ -1,4 +1,4 @@
-"""Answer on a Unix socket what a loader is doing, for ``shard_tools show --run``."""
+"""Report on a Unix socket what a loader is doing, for ``shard_tools show --run``."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from streaming.watch.metrics.exported import Observed, check_observed, observe
 from streaming.watch.metrics.waits import waits
 
 FORMAT = 1
-"""Version of what is answered."""
-_ANSWER_S = 2.0  # for a reader that stops reading
-_LOCK_S = 10.0  # longest wait for another process that makes the same file
+"""Version of the answer's format."""
+_ANSWER_S = 2.0  # time-out for a client that stops reading
+_LOCK_S = 10.0  # maximum wait for another process that makes the same file
 _MOST_TEXT = 20_000  # characters of describe()
 _log = logging.getLogger(__name__)
 
 
 def told(loader: Observed, begun_s: float) -> dict[str, Any]:
-    """Return what a loader is doing now, as JSON-serializable values; in any thread."""
+    """Return the current work of a loader as JSON-serializable values; in any thread."""
     found, describe = observe(loader), getattr(loader, "describe", str)
     return {
         "format": FORMAT,
@@ -52,7 +52,7 @@ def told(loader: Observed, begun_s: float) -> dict[str, Any]:
 
 
 class LoaderSocket:
-    """A socket on which a loader answers, until ``close``, the end of the process, or that of the loader.
+    """A socket on which a loader answers, until ``close`` or the end of the process or of the loader.
 
     Attributes:
         path: The socket's file.
@@ -80,12 +80,12 @@ class LoaderSocket:
             self._thread.join()
 
     def _lost(self, _: object = None) -> None:
-        """Tell the thread to end; it wakes up by the byte."""
-        with suppress(OSError):  # it has ended
+        """Make the thread end; the byte wakes it up."""
+        with suppress(OSError):  # the thread has ended
             self._wake.send(b"\0")
 
     def _leave_behind(self) -> None:
-        """Close, in a forked child, what would keep the socket open after the parent has ended."""
+        """Close the descriptors in a forked child, which would keep the socket open after the parent has ended."""
         self._at_end.detach()
         for one in (self._socket, self._woken, self._wake):
             one.close()
@@ -105,7 +105,7 @@ class LoaderSocket:
     def _answer(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # the caller has gone
+        except OSError:  # the client is gone
             return
         with connection, suppress(OSError):
             connection.settimeout(_ANSWER_S)
@@ -129,20 +129,20 @@ def serve(loader: Observed, path: str | os.PathLike[str] = "run/rank{rank}.sock"
 
         streaming.metrics.serve(loader)  # then: shard_tools show URL --run 'run/*.sock'
 
-    A thread answers whoever connects to a Unix socket with one line of JSON: numbers, what each stage is doing, rank
-    and epoch. Only this user (mode 0600) may connect, and nothing that is sent is read. It ends with the loader, of
-    which it holds a weak reference, and then removes the file.
+    A thread answers each connection to a Unix socket with one line of JSON: numbers, the work of each stage, rank and
+    epoch. Only this user may connect (mode 0600), and data sent by clients is not read. The thread holds only a weak
+    reference to the loader; when the loader ends, the thread ends and removes the file.
 
     Args:
         loader: A ``DataLoader``, a ``DeviceMeshFetcher``, or a ``DevicePrefetcher`` over one.
-        path: The socket's file; its folder is made if necessary. ``{rank}`` is replaced by this process's rank, as
-            it is now: call this after torch.distributed is initialized. A file that a killed job left is replaced.
+        path: The socket's file; its folder is made if necessary. ``{rank}`` is replaced by the current rank of this
+            process, so call this after torch.distributed is initialized. A file that a killed job left is replaced.
 
     Returns:
-        What ends it before the loader does. Keeping it is not necessary.
+        An object that can end the service before the loader ends. It need not be kept.
 
     Raises:
-        ConfigError: Another process answers there, something else has that name, or the file cannot be made.
+        ConfigError: Another process answers there, another kind of file has the name, or the file cannot be made.
     """
     check_observed(loader, "serve")
     return LoaderSocket(loader, os.path.abspath(os.fspath(path).replace("{rank}", str(observe(loader).rank))))
@@ -152,7 +152,7 @@ def _listening(path: str) -> socket.socket:
     """Return a socket that listens at ``path``, and that only this user may open.
 
     Raises:
-        ConfigError: It is taken, or cannot be made.
+        ConfigError: The path is taken, or the socket cannot be made.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -181,7 +181,7 @@ def _make_way(path: str) -> None:
     """Remove the socket of a process that has ended.
 
     Raises:
-        ConfigError: The process lives, or it is no socket.
+        ConfigError: The process is alive, or the file is not a socket.
     """
     try:
         found = os.lstat(path)
@@ -194,10 +194,10 @@ def _make_way(path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            os.unlink(path)  # of a process that was killed
+            os.unlink(path)  # left by a killed process
             return
         except (BlockingIOError, TimeoutError):
-            pass  # it is busy
+            pass  # the process is busy
     raise ConfigError(
         f"serve: another loader answers at {path}. Close that first, or give each its own path, with {{rank}} in it: "
         'serve(loader, "run/rank{rank}.sock")'
@@ -205,7 +205,7 @@ def _make_way(path: str) -> None:
 
 
 def _unlink(path: str, number: int, pid: int) -> None:
-    """Remove the file, if it is still ours."""
+    """Remove the file if it is still ours."""
     with suppress(OSError):
         if os.getpid() == pid and os.lstat(path).st_ino == number:
             os.unlink(path)

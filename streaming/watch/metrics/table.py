@@ -1,6 +1,6 @@
-"""Say what each number of ``loader.metrics()`` is: the one table of names, kinds, units and meanings.
+"""Define the numbers of ``loader.metrics()``: the one table of names, kinds, units and meanings.
 
-``docs/metrics.md`` shows the same rows, exporters make their names from them. Nothing here knows a library.
+``docs/metrics.md`` shows the same rows, and exporters derive their names from them. Nothing here depends on a library.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _PREFIX = "shardstream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A number that loaders have.
+    """A number that loaders count.
 
     Attributes:
-        name: Its name in ``loader.metrics()``; the end says the unit.
-        kind: ``"counter"`` grows from 0 and never falls while a loader lives; ``"gauge"`` may do both.
+        name: Its name in ``loader.metrics()``; its end names the unit.
+        kind: ``"counter"`` grows from 0 and never falls while a loader lives; ``"gauge"`` may rise and fall.
         meaning: What it counts, in words.
     """
 
@@ -33,7 +33,7 @@ class Number:
 
     @property
     def prometheus_name(self) -> str:
-        """The name of the time series: base units in full, and ``_total`` behind what only grows."""
+        """The name of the time series: base units in full, and ``_total`` at the end of counters."""
         spelled = self.name.replace("_s_per_batch", "_seconds_per_batch")
         spelled = f"{spelled.removesuffix('_s')}_seconds" if spelled.endswith("_s") else spelled
         return f"{_PREFIX}_{spelled}{'_total' if self.kind == 'counter' else ''}"
@@ -63,7 +63,7 @@ OF_LOADERS = (
         bad_samples="samples that could not be delivered, each counted once per epoch",
     ),
 )
-"""Every kind of loader has these."""
+"""Numbers of every kind of loader."""
 
 OF_SHARDS = (
     *_rows(
@@ -111,7 +111,7 @@ OF_SHARDS = (
         consumer_thread_s_per_batch="consumer_thread_s per batch, on average",
         unhidden_s_per_batch="unhidden_s per batch, on average",
         fetched_ahead="batches ahead of training whose bytes are in memory, now",
-        built_ahead="batches that are built and wait to be handed out, now",
+        built_ahead="batches that are built and wait for delivery, now",
         requests_in_flight="requests to the store that are under way, now",
         arena_bytes="chunks in memory, now",
         arena_peak_bytes="chunks in memory, peak",
@@ -124,7 +124,7 @@ OF_SHARDS = (
         "now",
     ),
 )
-"""Loaders of shards have these as well."""
+"""Additional numbers of loaders of shards."""
 
 OF_ORDINARY = (
     *_rows(
@@ -136,7 +136,7 @@ OF_ORDINARY = (
     ),
     *_rows("gauge", largest_step_bytes="the largest step that remote readers delivered"),
 )
-"""Loaders of ordinary datasets and of remote readers have these as well."""
+"""Additional numbers of loaders of torch's datasets and of remote readers."""
 
 OF_EXPORTS = _rows(
     "gauge",
@@ -144,7 +144,7 @@ OF_EXPORTS = _rows(
     samples_seen="samples of it that training has received, over all ranks",
     world_size="number of ranks",
 )
-"""Exporters add these; they are not in ``loader.metrics()``."""
+"""Numbers that exporters add; they are not in ``loader.metrics()``."""
 
 NUMBERS = {one.name: one for one in (*OF_LOADERS, *OF_SHARDS, *OF_ORDINARY, *OF_EXPORTS)}
 EXPORTED = {one.prometheus_name: one for one in NUMBERS.values()}

@@ -1,4 +1,4 @@
-"""Export to OpenTelemetry, by its own library. The only module that knows it."""
+"""Export to OpenTelemetry through its library. This is the only module that uses it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _hubs: weakref.WeakKeyDictionary[Any, Instruments] = weakref.WeakKeyDictionary()
 
 
 class Instruments:
-    """One observable instrument for each number, of one provider of meters; all of them read the same loaders."""
+    """One observable instrument per number, of one provider of meters; all instruments read the same loaders."""
 
     def __init__(self, library: Any, provider: Any) -> None:
         self.exported = Exported()
         self._make = library.Observation
         self._lock = threading.Lock()
         in_children(self, renew_lock)
-        self._asked: set[str] = set(NUMBERS)
+        self._served: set[str] = set(NUMBERS)
         self._readings: dict[str, list[SeriesValue]] = {}
         meter = provider.get_meter("shardstream", VERSION)
         for number in NUMBERS.values():
@@ -41,34 +41,35 @@ class Instruments:
             yield self._make(reading.value, dict(zip(LABELS, reading.labels, strict=True)))
 
     def _of(self, name: str) -> list[SeriesValue]:
-        """Return the readings of a number. An instrument that asks again begins another round, which reads anew."""
+        """Return the readings of a number. A second request for the same number begins a new round of readings."""
         with self._lock:
-            # What is kept was read after every instrument that has asked for it last asked.
-            if name in self._asked:
-                self._asked = set()
+            # The kept readings are newer than the previous request of every instrument that has requested them.
+            if name in self._served:
+                self._served = set()
                 self._readings = {}
                 for reading in self.exported.readings():
                     self._readings.setdefault(reading.number.name, []).append(reading)
-            self._asked.add(name)
+            self._served.add(name)
             return self._readings.get(name, [])
 
 
 def opentelemetry(loader: Observed, meter_provider: Any = None, *, name: str | None = None) -> Export:
     """Export a loader's numbers to OpenTelemetry, as observable instruments; they are read when a reader collects.
 
-    Names are those of docs/metrics.md with a dot and without the unit, such as ``shardstream.wait_for_fetch`` in
-    ``s``; converted to Prometheus they are those of ``prometheus``. Attributes are its labels. The rest holds as there.
+    Names are those of docs/metrics.md with a dot and without the unit, such as ``shardstream.wait_for_fetch`` in ``s``.
+    Converted to Prometheus, they are the names of ``prometheus``; attributes become labels. Otherwise, see
+    ``prometheus``.
 
     Args:
         loader: A ``DataLoader``, a ``DeviceMeshFetcher``, or a ``DevicePrefetcher`` over one.
-        meter_provider: A ``MeterProvider``; None: the global one, also if it is set later.
-        name: Value of the attribute ``loader``; None: ``"loader"``, ``"loader2"``, … by what is free.
+        meter_provider: A ``MeterProvider``; None: the global one, even if it is set later.
+        name: Value of the attribute ``loader``; None: the first free name of ``"loader"``, ``"loader2"``, …
 
     Returns:
-        What ends it before the loader does.
+        An object that can end the export before the loader ends.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed, ``loader`` is none of ours, or the name is taken.
+        ConfigError: OpenTelemetry is not installed, ``loader`` is not one of ours, or the name is taken.
     """
     try:
         import opentelemetry.metrics as library
@@ -80,7 +81,7 @@ def opentelemetry(loader: Observed, meter_provider: Any = None, *, name: str | N
     given = library.get_meter_provider() if meter_provider is None else meter_provider
     if not hasattr(given, "get_meter"):
         raise ConfigError(f"meter_provider: expected a MeterProvider of OpenTelemetry, got {given!r}")
-    # The global one is a stand-in until it is set, and hands over what it was given then.
+    # The global provider is a proxy until it is set; then it passes on its instruments.
     key = library if given is library.get_meter_provider() else given
     hub = _hubs.get(key)
     if hub is None:

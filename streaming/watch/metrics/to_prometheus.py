@@ -1,4 +1,4 @@
-"""Export to Prometheus, by its own library. The only module that knows it."""
+"""Export to Prometheus through its library. This is the only module that uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _collectors: weakref.WeakKeyDictionary[Any, Collector] = weakref.WeakKeyDictiona
 
 
 class Collector:
-    """Read loaders when a registry is scraped: one for each registry, so that each name stands there once."""
+    """Read loaders when a registry is scraped; one per registry, so that each name occurs once."""
 
     def __init__(self, library: Any) -> None:
         self.exported = Exported()
@@ -50,20 +50,20 @@ def prometheus(loader: Observed, registry: Any = None, *, name: str | None = Non
         start_http_server(9000 + rank)
 
     Names, kinds and units are those of docs/metrics.md. Labels are ``loader`` (the ``name``), ``rank`` and
-    ``data_rank``. Several loaders may be exported by one registry. A loader that was closed keeps its numbers; one that
-    was garbage collected is gone. In a forked child nothing is exported until this is called there. The library's
-    "multiprocess mode" does not ask collectors, and so has none of these numbers.
+    ``data_rank``. One registry may export several loaders. A closed loader keeps its numbers; a garbage-collected
+    loader is removed. In a forked child, nothing is exported until this is called there. The library's "multiprocess
+    mode" does not query collectors, and so has none of these numbers.
 
     Args:
         loader: A ``DataLoader``, a ``DeviceMeshFetcher``, or a ``DevicePrefetcher`` over one.
         registry: A ``prometheus_client.CollectorRegistry``; None: the library's global one.
-        name: Value of the label ``loader``; None: ``"loader"``, ``"loader2"``, … by what is free.
+        name: Value of the label ``loader``; None: the first free name of ``"loader"``, ``"loader2"``, …
 
     Returns:
-        What ends it before the loader does.
+        An object that can end the export before the loader ends.
 
     Raises:
-        ConfigError: prometheus-client is not installed, ``loader`` is none of ours, or the name is taken.
+        ConfigError: prometheus-client is not installed, ``loader`` is not one of ours, or the name is taken.
     """
     try:
         import prometheus_client.core as library

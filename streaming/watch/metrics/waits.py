@@ -1,4 +1,4 @@
-"""Divide the training thread's time by what it was spent on, and say what a perfect loader would save at most."""
+"""Divide the training thread's time by cause, and compute the share that a perfect loader would save."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ CAUSES = {
     "exchange_s": "exchanges packs",
     "build_in_consumer_s": "builds batches itself",
 }
-"""Numbers that say what the thread did inside the loader, and what each means, in words."""
+"""Numbers that describe the thread's time inside the loader, and a description of each."""
 REST = "hands over, and the rest"
 OWN = "your step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """How the training thread's time was spent between the first batch of an iteration and the last.
+    """The training thread's time between the first batch of an iteration and the last, by cause.
 
     Attributes:
         steps: Number of batches.
         step_s: Seconds per batch.
-        by_cause: Seconds per batch, by words of ``CAUSES``, ``REST`` and ``OWN``.
-        share: The part of the step that was spent inside the loader: what a perfect one would save, if it changed
-            nothing else. 0 before the second batch.
+        by_cause: Seconds per batch, by the descriptions in ``CAUSES``, ``REST`` and ``OWN``.
+        share: The share of the step spent inside the loader, which a perfect loader would save if it changed nothing
+            else. 0 before the second batch.
     """
 
     steps: int
@@ -36,9 +36,9 @@ class Waits:
 
 
 def waits(now: Mapping[str, float], before: Mapping[str, float] | None = None) -> Waits:
-    """Return how time was spent since ``before``, or since the loader was made, by ``loader.metrics()``.
+    """Return the time by cause since ``before``, or since the loader was made, given ``loader.metrics()``.
 
-    The first batches of iterations do not count: a step does not wait for them. Nor do steps of less than a batch.
+    The first batches of iterations do not count, because no step waits for them. Incomplete steps do not count, either.
     """
 
     def spent(name: str) -> float:
@@ -48,7 +48,7 @@ def waits(now: Mapping[str, float], before: Mapping[str, float] | None = None) -
     inside_s, own_s = max(0.0, spent("in_loader_s") - spent("first_batch_s")), spent("consumer_s")
     left_s = inside_s
     by_cause: dict[str, float] = {}
-    # What belongs to first batches is taken off: their waits, as far as these are known apart, off waits alone.
+    # Subtract the time of first batches; if their waits are known separately, subtract those from waits alone.
     first_s, known = spent("first_batch_s"), "first_batch_wait_s" in now
     first_wait_s = min(first_s, spent("first_batch_wait_s")) if known else first_s
     first = {True: first_wait_s, False: first_s - first_wait_s}

@@ -1,4 +1,4 @@
-"""Watch a loader's work: as ranges for torch's profiler, and as a trace file.
+"""Observe a loader's work: as ranges for torch's profiler, and as a trace file.
 
-Who does the work names it and tells of it, through ``Metrics.timed``; nothing here knows how any of it is done.
+The code that does the work names and describes it, through ``Metrics.timed``; nothing here depends on how it is done.
 """

@@ -1,9 +1,9 @@
 """Write a recording in the Trace Event format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
 
-One process for each rank, one thread for each lane. Stretches of work are complete events (``ph: "X"``), arrows are
-pairs of flow events (``"s"`` and ``"f"``, bound to the work that encloses them), names are metadata (``"M"``). Times
-are in microseconds of the machine's monotonic clock, which its processes share. ``shardstream`` beside the events is
-what ``shard_tools trace merge`` needs. Format: "Trace Event Format", Google, 2016.
+There is one process per rank, and one thread per lane. Work is complete events (``ph: "X"``), arrows are pairs of flow
+events (``"s"`` and ``"f"``, bound to the work that encloses them), names are metadata (``"M"``). Times are in
+microseconds of the machine's monotonic clock, which its processes share. ``shard_tools trace merge`` needs the object
+``shardstream`` beside the events. Format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from streaming.watch.tracing.recorder import CONSUMER, RANGES, Recording, Span, StepTimes
 
 FORMAT = 1
-"""Number of the layout of ``shardstream``."""
+"""Version of the layout of ``shardstream``."""
 FLOW_IDS = 1 << 32
-"""Arrows of one rank; those of rank r are numbered from r times as many, so that ranks can be joined."""
+"""Range of arrow ids per rank: rank r numbers its arrows from r times this, so that traces can be joined."""
 _LANES = (
     (re.compile(rf"{CONSUMER}$"), CONSUMER),
     (re.compile(r"shardstream-build-(\d+)"), r"build \1"),
@@ -36,7 +36,7 @@ _SHOWN = {
 
 
 def trace_of(recording: Recording, about: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the whole file of one rank: ``about`` stands in ``shardstream``, with the steps."""
+    """Return the whole file of one rank; ``about`` goes into ``shardstream``, with the steps."""
     lanes = _lanes(recording.spans)
     events = [
         *_names(lanes, rank, str(about.get("process", ""))),
@@ -84,7 +84,7 @@ def _work(span: Span, rank: int, lanes: dict[str, tuple[int, str]]) -> dict[str,
 def _arrows(
     arrows: Iterable[tuple[Span, Span]], rank: int, lanes: dict[str, tuple[int, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a pair of events for each arrow: from the end of what came first to the beginning of what came of it."""
+    """Yield a pair of events per arrow: from the end of the first work to the beginning of the work made from it."""
     for number, (source, target) in enumerate(arrows, 1):
         kind = "batch" if target.name == "step" else "chunk"
         both = {"name": kind, "cat": "flow", "id": rank * FLOW_IDS + number, "pid": rank}

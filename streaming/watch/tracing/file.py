@@ -1,4 +1,4 @@
-"""Write the trace of a loader to a file, which has its name only once it is whole: ``TraceFile``."""
+"""Write the trace of a loader to a file, which gets its name only when it is complete: ``TraceFile``."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def checked_steps(steps: object) -> int:
 
 
 class TraceFile:
-    """The file that a trace goes to.
+    """The file of a trace.
 
     Args:
-        path: Its path; ``{rank}`` stands for the rank.
+        path: Its path; ``{rank}`` is replaced by the rank.
         rank: Rank of this process.
-        about: What else the file says of the loader.
+        about: Further facts about the loader, for the file.
 
     Raises:
-        ConfigError: It is no path of a file, or nothing can be written there.
+        ConfigError: It is not the path of a file, or nothing can be written there.
     """
 
     def __init__(self, path: Any, rank: int, about: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class TraceFile:
             ) from error
 
     def write(self, recording: Recording) -> bool:
-        """Replace the file by one with what was recorded; if that fails, log why, since training goes on."""
+        """Replace the file with the recording; if that fails, only log the reason, because training continues."""
         beside = ""
         try:
             descriptor, beside = self._open_beside()
@@ -72,7 +72,7 @@ class TraceFile:
                 json.dump(trace_of(recording, self._about, self._rank), file, separators=(",", ":"), default=str)
             os.replace(beside, self.path)
         except OSError as error:
-            _log.warning("trace: cannot write %s: %s. Training goes on", self.path, error)
+            _log.warning("trace: cannot write %s: %s. Training continues", self.path, error)
             with suppress(OSError):
                 os.unlink(beside)
             return False
@@ -90,7 +90,7 @@ class TraceFile:
 
 
 def here() -> dict[str, Any]:
-    """Return what tells this process, and the clock of its machine, from others."""
+    """Return identifiers of this process and of its machine's clock."""
     boot = boot_id()
     clock = hashlib.sha256(boot).hexdigest()[:16] if boot else ""
     return {"process": f"{socket.gethostname()}, process {os.getpid()}", "clock": clock}

@@ -14,11 +14,11 @@ from streaming.watch.tracing.recorder import RANGES
 HAND_OVER = "hand_over"
 _FLAG = "_is_profiler_enabled"
 _flags = vars(torch.autograd.profiler) if hasattr(torch.autograd.profiler, _FLAG) else {_FLAG: False}
-"""Among them whether a profiler runs: read in 20 ns, where a ``record_function`` costs 9 µs without any profiler."""
+"""Includes whether a profiler runs: a read takes 20 ns, while ``record_function`` takes 9 µs without a profiler."""
 
 
 class ProfilerRanges(Observer):
-    """Open a range ``shardstream.NAME`` for each stretch of work while a profiler runs."""
+    """Open a range ``shardstream.NAME`` for each piece of work while a profiler runs."""
 
     @override
     def begin(self, name: str) -> Begun | None:

@@ -1,10 +1,15 @@
-"""Record what a loader's threads do, until some steps are over: ``Recorder``.
+"""Record the work of a loader's threads until a number of steps is over: ``Recorder``.
 
-Stretches of work are entered at their end, by the thread that did them, under one lock that is held for microseconds.
-What was under way when recording began is entered like that, too; what is under way when the file is written stands in
-it up to then, as not over, and so does the consumer's step.
-The consumer's time is divided by its requests: from a request to the batch it is inside the loader, and from there to
-the next request it is in its own step. What a wrapper that reads ahead asks for meanwhile is part of its own request.
+The life of a recording:
+
+1. Work is entered at its end, by the thread that did it, under one lock that is held for microseconds. Work in progress
+   when recording begins is entered in the same way.
+2. The consumer's time is divided by its requests: from a request to its batch, the consumer is inside the loader; from
+   the batch to the next request, it is in its own step. Requests of a wrapper that reads ahead are part of the
+   wrapper's own request.
+3. When the steps are over, or an iteration ends earlier, the recording is written. Work in progress, and the consumer's
+   step, are written with their time so far, and marked as not over.
+4. After the last write, nothing is entered any more.
 """
 
 from __future__ import annotations
@@ -21,34 +26,34 @@ from streaming.common.forks import in_children
 from streaming.types import override
 
 MOST_EVENTS = 200_000
-"""Stretches of work and arrows that one trace holds: about 150 MB in memory, and 60 MB as a file."""
+"""Maximum number of pieces of work and arrows in a trace: about 150 MB in memory, and 60 MB as a file."""
 LEAST_S = 20e-6
-"""Shorter work of which nothing is told is left out: looks that found nothing to do."""
+"""Shorter work without facts is left out: checks that found nothing to do."""
 LEAST_STALL_S = 1e-3
-"""A request that fails sooner was refused, and waited for nothing."""
+"""A request that fails sooner was refused, and did not wait."""
 RANGES = {
     "plan_s": "plan", "fetch_s": "fetch", "build_s": "build", "build_in_consumer_s": "build",
     "wait_for_fetch_s": "wait_for_fetch", "wait_for_build_s": "wait_for_build", "wait_for_batch_s": "wait_for_batch",
     "wait_for_device_s": "wait_for_device", "exchange_s": "exchange", "copy_s": "copy",
 }  # fmt: skip
-"""Names of work, by the number that counts it."""
+"""Names of work, by the number that times it."""
 CONSUMER = "consumer"
 _FETCH = "fetch_s"
 
 Place: TypeAlias = tuple[int, int]
-"""Epoch, and samples of it that come before."""
+"""Epoch, and the number of its samples before the place."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """A stretch of work.
+    """A piece of work.
 
     Attributes:
-        lane: Who did it.
-        name: Its name, as it is counted; ``"hand_over"`` and ``"step"`` for the consumer's time.
-        start_s: By ``time.perf_counter``.
-        end_s: Likewise.
-        facts: What there is to say of it.
+        lane: Thread, process or device that did it.
+        name: Name of its counter; ``"hand_over"`` and ``"step"`` for the consumer's time.
+        start_s: Its start, by ``time.perf_counter``.
+        end_s: Its end, by ``time.perf_counter``.
+        facts: Facts about it.
     """
 
     lane: str
@@ -64,12 +69,12 @@ class StepTimes:
 
     Attributes:
         epoch: Its epoch.
-        samples_seen: Samples of the epoch, over all ranks, that come before it.
-        asked_s: When its batch was asked for, by ``time.perf_counter``.
-        received_s: When the batch was handed over.
-        ended_s: When the next batch was asked for.
-        is_over: Whether that happened. Otherwise it ended with a failure, or when the file was written; so did its
-            wait, if it never received its batch.
+        samples_seen: Samples of the epoch, over all ranks, before the step.
+        asked_s: Time of the request for its batch, by ``time.perf_counter``.
+        received_s: Time at which the batch was delivered.
+        ended_s: Time of the request for the next batch.
+        is_over: Whether the next batch was requested. Otherwise, the step ended with a failure, or when the file was
+            written; so did its wait, if it never received its batch.
     """
 
     epoch: int
@@ -82,13 +87,13 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Recording:
-    """What was recorded.
+    """The recorded work and steps.
 
     Attributes:
-        spans: Stretches of work, in the order of their ends.
-        arrows: Of which work something came, and where it went.
-        steps: The steps that are over, or will never be.
-        is_full: It holds ``MOST_EVENTS``, and nothing more was entered.
+        spans: Pieces of work, in the order of their ends.
+        arrows: Pairs of work: the source of data, and the work that used the data.
+        steps: Steps that are over, or will never be over.
+        is_full: Whether it holds ``MOST_EVENTS``, and later events were dropped.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -100,15 +105,18 @@ class Recording:
 class Recorder(Observer):
     """Record until ``num_steps`` steps of the consumer are over. Thread-safe; in a forked child it does nothing.
 
+    ``_lock`` guards all fields that change: ``recording``, ``_is_over``, ``_fetched``, ``_built``, ``_num_asking``,
+    ``_asked_s``, ``_consumer``, ``_hand_over`` and ``_pulled``.
+
     Args:
-        metrics: Of the loop to record. Who watches it already goes on to.
-        num_steps: How many.
+        metrics: Numbers of the loop to record. A previous observer keeps receiving all calls.
+        num_steps: Number of steps.
         received: Returns the place after the batch that training received last.
-        write: Called in the consumer's thread, outside of all locks, with all that was recorded so far: when the steps
-            are over, and when an iteration ends before.
+        write: Called in the consumer's thread, outside of all locks, with the recording so far: when the steps are
+            over, and when an iteration ends earlier.
 
     Attributes:
-        recording: What was recorded so far.
+        recording: The recording so far.
     """
 
     def __init__(
@@ -133,7 +141,7 @@ class Recorder(Observer):
             if timed.metrics is metrics:
                 timed.begun = _Work(self, timed.name, timed.begun)
 
-    # --- what others tell ---
+    # --- calls of the observed code ---
 
     @override
     def begin(self, name: str) -> Begun | None:
@@ -156,7 +164,7 @@ class Recorder(Observer):
         beside = self.behind.asks()
         now_s = time.perf_counter()
         with self._lock:
-            # The consumer is in its step exactly while nobody asks for it.
+            # The consumer is in its step exactly while no request is open.
             if not self._num_asking and not self._is_over:
                 self._end_step(now_s, is_over=True)
                 self._asked_s, self._consumer = now_s, threading.get_ident()
@@ -167,10 +175,10 @@ class Recorder(Observer):
         return beside if self._is_over else _Request(self, beside)
 
     def close(self) -> None:
-        """Write what was recorded, and record no more. From any thread, repeatedly."""
+        """Write the recording, and stop recording. May be called from any thread, repeatedly."""
         now_s = time.perf_counter()
         with self._lock:
-            # Only one caller writes for the last time, and nothing is entered any more.
+            # Only one caller does the last write, and nothing is entered after it.
             was_over = self._is_over
             if not was_over:
                 self._cut_off(now_s)
@@ -183,21 +191,21 @@ class Recorder(Observer):
 
     @property
     def is_over(self) -> bool:
-        """Whether it records no more."""
+        """Whether recording has stopped."""
         return self._is_over
 
-    # --- what is done with it ---
+    # --- the recording ---
 
     def enter(self, span: Span) -> None:
-        """Enter a stretch of work that is over, and the arrows to it."""
+        """Enter a piece of work that is over, and the arrows to it."""
         facts = span.facts
         of, made_of = facts.pop("of", None), facts.pop("made_of", None)
         with self._lock:
-            # What is entered stays; of what was fetched or built, the latest time counts.
+            # Entries are never removed; if data is fetched or built several times, the latest time counts.
             if not self._add(span):
                 return
             if of is not None:
-                facts["chunk"] = None  # known once something is built of it
+                facts["chunk"] = None  # known once a batch is built from it
                 self._fetched[of] = span
             if made_of is not None:
                 self._join(span, made_of)
@@ -205,7 +213,7 @@ class Recorder(Observer):
                 self._built[facts.pop("row")] = span
 
     def _join(self, span: Span, made_of: Mapping[Any, int]) -> None:
-        """Draw arrows from what was fetched to what was built of it."""
+        """Draw arrows from fetches to the batch built from their data."""
         facts, held = span.facts, 0
         for key, chunk in made_of.items():
             source = self._fetched.get(key)
@@ -217,17 +225,17 @@ class Recorder(Observer):
         facts["chunks"], facts["chunks_held_before"] = len(made_of), held
 
     def took(self, step: Mapping[str, Any]) -> None:
-        """Note a batch that the loop has handed out."""
+        """Record a batch that the loop has delivered."""
         with self._lock:
             # Oldest first; training receives them in this order.
             if step:
                 self._pulled.append(step)
 
     def answered(self, error: object) -> None:
-        """Note that a request is over; if it is the consumer's own, its step begins, unless there was an error."""
+        """Record the end of a request; if it is the consumer's own, its step begins, unless there was an error."""
         now_s = time.perf_counter()
         with self._lock:
-            # As many requests are open as threads and wrappers wait for one.
+            # The number of open requests equals the number of threads and wrappers that wait for a batch.
             self._num_asking -= 1
             if self._num_asking:
                 return
@@ -243,7 +251,7 @@ class Recorder(Observer):
             self._write_out(recording, unended, now_s)
 
     def _cut_off(self, now_s: float) -> None:
-        """End what the consumer is doing: it waits for a batch, or is in its step."""
+        """End the consumer's current work: a wait for a batch, or its step."""
         if self._num_asking:
             span = Span(lane=CONSUMER, name="hand_over", start_s=self._asked_s, end_s=now_s, facts={})
             if self._add(span):
@@ -290,7 +298,7 @@ class Recorder(Observer):
         )  # fmt: skip
 
     def _taken_by_training(self) -> Mapping[str, Any] | None:
-        """Return the step of the batch that training received last, and forget those before it."""
+        """Return the step of the batch that training received last, and drop the steps before it."""
         if not self._pulled:
             return None
         after = self._received()
@@ -304,12 +312,12 @@ class Recorder(Observer):
         return replace(recording, spans=[*recording.spans], arrows=[*recording.arrows], steps=[*recording.steps])
 
     def _unended(self) -> list[tuple[Timed, _Work, int]]:
-        """Return what is under way that would be entered at its end, and in which thread."""
+        """Return the work in progress that would be entered at its end, and its thread."""
         found = [(timed, timed.begun, thread) for timed, thread in under_way()]
         return [(timed, work, thread) for timed, work, thread in found if isinstance(work, _Work) and work.is_of(self)]
 
     def _write_out(self, recording: Recording, unended: list[tuple[Timed, _Work, int]], now_s: float) -> None:
-        """Write a recording, with what is under way up to now. Outside of all locks."""
+        """Write a recording, with the work in progress up to now. Call this outside of all locks."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         room = max(0, MOST_EVENTS - len(recording.spans) - len(recording.arrows))
         for timed, work, thread in unended[:room]:
@@ -349,7 +357,7 @@ class Recorder(Observer):
 
 
 class _Work:
-    """A stretch of work in progress."""
+    """A piece of work in progress."""
 
     __slots__ = ("_account", "_beside", "_name", "_recorder")
 
@@ -359,13 +367,13 @@ class _Work:
         self._recorder, self._name, self._beside, self._account = recorder, name, beside, account
 
     def is_of(self, recorder: Recorder) -> bool:
-        """Tell whether its end is entered there."""
+        """Return whether its end is entered in ``recorder``."""
         return self._recorder is recorder
 
     def facts_so_far(self, timed: Timed) -> dict[str, Any]:
-        """Return what there is to say of a fetch before its end; in any thread.
+        """Return facts about a fetch before its end; in any thread.
 
-        Of builds nothing is told: it takes locks, and they may not have what they are made of.
+        There are none about builds: they would take locks, and the data to build from may not be there yet.
         """
         if timed.name != _FETCH or timed.told is None:
             return {}

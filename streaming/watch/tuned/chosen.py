@@ -1,4 +1,4 @@
-"""Merge the options of a tuned file with those that a program gives, and warn where they may not fit."""
+"""Merge the options of a tuned file with those that a program gives, and warn if they may not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Made = TypeVar("_Made")
 def takes_tuned(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Make a constructor take ``tuned=``, a file, for its options that are not given, or are None.
 
-    Only here do given options differ from defaults of the signature.
+    Only here can given options be distinguished from the defaults of the signature.
     """
 
     @functools.wraps(init)
@@ -37,7 +37,7 @@ def takes_tuned(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 
 def with_tuned(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a program gives, and the options of the file ``tuned`` that it does not give.
+    """Return the options that a program gives, and the other options of the file ``tuned``.
 
     Raises:
         ConfigError: See :func:`read_tuned`.
@@ -50,14 +50,14 @@ def with_tuned(given: Mapping[str, Any]) -> dict[str, Any]:
     _log.info("tuned: %s sets %s%s", where, _shown(taken) or "nothing", _overridden(kept, tuned))
     for doubt in doubts(tuned, taken):
         _log.warning(
-            "tuned: %s may not suit this process: %s. Measure anew where it runs: shard_tools bench URL --tune",
+            "tuned: %s may not suit this process: %s. Measure again where it runs: shard_tools bench URL --tune",
             where, doubt,
         )  # fmt: skip
     return {**given, **taken}
 
 
 def doubts(tuned: Tuned, taken: Mapping[str, Any]) -> list[str]:
-    """Return words for differences between this machine and package and the measured ones.
+    """Describe the differences between this machine and package and the measured ones.
 
     Args:
         tuned: Content of the file.

@@ -42,10 +42,10 @@ class Tuned:
     """Measured options, and their machine.
 
     Attributes:
-        options: Options of ``DataLoader`` about how batches are prepared, by name.
-        cores: Cores that the measuring process could use.
-        memory_bytes: Memory that it could use; None: the file does not say.
-        version: Version of this package then.
+        options: Options of ``DataLoader`` about the preparation of batches, by name.
+        cores: Number of cores that the measuring process could use.
+        memory_bytes: Memory that it could use; None: not recorded.
+        version: Version of this package at that time.
         measured: The data that was read, and all tried settings, for people.
     """
 
@@ -88,7 +88,7 @@ def stored(storage: Storage, where: str) -> Tuned:
         NotFoundError: There is no such file.
     """
     size_bytes = storage.info(where).size_bytes
-    if size_bytes > _MOST_BYTES:  # perhaps a shard, too large to read into memory
+    if size_bytes > _MOST_BYTES:  # perhaps a shard, which is too large to read into memory
         raise _damaged(where, f"it has {format_bytes(size_bytes)}, and such a file at most {format_bytes(_MOST_BYTES)}")
     content = _object(bytes(storage.read(where)), where)
     machine, options, version = (content[part] for part in ("machine", "options", "shardstream"))
@@ -106,7 +106,7 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
     """Return the content as an object with exactly the expected parts."""
     try:
         content = json.loads(data, object_pairs_hook=json_object)
-    except (ValueError, RecursionError) as error:  # also for text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError also covers text that is not UTF-8
         raise _damaged(where, f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise _damaged(where, f"expected an object, got {type(content).__name__}")
@@ -115,7 +115,7 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
             raise _damaged(where, f"{part}: expected {_KINDS[kind]}, got {_kind_of(content, part)}")
     for name in content:
         if name in MACHINERY:
-            raise ConfigError(f'{redact(where)}: {name!r} belongs into "options": {{…}}; move it there')
+            raise ConfigError(f'{redact(where)}: {name!r} belongs in "options": {{…}}; move it there')
         if name not in _PARTS:
             raise _damaged(where, f"no part is called {name!r}{did_you_mean(name, _PARTS)}")
     return content
@@ -129,12 +129,12 @@ def _kind_of(content: Mapping[str, Any], part: str) -> str:
 
 
 def _check_option(where: str, name: str, value: Any) -> None:
-    """Refuse an option that such a file may not set, or an invalid value."""
+    """Refuse an option that a tuned file may not set, or an invalid value."""
     if name not in MACHINERY:
         hint = did_you_mean(name, MACHINERY)
         raise ConfigError(
             f"{where}: options: {name!r}{hint}: a file of tuned options may set only how batches are made ready "
-            f"({some_names([*MACHINERY])}), and nothing that may change what is trained on. Leave it out there, and "
+            f"({some_names([*MACHINERY])}), and nothing that may change the training data. Leave it out there, and "
             "give it in the program"
         )
     if value is None:
@@ -143,8 +143,8 @@ def _check_option(where: str, name: str, value: Any) -> None:
 
 
 def _damaged(where: str, why: str) -> ConfigError:
-    """Make the error for a file that the command has not written."""
+    """Make the error for a file that the command did not write."""
     return ConfigError(
         f"{redact(where)}: not a file of tuned options, or damaged: {redact_text(why)}. Move it away, and measure "
-        f"anew: `shard_tools bench URL --tune --out {shell_place(where)}`"
+        f"again: `shard_tools bench URL --tune --out {shell_place(where)}`"
     )
