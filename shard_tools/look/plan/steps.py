@@ -235,7 +235,7 @@ class PlannedRun:
         if not steps or steps.start < 0 or len(steps) * self.shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
-        return self._report(self._told(StepRows.joined([self.rows_of(step) for step in steps])))
+        return self._report(self._step_rows(StepRows.joined([self.rows_of(step) for step in steps])))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
         """Find the steps that contain the samples with this key; of a document in several packs, the step of each.
@@ -256,7 +256,7 @@ class PlannedRun:
         rows = self.rows_at(places, looked_at)
         if rows is None:
             raise NotFoundError(self.sets.why_key_left_out(key, places))
-        report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
+        report = self._report(sorted(self._step_rows(rows), key=lambda row: (row.step, row.dp_rank)))
         left_out: tuple[int, ...] = ()
         if steps is None and not (self.state.epoch_size or self.is_endless):
             epochs = range(self.state.epoch + bool(self.steps.unknown), self.state.epoch + 2)
@@ -417,7 +417,7 @@ class PlannedRun:
         per_epoch = None if self.is_endless else self.steps.count(self.state.epoch)
         return StepReport(at_step=self.steps.at, batches_per_epoch=per_epoch, rows=tuple(rows))
 
-    def _told(self, rows: StepRows) -> list[StepRow]:
+    def _step_rows(self, rows: StepRows) -> list[StepRow]:
         """Describe rows for reports."""
         return [self._row(rows, at, one) for at, one in enumerate(self.sets.described(rows))]
 
