@@ -76,7 +76,7 @@ def save_plot(report: PlanReport, path: str) -> None:
 
 
 def _draw_shares(axes: Any, shares: MixtureShares) -> None:
-    """Draw the actual share of each source in each part of the plan, and, dashed, its target share."""
+    """Draw the actual share of each source in each part of the plan, and its target share as a dashed line."""
     rows = [0, *shares.rows]
     order = sorted(range(len(shares.sources)), key=lambda at: -shares.sources[at].target)
     for number, at in enumerate(order[:_SHOWN_SOURCES]):
