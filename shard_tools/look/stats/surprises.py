@@ -1,4 +1,4 @@
-"""Find what will surprise in training: each rule looks at the totals, and says what, why it matters, and the cure."""
+"""Find surprises for training: each rule looks at the totals, and states the fact, why it matters, and the cure."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from streaming.types import Int64Array
 _GIANT_TIMES, _GIANT_BYTES = 64, 1 << 20
 _SMALL_CHUNK, _LARGE_CHUNK, _FEW_CHUNKS = 256 << 10, 64 << 20, 8
 _UNEVEN_TIMES = 2
-_MORE_ALIKE = 0.2  # of the way from random order to one class after the other
-_SURE = 6.0  # standard deviations
+_MORE_ALIKE = 0.2  # 0: random order; 1: sorted by class
+_SURE = 6.0  # in standard deviations
 _FEW_PAIRS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surprise:
-    """What will surprise.
+    """One surprise.
 
     Attributes:
-        kind: A short name, for our own use.
-        what: What is there.
+        kind: A short name, for internal use.
+        what: The fact.
         why: Why it matters.
         cure: What to do about it.
     """
@@ -48,19 +48,19 @@ class Surprise:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """What the rules look at.
+    """The input of the rules.
 
     Attributes:
         urls: The set.
-        totals: Of its samples.
+        totals: Totals of its samples.
         kinds: Kind of each field.
         shard_bytes: int64 ``[S]``, sizes of the shards, in their order.
         chunk_bytes: int64 ``[C]``, sizes of the chunks.
-        chunk_samples: int64 ``[C]``, their samples.
+        chunk_samples: int64 ``[C]``, samples of the chunks.
         has_index: Whether there is a stored index.
-        unfinished: Why the set is not whole, if it is not.
+        unfinished: Why the set is unfinished, if it is.
         beside: What cannot be read beside the index.
-        unlike: What several sets among them do not mean alike.
+        unlike: Differences in the meaning of several sets.
         gone: Shards that are missing, or have another size than the index says.
     """
 
@@ -83,7 +83,7 @@ class Facts:
 
     @property
     def reshard(self) -> str:
-        """The command that writes the set anew."""
+        """The command that rewrites the set."""
         return f"shard_tools reshard {self.place if len(self.urls) == 1 else 'SOURCE'} TARGET"
 
     def of_kind(self, kind: str) -> Iterator[tuple[str, FieldTotals]]:
@@ -92,7 +92,7 @@ class Facts:
 
 
 def surprises(facts: Facts) -> tuple[Surprise, ...]:
-    """Return everything that the rules find, in their order."""
+    """Return the surprises of all rules, in their order."""
     return tuple(found for rule in _RULES for found in rule(facts))
 
 
@@ -180,7 +180,7 @@ def _giant(facts: Facts) -> Iterator[Surprise]:
 def _uneven(facts: Facts) -> Iterator[Surprise]:
     sizes = facts.shard_bytes
     if len(sizes) > 2 and sizes[-1] == sizes.min():
-        sizes = sizes[:-1]  # the rest of a division into equal shards
+        sizes = sizes[:-1]  # the last shard of equal ones holds the remainder
     if len(sizes) < 2:
         return
     typical = float(np.sort(sizes)[(len(sizes) - 1) // 2])
@@ -389,7 +389,7 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
 
 
 def content_field(totals: Totals, kinds: Mapping[str, str]) -> str | None:
-    """Return the field whose values tell samples apart: of the first kind that half of them have, the largest field."""
+    """Return the field whose values identify samples: of the first kind that half of them have, the largest field."""
     usual = [name for name, one in totals.fields.items() if one.num * 2 >= totals.num_samples]
     for some in _TELLING:
         found = [name for name in usual if kinds[name] in some]
