@@ -1,4 +1,4 @@
-"""Show the progress of long verbs: a bar on a terminal, a line a minute elsewhere."""
+"""Show the progress of long verbs: a bar on a terminal, a line per minute elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streaming.errors import ReadOnlyError
 
 
 class Progress(Protocol):
-    """What a long library function reports while it works. Thread-safe."""
+    """Receiver of the progress of a long library function. Thread-safe."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Set the total work, in bytes and (optionally) in shards or samples."""
@@ -32,7 +32,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Report to nobody."""
+    """Discard progress."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Do nothing."""
@@ -76,11 +76,11 @@ def _in_words(total: int | None, counted: str, total_bytes: int | None) -> str:
 
 
 class _Lines:
-    """A line from time to time, for logs. Thread-safe."""
+    """Print a line from time to time, for logs. Thread-safe."""
 
     def __init__(self, title: str, counted: str, every_s: float) -> None:
         self._title, self._counted, self._every_s = title, counted, every_s
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards all fields below
         self._began_s = self._told_s = time.monotonic()
         self._done_bytes = self._done = 0
         self._total_bytes: int | None = None
@@ -89,7 +89,7 @@ class _Lines:
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Set the totals."""
         with self._lock:
-            # A line that is logged has both totals, or neither.
+            # A logged line has both totals, or neither.
             self._total_bytes, self._total = total_bytes, total
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
@@ -124,14 +124,14 @@ _TBar = TypeVar("_TBar", _Bar, _Lines)
 
 @contextlib.contextmanager
 def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every_s: float = 60.0) -> Iterator[Progress]:
-    """Show a bar on standard error while the block runs, or a line a minute if that is not a terminal.
+    """Show a bar on standard error while the block runs, or a line per minute if that is not a terminal.
 
-    A :class:`~streaming.errors.ReadOnlyError` that ends the block learns, as ``work``, what was to be done.
+    A :class:`~streaming.errors.ReadOnlyError` that ends the block gets an attribute ``work``: the whole work in words.
 
     Args:
-        title: What is being done.
-        counted: What ``num`` counts, in the plural.
-        enabled: Whether to draw; default: when standard error is a terminal.
+        title: Title of the bar.
+        counted: Unit of ``num``, in the plural.
+        enabled: Whether to draw; default: only if standard error is a terminal.
         every_s: Interval of the lines elsewhere.
     """
     if is_on("quiet") or not (sys.stderr.isatty() if enabled is None else enabled):

@@ -18,7 +18,7 @@ from streaming.storage import redact, redact_text
 
 _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
 _JUDGES = frozenset({"verify", "diff", "doctor"})
-"""Commands whose exit code 1 is a finding, so that another one says that they could not look."""
+"""Commands whose exit code 1 means a finding, so that a failure to look needs another code."""
 
 
 class ToolGroup(click.Group):
@@ -61,7 +61,7 @@ class ToolGroup(click.Group):
             ctx.exit(130)
 
     def _invoked(self, ctx: click.Context) -> Any:
-        """Run the command, and tell what a user's function raised, of any type, as a failure of that function."""
+        """Run the command; report any exception of a user's function as a failure of that function."""
         try:
             return super().invoke(ctx)
         except (Exception, SystemExit) as error:
@@ -77,7 +77,7 @@ class ToolGroup(click.Group):
             ctx.exit(1)
 
     def _fail(self, ctx: click.Context, error: ShardstreamError) -> None:
-        """Tell a failure, and exit with its code."""
+        """Report a failure, and exit with its code."""
         if ctx.meta.get(_DEBUG):
             raise error
         render.show_error(error)
@@ -87,7 +87,7 @@ class ToolGroup(click.Group):
 
 
 def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
-    """Tell what would have been written, had this not been a dry run."""
+    """Report what would have been written without a dry run."""
     work = getattr(stopped, "work", "")
     if ctx.meta.get(_AS_JSON):
         told = {"dry_run": True, "work": work, "first": {"action": stopped.action, "url": redact(stopped.url)}}
@@ -114,6 +114,6 @@ def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> No
 
 
 def finish(*, failed: bool, blind: bool = False) -> None:
-    """Exit with code 1 if something was found, or with 3 if it could not be looked for everywhere."""
+    """Exit with code 1 if something was found, or with 3 if not everything could be examined."""
     if failed or blind:
         click.get_current_context().exit(3 if blind else 1)
