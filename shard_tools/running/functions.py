@@ -91,12 +91,12 @@ def identity_of(function: Any) -> str:
     carried += [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
     text = source_digest(function)
     if text:
-        told = f"source text {text[:_SHOWN]}"
+        basis = f"source text {text[:_SHOWN]}"
     elif (code := getattr(function, "__code__", None)) is not None:
-        told = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]} {digest_of(_code_parts(code))}"
+        basis = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]} {digest_of(_code_parts(code))}"
     else:
-        told = f"of module {getattr(function, '__module__', None)}"
-    return f"{function.__qualname__} ({told}, values {digest_of(carried)})"
+        basis = f"of module {getattr(function, '__module__', None)}"
+    return f"{function.__qualname__} ({basis}, values {digest_of(carried)})"
 
 
 def digest_of(value: object) -> str:
@@ -151,13 +151,13 @@ def blamed(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error without our frames above the user's, if it has user's frames."""
     shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
-    told = shown
+    outermost = shown
     while shown is not None:
         users = [*itertools.dropwhile(lambda frame: frame.filename.startswith(_OURS), shown.stack)]
         if users:
             shown.stack = traceback.StackSummary.from_list(users)
         shown = shown.__cause__ or shown.__context__
-    return "".join(told.format()) if told else ""
+    return "".join(outermost.format()) if outermost else ""
 
 
 def why_not_sent(function: Any) -> str:
@@ -209,8 +209,8 @@ def _pieces(value: Any, inside: set[int]) -> Iterable[bytes]:  # noqa: C901, PLR
         array = np.asarray(value)
         return _named(f"array {array.dtype.str} {array.shape}", array.tobytes())
     if isinstance(value, FunctionType):
-        told = "" if id(value.__code__) in inside else source_digest(value) or value.__qualname__
-        return _named("function", told.encode())
+        text = "" if id(value.__code__) in inside else source_digest(value) or value.__qualname__
+        return _named("function", text.encode())
     if id(value) in inside:
         return _named("again", b"")
     if isinstance(value, Mapping):

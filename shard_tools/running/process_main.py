@@ -54,8 +54,8 @@ def main(numbers: tuple[int, int, int, int]) -> None:
     try:
         work = pickle.loads(body)  # noqa: S301  from our parent
     except BaseException as error:  # noqa: BLE001  from users' modules; raised in the parent
-        told = f"a worker process cannot load the function: {type(error).__name__}: {error}"
-        channel.send_bytes(pickle.dumps((BROKEN, dump_error(error, told))))
+        message = f"a worker process cannot load the function: {type(error).__name__}: {error}"
+        channel.send_bytes(pickle.dumps((BROKEN, dump_error(error, message))))
         return
     importing = False
     parent = _Parent(channel, Ring(ring_fd, ring_bytes))
@@ -217,18 +217,18 @@ class _Parent:
                 self.send((ITEMS, number, piece))
 
 
-def dump_error(error: BaseException, told: str = "") -> bytes:
+def dump_error(error: BaseException, message: str = "") -> bytes:
     """Pickle an exception with its traceback as a note, or a ``WorkerError`` with its message if that fails."""
     text = traceback_of(error)
-    if not told:
+    if not message:
         try:
             error.add_note(f"In the worker process:\n{text}")
             body = pickle.dumps(error)
             pickle.loads(body)  # noqa: S301  our own; fails if its class needs other arguments
         except Exception:  # noqa: BLE001  a user's __reduce__ may raise anything
-            told = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         else:
             return body
-    failed = WorkerError(told)
+    failed = WorkerError(message)
     failed.add_note(f"In the worker process:\n{text}")
     return pickle.dumps(failed)

@@ -81,7 +81,7 @@ class _Lines:
     def __init__(self, title: str, counted: str, every_s: float) -> None:
         self._title, self._counted, self._every_s = title, counted, every_s
         self._lock = threading.Lock()  # guards all fields below
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._logged_s = time.monotonic()
         self._done_bytes = self._done = 0
         self._total_bytes: int | None = None
         self._total: int | None = None
@@ -98,9 +98,9 @@ class _Lines:
             self._done_bytes += num_bytes
             self._done += num  # sums include all calls so far, from any thread
             now_s = time.monotonic()
-            if now_s - self._told_s < self._every_s:
+            if now_s - self._logged_s < self._every_s:
                 return
-            self._told_s = now_s  # one thread logs for all
+            self._logged_s = now_s  # one thread logs for all
             line = self._line(now_s - self._began_s)
         click.echo(line, err=True)
 
@@ -135,7 +135,7 @@ def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every
         every_s: Interval of the lines elsewhere.
     """
     if is_on("quiet") or not (sys.stderr.isatty() if enabled is None else enabled):
-        with _told(_Lines(title, counted, math.inf if is_on("quiet") else every_s)) as lines:
+        with _noting_work(_Lines(title, counted, math.inf if is_on("quiet") else every_s)) as lines:
             yield lines
         return
     columns = (
@@ -148,12 +148,12 @@ def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every
     )
     display = RichProgress(*columns, console=Console(stderr=True), transient=True)
     task = display.add_task(title, total=None, items="")
-    with display, _told(_Bar(display=display, task=task, counted=counted)) as bar:
+    with display, _noting_work(_Bar(display=display, task=task, counted=counted)) as bar:
         yield bar
 
 
 @contextlib.contextmanager
-def _told(progress: _TBar) -> Iterator[_TBar]:
+def _noting_work(progress: _TBar) -> Iterator[_TBar]:
     try:
         yield progress
     except ReadOnlyError as error:

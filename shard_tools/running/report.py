@@ -25,11 +25,11 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form: URLs without secrets, seconds in thousandths; with findings also ``ok``."""
-        told = {item.name: _jsonable(getattr(self, item.name)) for item in fields(self)}
-        if "findings" not in told:
-            return told
-        findings = told.pop("findings")  # last, because it is the longest
-        return {"ok": not findings, **told, "findings": findings}
+        values = {item.name: _jsonable(getattr(self, item.name)) for item in fields(self)}
+        if "findings" not in values:
+            return values
+        findings = values.pop("findings")  # last, because it is the longest
+        return {"ok": not findings, **values, "findings": findings}
 
 
 def _jsonable(value: object) -> object:

@@ -52,9 +52,9 @@ def _rows(side: IndexedSide, position: int, wanted: Mask) -> tuple[pa.Table, int
     rows = rows_of_table(table, int(side.firsts[position]), {})
     chosen = np.flatnonzero(wanted)
     found = {name: numbers(rows.column(SUM + name), np.int64).copy() for name in table.fields}
-    asked = {name: wanted & ~is_exact(sums) for name, sums in found.items()}
+    masks = {name: wanted & ~is_exact(sums) for name, sums in found.items()}
     num_bytes = 0
-    for fields, needed in _alike(asked, wanted.size):
+    for fields, needed in _grouped(masks, wanted.size):
         for run in _runs(table, needed):
             num_bytes += _sum_run(side.storage, side.urls[position], table, run, fields, needed, found)
     arrays = {name: rows.column(name) for name in (KEY, AT)}
@@ -63,11 +63,11 @@ def _rows(side: IndexedSide, position: int, wanted: Mask) -> tuple[pa.Table, int
     return pa.table(arrays).take(pa.array(chosen)), num_bytes
 
 
-def _alike(asked: Mapping[str, Mask], num_samples: int) -> Iterator[tuple[tuple[str, ...], Mask]]:
+def _grouped(masks: Mapping[str, Mask], num_samples: int) -> Iterator[tuple[tuple[str, ...], Mask]]:
     """Group samples that need the same fields, so that large fields of other samples are not read."""
     kinds = np.zeros(num_samples, np.int64)
     fields: list[tuple[str, ...]] = [()]
-    for name, mask in asked.items():
+    for name, mask in masks.items():
         # One more field splits every group in two; group numbers stay below the number of groups.
         found, kinds = np.unique(2 * kinds + mask, return_inverse=True)
         fields = [(*fields[kind // 2], name) if kind % 2 else fields[kind // 2] for kind in found.tolist()]

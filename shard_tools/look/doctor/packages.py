@@ -114,12 +114,12 @@ def look_at_packages(*, imports: bool) -> tuple[PackageState, ...]:
     tried = try_imports([modules[name] for name in wanted if name in there]) if imports else {}
     found = []
     for name, (least, extras) in wanted.items():
-        told = tried.get(modules[name], {})
-        version = _version(name) or str(told.get("version") or ("unknown" if name in there else ""))
-        error = without_home(str(told.get("error", "")))
+        result = tried.get(modules[name], {})
+        version = _version(name) or str(result.get("version") or ("unknown" if name in there else ""))
+        error = without_home(str(result.get("error", "")))
         if version and name not in there:
             error = f"it is installed, but its module {modules[name]} is not there"
-        says = told.get("says", {})
+        says = result.get("says", {})
         found.append(
             PackageState(
                 name=name, extras=extras, version=version, least=least, error=error,
@@ -155,7 +155,7 @@ def required(lines: Iterable[str] | None = None) -> dict[str, tuple[str, tuple[s
 
 def try_imports(modules: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, object]]:
     """Import modules in another process; return the result of each."""
-    told: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, object]] = {}
     left = list(modules)
     while left:
         command = [sys.executable, "-P", "-c", _IMPORTS, json.dumps(left)]
@@ -171,11 +171,11 @@ def try_imports(modules: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict[s
             said, why = b"", f"no process could be started to import it: {error.strerror}"
         for line in said.splitlines():
             one = json.loads(line)
-            told[one.pop("module")] = one
-        left = [name for name in left if name not in told]
+            results[one.pop("module")] = one
+        left = [name for name in left if name not in results]
         if left:
-            told[left.pop(0)] = {"error": why}
-    return told
+            results[left.pop(0)] = {"error": why}
+    return results
 
 
 def troubles_of(packages: Sequence[PackageState]) -> list[tuple[str, str]]:

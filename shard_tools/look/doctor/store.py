@@ -146,11 +146,11 @@ def clock_ahead_s(endpoint: str, ca_file: str | None = None) -> float | None:
         return None
     try:
         connection.request("HEAD", "/", headers={"user-agent": "shardstream"})
-        asked = datetime.now(UTC)
-        told = parsedate_to_datetime(connection.getresponse().getheader("date") or "")
+        local_time = datetime.now(UTC)
+        server_time = parsedate_to_datetime(connection.getresponse().getheader("date") or "")
     except (OSError, ValueError, http.client.HTTPException):
         return None
     finally:
         with suppress(OSError):
             connection.close()
-    return (told - asked).total_seconds() + 0.5 if told.tzinfo is not None else None
+    return (server_time - local_time).total_seconds() + 0.5 if server_time.tzinfo is not None else None

@@ -39,7 +39,7 @@ class RankLoad:
         keeps_all: All its chunks fit in memory: each is fetched once and kept for the next epoch.
         amplification: Bytes read per byte delivered (samples times their mean size).
         fetched: int64 [n], the chunk of each fetch; None if slices are read. Not in the JSON-able form.
-        """
+    """
 
     dp_rank: int
     ranks: tuple[int, ...]

@@ -86,10 +86,10 @@ class PackTotals(Report):
     def in_words(self, sample_bytes: float) -> str:
         """Describe the packs in one line, given the mean size of their samples."""
         left_out = {name: getattr(self.counts, name) for name in ("split", "truncated", "dropped", "empty")}
-        told = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        dropped = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         kind = "padded packs of at most" if self.padded else "packs of"
         what = "samples" if self.unit != "tokens" else "documents"
         return (
             f"{self.packs:,} {kind} {self.length:,} {self.unit} ({format_bytes(sample_bytes)}), "
-            f"{self.fill:.1%} filled, of {self.counts.documents:,} {what}{told}"
+            f"{self.fill:.1%} filled, of {self.counts.documents:,} {what}{dropped}"
         )

@@ -182,7 +182,7 @@ class PlannedSets:
 
     def described(self, rows: StepRows) -> list[Described]:
         """Describe rows; reads the keys of their samples, in parallel over all sets."""
-        told: list[Described | None] = [None] * len(rows.steps)
+        descriptions: list[Described | None] = [None] * len(rows.steps)
         sources = np.searchsorted(self.first_chunks, rows.chunk_ids, side="right") - 1
         groups: list[tuple[int, Int64Array, Places]] = []  # number of the set, positions among the rows, samples
         for seed in np.unique(rows.seeds).tolist():
@@ -194,8 +194,8 @@ class PlannedSets:
         wanted = [(self.keys(self.each[source][1]), one.shards, one.numbers) for source, _, one in groups]
         for (source, at, places), keys in zip(groups, keys_of_all(wanted), strict=True):
             for row, found in zip(at.tolist(), self._described(source, rows.where(at), places, keys), strict=True):
-                told[row] = found
-        return [one for one in told if one is not None]
+                descriptions[row] = found
+        return [one for one in descriptions if one is not None]
 
     def _described(
         self, source: int, rows: StepRows, places: Places, keys: Sequence[str | None]

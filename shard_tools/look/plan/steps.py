@@ -64,10 +64,10 @@ class StepRow(Report):
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        told = Report.as_dict(self)
+        values = Report.as_dict(self)
         for name in ("keys", "num_rows") if self.keys is None else ("key",):
-            del told[name]
-        return told
+            del values[name]
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,8 +205,8 @@ class Access:
 
     def _knows(self, given: str, headers: Mapping[str, str]) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        told = (given, bearer.strip() if scheme.lower() == "bearer" else "")
-        return any(_is_same(one, self.token) for one in told)
+        candidates = (given, bearer.strip() if scheme.lower() == "bearer" else "")
+        return any(_is_same(one, self.token) for one in candidates)
 
     def _is_ours(self, host: str) -> bool:
         """Return whether a ``Host`` header names this server; by DNS, a name of another site could lead here, too."""

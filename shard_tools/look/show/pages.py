@@ -110,8 +110,8 @@ def _column_cards(report: StatsReport) -> list[Card]:
 def _histogram(name: str, spread: Distribution, *, in_bytes: bool = False) -> Histogram | None:
     if not spread.num:
         return None
-    told = spread.told()
-    shown = {what: _bytes(number) if in_bytes else _number(number) for what, number in told.items()}
+    numbers = spread.told()
+    shown = {what: _bytes(number) if in_bytes else _number(number) for what, number in numbers.items()}
     middle = f"half up to {shown['p50']}, mean {shown['mean']}"
     return histogram(name, spread.bins(), least=shown["min"], most=shown["max"], middle=middle)
 

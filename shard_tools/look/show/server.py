@@ -145,9 +145,9 @@ class _Site:
                 f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "_", found.file_name)}"'
             )
         status, start, stop = HTTPStatus.OK, 0, found.num_bytes
-        asked = _RANGE.fullmatch(request.headers.get("range", ""))
-        if asked and any(asked.groups()):
-            status, start, stop = _ranged(asked[1], asked[2], found.num_bytes)
+        requested = _RANGE.fullmatch(request.headers.get("range", ""))
+        if requested and any(requested.groups()):
+            status, start, stop = _ranged(requested[1], requested[2], found.num_bytes)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{found.num_bytes}"
             if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 headers["Content-Range"] = f"bytes */{found.num_bytes}"
@@ -168,8 +168,8 @@ class _Site:
     def _failed(self, refused: Refusal, query: Query, *, session: str = "", knows: bool = True) -> Any:
         """Return an error in the caller's format; a caller without a token learns nothing about the subject."""
         if query.given.get("format") == "json":
-            told = {"ok": False, "error": {"status": int(refused.status), "message": refused.message}}
-            return self._response(as_text(told), _JSON, refused.status)
+            body = {"ok": False, "error": {"status": int(refused.status), "message": refused.message}}
+            return self._response(as_text(body), _JSON, refused.status)
         title = _WORDS.get(HTTPStatus(refused.status), "Not possible")
         served = self._served(session) if knows else Served(None, ())
         return self._response(served.error(title, refused.message), _HTML, refused.status)

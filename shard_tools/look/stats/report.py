@@ -121,5 +121,5 @@ def _field(one: FieldTotals, kind: str) -> dict[str, Any]:
 
 def _column(one: ColumnTotals, num_samples: int) -> dict[str, Any]:
     ends = one.numbers.told() if one.numbers.num else {"min": one.least, "max": one.most}
-    told = {"type": one.type, "late": one.is_late, "missing": num_samples - one.num, **ends}
-    return told | one.top.told(_TOP)
+    facts = {"type": one.type, "late": one.is_late, "missing": num_samples - one.num, **ends}
+    return facts | one.top.told(_TOP)

@@ -118,7 +118,7 @@ def stats(
         unlike=tuple(shards.unlike(storage)),
         gone=tuple(shards_unlike_index(shards, urls, storage)) if shards.scanned is None else (),
     )  # fmt: skip
-    asked = {"where": options.where, "view": options.view, "subset": options.subset}
+    filters = {"where": options.where, "view": options.view, "subset": options.subset}
     return StatsReport(
         url=" ".join(map(redact, urls)),
         num_bytes=int(facts.shard_bytes.sum()) if kept is None else int(totals.sizes.total),
@@ -128,7 +128,7 @@ def stats(
         kinds=kinds,
         found=surprises(facts),
         seed=options.seed,
-        selected=", ".join(f"{name} {value}" for name, value in asked.items() if value is not None),
+        selected=", ".join(f"{name} {value}" for name, value in filters.items() if value is not None),
     )
 
 

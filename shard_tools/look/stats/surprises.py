@@ -226,10 +226,10 @@ def _partial_fields(facts: Facts) -> Iterator[Surprise]:
     some = {name: one.num for name, one in facts.totals.fields.items() if one.num < total}
     if some:
         rarest = sorted(some, key=lambda name: (some[name], name))
-        told = ", ".join(f"{name} {some[name] / total:.1%}" for name in rarest[:8])
+        shares = ", ".join(f"{name} {some[name] / total:.1%}" for name in rarest[:8])
         yield Surprise(
             kind="partial",
-            what=f"fields that only some samples have: {told}",
+            what=f"fields that only some samples have: {shares}",
             why="a batch needs the same fields of all its samples; others fail, or are substituted",
             cure=f"fields= with those that all have; or `{facts.reshard} --drop-missing {shell_word(rarest[-1])}`",
         )
@@ -239,10 +239,10 @@ def _missing_values(facts: Facts) -> Iterator[Surprise]:
     total = facts.totals.num_samples
     some = {name: total - one.num for name, one in facts.totals.columns.items() if 0 < one.num < total}
     if some:
-        told = ", ".join(f"{name} {num / total:.1%}" for name, num in sorted(some.items())[:8])
+        shares = ", ".join(f"{name} {num / total:.1%}" for name, num in sorted(some.items())[:8])
         yield Surprise(
             kind="missing",
-            what=f"columns without a value in some samples: {told}",
+            what=f"columns without a value in some samples: {shares}",
             why="a condition on such a column is not true for them: where= leaves them out, whatever it asks",
             cure="`column IS NULL OR …` in the condition keeps them",
         )
@@ -259,9 +259,9 @@ def _missing_values(facts: Facts) -> Iterator[Surprise]:
 def _empty(facts: Facts) -> Iterator[Surprise]:
     some = {name: one.num_empty for name, one in facts.totals.fields.items() if one.num_empty}
     if some:
-        told = ", ".join(f"{name} in {counted(num, 'sample')}" for name, num in sorted(some.items())[:8])
+        counts = ", ".join(f"{name} in {counted(num, 'sample')}" for name, num in sorted(some.items())[:8])
         yield Surprise(
-            kind="empty", what=f"empty values: {told}",
+            kind="empty", what=f"empty values: {counts}",
             why="an image, array or number of 0 bytes does not decode; an empty text trains on nothing",
             cure=f"`shard_tools verify {facts.place} --decode --write-bad bad.jsonl` lists what does not decode, and "
             f"`{facts.reshard} --drop bad.jsonl` leaves it out",
@@ -304,9 +304,9 @@ def _image_modes(facts: Facts) -> Iterator[Surprise]:
         if color:  # gray images alone are no surprise
             odd |= {mode: num for mode, num in modes.items() if mode not in {"RGB", "RGBA", "P"}}
         if odd and modes.get("RGB", 0) + modes.get("RGBA", 0) + modes.get("P", 0):
-            told = ", ".join(f"{_MODES.get(mode, mode)} {num / total:.1%}" for mode, num in odd.items())
+            shares = ", ".join(f"{_MODES.get(mode, mode)} {num / total:.1%}" for mode, num in odd.items())
             yield Surprise(
-                kind="modes", what=f"gray or CMYK among RGB images: field {name}: {told}",
+                kind="modes", what=f"gray or CMYK among RGB images: field {name}: {shares}",
                 why="decoded as rgb8, gray becomes three equal channels, and CMYK is converted without its profile; "
                 "other readers give one channel, or four",
                 cure='keep decode="rgb8" (the default) everywhere, also where the model is used; or leave these out',
@@ -344,9 +344,9 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
             )  # fmt: skip
         formats = one.words.get("format", Top())
         if len(formats.counts) > 1:
-            told = ", ".join(f"{kind} {num / formats.num:.1%}" for kind, num in formats.most_common(8))
+            shares = ", ".join(f"{kind} {num / formats.num:.1%}" for kind, num in formats.most_common(8))
             yield Surprise(
-                kind="formats", what=f"images of several formats in field {name}: {told}",
+                kind="formats", what=f"images of several formats in field {name}: {shares}",
                 why="decoders here look at the content; other tools go by the name",
                 cure="none needed here",
             )  # fmt: skip
@@ -354,10 +354,10 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
 
 def _odd_keys(facts: Facts) -> Iterator[Surprise]:
     if facts.totals.num_odd:
-        told = ", ".join(map(ascii, facts.totals.odd))
+        first = ", ".join(map(ascii, facts.totals.odd))
         yield Surprise(
             kind="odd keys",
-            what=f"keys with odd characters: {facts.totals.num_odd:,}, first {told}",
+            what=f"keys with odd characters: {facts.totals.num_odd:,}, first {first}",
             why="spaces, quotes, control characters, paths upwards and bytes that are not UTF-8 break scripts, lists "
             "of keys and unpacked files; letters of two spellings (not NFC) do not match in joins",
             cure="rename them where the set is written: `shard_tools convert … --key number`",

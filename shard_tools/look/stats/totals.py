@@ -183,7 +183,7 @@ class Totals:
         late_errors: The first reasons why late columns could not be read.
         num_unread: Samples to inspect that could not be read from the shard.
         unread: The first reasons why not.
-        """
+    """
 
     sizes: Distribution = field(default_factory=Distribution)
     largest: tuple[int, str, str] = (0, "", "")

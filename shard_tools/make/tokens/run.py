@@ -79,7 +79,7 @@ class TokenizeOptions(RecordOptions):
         group_field: Split by the hash of this column; None: by that of the document.
         documents: The unit of text that is a document: ``"line"``, ``"blank-line"`` or ``"file"``.
         on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: it is counted.
-        """
+    """
 
     tokenizer: str | None = None
     pattern: str | None = None
@@ -295,8 +295,8 @@ def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | No
     config = load_config(file, storage)
     ends = find_ends(file, config, bos=options.bos, eos=options.eos, by_default=not chat)
     if not chat and ends.eos is None and options.eos is None:
-        told = redact(options.tokenizer or "")
-        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", told)
+        shown = redact(options.tokenizer or "")
+        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", shown)
     template = _template(options, file, config, storage) if chat else None
     if isinstance(executor, ProcessPoolExecutor) and is_local(file.url) and file.url != BYTES:
         file = replace(file, content=None)  # processes of this machine read it themselves, once

@@ -112,10 +112,10 @@ class TokenSource:
                 else:
                     yield self._record(document, encoded)
         if start == 0 and not self.tally.num_documents:
-            told = ", ".join(f"{reason} {count:,}" for reason, count in self.tally.rejected.items())
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.tally.rejected.items())
             share = f"of the set {self.reading.share.name!r} " if self.reading.share.name else ""
             raise DataError(
-                f"no document {share}yields tokens (left out: {told or 'none'}); check the source and options"
+                f"no document {share}yields tokens (left out: {reasons or 'none'}); check the source and options"
             )
 
     def _documents(self, records: Iterator[Record], start: int) -> Iterator[Document]:

@@ -210,18 +210,18 @@ def _mismatch(values: Sequence[ColumnValue], keys: Sequence[str]) -> str:
         if value is not None:
             first.setdefault(type(value), number)
 
-    def told(*numbers: int) -> str:
+    def named(*numbers: int) -> str:
         return " beside ".join(f"{_shown(values[at])} (sample {keys[at]!r})" for at in numbers)
 
     if first.keys() == {int, float}:
         odd = next(at for at, value in enumerate(values) if type(value) is int and not _is_float(value))
-        return f"{told(odd, first[float])}: floats stand beside whole numbers, and no float64 is equal to the first"
+        return f"{named(odd, first[float])}: floats stand beside whole numbers, and no float64 is equal to the first"
     if len(first) > 1:
         what = " and ".join(_WORDS[kind] for kind in first)
-        return f"{told(*first.values())}: {what}, of which a column holds one kind"
+        return f"{named(*first.values())}: {what}, of which a column holds one kind"
     if first.keys() == {int}:
         at_of = {value: at for at, value in enumerate(values) if isinstance(value, int)}
-        ends = told(at_of[min(at_of)], at_of[max(at_of)])
+        ends = named(at_of[min(at_of)], at_of[max(at_of)])
         return f"{ends}: whole numbers are from -2^63 to 2^63 - 1, or from 0 to 2^64 - 1"
     return "more than 2 GiB of text in one shard"
 

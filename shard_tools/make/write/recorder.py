@@ -221,7 +221,7 @@ class IndexRecorder:
         self._elsewhere = index
         self._index = index or self._directory
         self._columns = parse_columns(columns)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._types: _Types = {}
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
@@ -314,17 +314,17 @@ class IndexRecorder:
         self._sealed = self._shard.table(size_bytes)
         self._types = _joined_types(self._types, self._sealed)
         self._saw(list(self._sealed.fields), {name: str(one.type) for name, one in self._sealed.columns.items()})
-        self._tell_of_empty(self._shard)
+        self._warn_of_empty(self._shard)
         self._shard = None
         if replaces:
             self._storage.delete(self._samples_url(self._sealed.shard.name))
 
-    def _tell_of_empty(self, shard: ShardRecorder) -> None:
+    def _warn_of_empty(self, shard: ShardRecorder) -> None:
         """Warn, once per column, of columns without a value in a whole shard."""
         for name in shard.empty_columns():
             source = self._columns[name]
-            if isinstance(source, str) and name not in self._told:
-                self._told.add(name)
+            if isinstance(source, str) and name not in self._warned:
+                self._warned.add(name)
                 _log.warning(
                     "columns[%r]: no sample of %s has a value at %r, so the column is NULL there. Give the path of a "
                     "value in the sample, such as 'cls' or 'json.width', or a function of the sample",

@@ -148,8 +148,8 @@ class ColumnsPage(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
-        told = {"source": self.source, "read": self.read, "columns": [one.as_dict() for one in self.columns]}
-        return told | ({} if self.crossed is None else {"crossed": self.crossed.as_dict()})
+        values = {"source": self.source, "read": self.read, "columns": [one.as_dict() for one in self.columns]}
+        return values | ({} if self.crossed is None else {"crossed": self.crossed.as_dict()})
 
 
 def columns(subject: Subject, query: Query) -> ColumnsPage:
@@ -211,11 +211,11 @@ class ColumnReading:
         Raises:
             ConfigError: The condition cannot be evaluated.
         """
-        asked, kept = (source, where, names), self._kept
-        if kept is not None and kept[0] == asked:
+        request, kept = (source, where, names), self._kept
+        if kept is not None and kept[0] == request:
             return kept[1]
         taken = _take(within, where, names)
-        self._kept = asked, taken
+        self._kept = request, taken
         return taken
 
 
@@ -251,8 +251,8 @@ def _spread(within: SampleSet) -> list[int]:
 
 
 def _of_shard(within: SampleSet, shard: int, names: tuple[str, ...], condition: Where | None) -> dict[str, Values]:
-    asked = {*names, *((condition.names or ()) if condition is not None else ())}
-    found = within.columns(shard, asked)
+    needed = {*names, *((condition.names or ()) if condition is not None else ())}
+    found = within.columns(shard, needed)
     kept = within.source.selection.mask(shard)
     if condition is not None:
         kept = kept & kept_rows(fitting(condition, found, len(kept)), len(kept))
@@ -268,7 +268,7 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
     totals, draw = ColumnTotals(is_late=name in taken.late), np.random.default_rng(0)
     for values in taken.values[name]:
         totals.add(name, values, draw)
-    told = totals.numbers.told() if totals.numbers.num else {}
+    summary = totals.numbers.told() if totals.numbers.num else {}
     is_few = totals.top.is_exact and len(totals.top.counts) <= _TOP
     plot: Histogram | None = None
     bars: tuple[str, ...] = ()
@@ -284,16 +284,16 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
     )  # fmt: skip
     return ColumnShown(
         name=name, type=totals.type, is_late=totals.is_late, num=taken.num, missing=taken.num - totals.num,
-        least=told.get("min", totals.least), most=told.get("max", totals.most), middle=told.get("p50"),
-        mean=told.get("mean"), distinct=len(totals.top.counts) if totals.top.is_exact else None, top=top, plot=plot,
+        least=summary.get("min", totals.least), most=summary.get("max", totals.most), middle=summary.get("p50"),
+        mean=summary.get("mean"), distinct=len(totals.top.counts) if totals.top.is_exact else None, top=top, plot=plot,
         bars=bars, words=() if plot else words, missing_address=_link(source, where, f"{_quoted(name)} IS NULL"),
     )  # fmt: skip
 
 
 def _plotted(name: str, totals: ColumnTotals, source: str, where: str) -> tuple[Histogram, tuple[str, ...]]:
-    told, bins = totals.numbers.told(), totals.numbers.bins()
-    least, most = (_number(told[one]) for one in ("min", "max"))
-    middle = f"half up to {_number(told['p50'])}, mean {_number(told['mean'])}"
+    summary, bins = totals.numbers.told(), totals.numbers.bins()
+    least, most = (_number(summary[one]) for one in ("min", "max"))
+    middle = f"half up to {_number(summary['p50'])}, mean {_number(summary['mean'])}"
     widths = [high - low for low, high, _ in bins]
     if widths[-1] > 2 * widths[0]:
         middle += "; logarithmic"

@@ -81,7 +81,7 @@ def arrays(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
     Raises:
         Exception: The data is damaged, or holds Python objects; the error may come from any library.
     """
-    told, picture = [], b""
+    listed, picture = [], b""
     for name, dtype, shape, read in _listed(data):
         facts: dict[str, Any] = {"name": name[:_MOST_WORDS], "dtype": dtype[:_MOST_WORDS], "shape": list(shape[:32])}
         if np.prod(shape, dtype=np.float64) <= _MOST_ITEMS:
@@ -89,10 +89,10 @@ def arrays(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
             facts |= _statistics(found)
             if not picture:
                 picture = _picture(found, pixels)
-        told.append(facts)
-        if len(told) == _MOST_ARRAYS:
+        listed.append(facts)
+        if len(listed) == _MOST_ARRAYS:
             break
-    return {"arrays": told}, picture
+    return {"arrays": listed}, picture
 
 
 def _listed(data: bytes) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], _Array]]]:
@@ -186,7 +186,7 @@ class Texts:
     def __init__(self) -> None:
         self._opened: Any = None
 
-    def open(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def open(self, data: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Open a tokenizer from its content ``data``; return nothing.
 
         Raises:
@@ -194,10 +194,10 @@ class Texts:
         """
         from shard_tools.make.tokens.tokenizer import TokenizerFile, open_tokenizer  # noqa: PLC0415  pictures need none
 
-        self._opened = open_tokenizer(TokenizerFile(**asked["tokenizer"] | {"content": data}))
+        self._opened = open_tokenizer(TokenizerFile(**request["tokenizer"] | {"content": data}))
         return {}, b""
 
-    def pieces(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:  # noqa: ARG002  as all tasks
+    def pieces(self, data: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:  # noqa: ARG002  as all tasks
         """Return the text of each token in ``data``, uint32.
 
         Raises:
@@ -209,8 +209,8 @@ class Texts:
 
 _TEXTS = Texts()
 _WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], bytes]]]] = {
-    "image": lambda data, asked: shrink(data, asked["pixels"]),
-    "tensor": lambda data, asked: arrays(data, asked["pixels"]),
+    "image": lambda data, request: shrink(data, request["pixels"]),
+    "tensor": lambda data, request: arrays(data, request["pixels"]),
     "tokenizer": _TEXTS.open,
     "tokens": _TEXTS.pieces,
 }
@@ -223,17 +223,17 @@ def main() -> None:
     _confine()
     while (head := source.read(HEADER.size)) and len(head) == HEADER.size:
         facts_bytes, data_bytes = HEADER.unpack(head)
-        asked = json.loads(_exactly(source, facts_bytes))
+        request = json.loads(_exactly(source, facts_bytes))
         data = _exactly(source, data_bytes)
         try:
             if is_gzip(data):  # no image or array begins like this: a gzip field
                 data = unpacked(data)
-            told, found = _WORK[asked["kind"]](data, asked)
+            answer, found = _WORK[request["kind"]](data, request)
         except MemoryError:
-            told, found = {"error": "takes more memory than this may"}, b""
+            answer, found = {"error": "takes more memory than this may"}, b""
         except Exception as error:  # noqa: BLE001  the border of the process
-            told, found = {"error": f"{type(error).__name__}: {error}"[:500]}, b""
-        text = json.dumps(told).encode()
+            answer, found = {"error": f"{type(error).__name__}: {error}"[:500]}, b""
+        text = json.dumps(answer).encode()
         target.write(HEADER.pack(len(text), len(found)) + text + found)
         target.flush()
 

@@ -115,9 +115,9 @@ def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Sch
     lists = schema.classes
     classes = lists.get("cls") or next(iter(lists.values()), ())
     for name, one in schema.tokens.items():
-        told = one.tokens or meant.TokenMeaning()
-        file, why = _at_hand(subject, within, home, told.tokenizer)
-        tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why, texts=_texts(subject, file))
+        meaning = one.tokens or meant.TokenMeaning()
+        file, why = _at_hand(subject, within, home, meaning.tokenizer)
+        tokens = Tokens(field=name, dtype=one.dtype, mask=meaning.mask, file=file, why=why, texts=_texts(subject, file))
         return Notes(classes=classes, tokens=tokens)
     return Notes(classes=classes)
 

@@ -92,12 +92,12 @@ class FieldShown:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
-        told: dict[str, Any] = {"bytes": self.num_bytes, "kind": self.kind}
+        values: dict[str, Any] = {"bytes": self.num_bytes, "kind": self.kind}
         if self.form in {"text", "tree", "tokens"}:
-            told |= {"text": self.text, "cut": self.is_cut}
+            values |= {"text": self.text, "cut": self.is_cut}
         if self.class_name:
-            told["class"] = self.class_name
-        return told
+            values["class"] = self.class_name
+        return values
 
 
 def fields_of(

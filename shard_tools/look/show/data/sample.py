@@ -87,9 +87,9 @@ class SamplePage(Report):
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        told = Report.as_dict(self)
-        del told["place"]
-        return told
+        values = Report.as_dict(self)
+        del values["place"]
+        return values
 
 
 def sample(subject: Subject, query: Query) -> SamplePage:

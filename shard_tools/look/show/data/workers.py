@@ -161,9 +161,9 @@ class TokenTexts:
 
     def _opened(self) -> _Worker:
         self._worker = worker = _Worker()
-        told = asdict(self._file) | {"content": None}
-        asked = {"kind": "tokenizer", "tokenizer": told}
-        answer = worker.ask(asked, self._file.content or b"", _OPEN_SECONDS).facts
+        tokenizer = asdict(self._file) | {"content": None}
+        request = {"kind": "tokenizer", "tokenizer": tokenizer}
+        answer = worker.ask(request, self._file.content or b"", _OPEN_SECONDS).facts
         if "error" in answer:
             raise _LostError(answer["error"])
         return worker
@@ -211,14 +211,14 @@ class _Worker:
         """Whether the process is still alive."""
         return self._process.poll() is None
 
-    def ask(self, asked: dict[str, Any], data: bytes, seconds: float) -> Decoded:
+    def ask(self, request: dict[str, Any], data: bytes, seconds: float) -> Decoded:
         """Return the process's answer.
 
         Raises:
             _LostError: It did not answer in this time.
         """
         until = time.monotonic() + seconds
-        text = json.dumps(asked).encode()
+        text = json.dumps(request).encode()
         self._send(memoryview(HEADER.pack(len(text), len(data)) + text + data), until)
         sizes = HEADER.unpack(self._take(HEADER.size, until))
         if sizes[0] > _MOST_FACTS_BYTES or sizes[1] > _MOST_PICTURE_BYTES:

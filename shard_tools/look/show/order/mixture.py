@@ -147,8 +147,8 @@ class MixturePage:
     @property
     def kept(self) -> list[tuple[str, str]]:
         """Parameters of the address outside the form."""
-        asked = {name for name, _, _ in self.form} | {"format", "token"}
-        return [(name, value) for name, value in self.query.given.items() if name not in asked]
+        in_form = {name for name, _, _ in self.form} | {"format", "token"}
+        return [(name, value) for name, value in self.query.given.items() if name not in in_form]
 
 
 def mixture_page(subject: Subject, query: Query) -> MixturePage:
@@ -292,7 +292,7 @@ class _Shown:
                     row=entry.start,
                     step=self._run.shape.sizes.batches(0, entry.start, "drop"),
                     what=_WHAT[entry.why],
-                    words=tuple(_told(entry, before)),
+                    words=tuple(_changes(entry, before)),
                 )
             )
             before = entry
@@ -307,29 +307,29 @@ _WHAT = {
 }
 
 
-def _told(entry: Entry, before: Entry | None) -> list[str]:
+def _changes(entry: Entry, before: Entry | None) -> list[str]:
     """Describe how an entry of a ledger differs from the previous one."""
-    said = []
+    words = []
     rows = entry.blend.rows(entry.start)
     if not rows:
-        said.append(f"each pass draws {_weights(entry.blend.shares([])[0][1])}")
+        words.append(f"each pass draws {_weights(entry.blend.shares([])[0][1])}")
     elif before is None or entry.blend != before.blend or rows[0][1] != before.blend.at(entry.start):
-        said.append(f"shares of rows: {_weights(rows[0][1])}")
+        words.append(f"shares of rows: {_weights(rows[0][1])}")
     if len(rows) > 1:
         row, last = rows[-1]
-        said.append(f"changing in {counted(len(rows) - 1, 'step')} up to row {row:,}: {_weights(last)}")
+        words.append(f"changing in {counted(len(rows) - 1, 'step')} up to row {row:,}: {_weights(last)}")
     was = {} if before is None else before.sources
     joined, left = sorted(set(entry.sources) - set(was)), sorted(set(was) - set(entry.sources))
     if before is not None and joined:
-        said.append(f"joined: {some_names(joined)}")
+        words.append(f"joined: {some_names(joined)}")
     if left:
-        said.append(f"left: {some_names(left)}")
+        words.append(f"left: {some_names(left)}")
     for name, number in entry.joins.items():
-        said.append(f"{name}: new shards are read from its pass {number} on")
+        words.append(f"{name}: new shards are read from its pass {number} on")
     if before is None or entry.even != before.even:
         even = sorted(entry.even)
-        said += [f"dealt by single samples, since they are small or repeated fast: {some_names(even)}"] if even else []
-    return said
+        words += [f"dealt by single samples, since they are small or repeated fast: {some_names(even)}"] if even else []
+    return words
 
 
 def _weights(weights: Mapping[str, float]) -> str:

@@ -213,8 +213,8 @@ class StepPage:
     @property
     def kept(self) -> list[tuple[str, str]]:
         """Parameters of the address outside the form."""
-        asked = {name for name, _, _ in self.form} | {"format", "first", "token"}
-        return [(name, value) for name, value in self.query.given.items() if name not in asked]
+        in_form = {name for name, _, _ in self.form} | {"format", "first", "token"}
+        return [(name, value) for name, value in self.query.given.items() if name not in in_form]
 
 
 def coming_part(subject: Subject, query: Query, sample: Any) -> ComingPart:

@@ -63,9 +63,9 @@ def ask(addresses: Sequence[str]) -> list[Told]:
     Args:
         addresses: Socket files, patterns of such, or http addresses.
     """
-    asked = [one for address in addresses for one in _expanded(address)]
-    told = [one for found in on_threads(_ask, asked, _MOST_AT_ONCE) for one in found]
-    return sorted(told, key=lambda one: (bool(one.error), one.loader, one.rank, one.address))
+    expanded = [one for address in addresses for one in _expanded(address)]
+    answers = [one for found in on_threads(_ask, expanded, _MOST_AT_ONCE) for one in found]
+    return sorted(answers, key=lambda one: (bool(one.error), one.loader, one.rank, one.address))
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
@@ -120,16 +120,16 @@ def _from_socket(path: str) -> Iterator[Told]:
                 raise ValueError(f"an answer of more than {_MOST_BYTES >> 20} MiB, or of {_ANSWER_S:.0f} s")
     if not data:
         raise ValueError("the loader has ended")
-    told = json.loads(data)
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
+    answer = json.loads(data)
+    if not isinstance(answer, dict) or answer.get("format") != FORMAT:
         raise ValueError(f"expected the answer of streaming.metrics.serve, format {FORMAT}; is it another version?")
-    if "error" in told:
-        raise ValueError(f"the job says: {told['error']}")
-    readers = told.get("readers")
-    place = {name: int(told[name]) for name in ("data_rank", "pid", *_PLACES)} | {"host": str(told["host"])}
+    if "error" in answer:
+        raise ValueError(f"the job says: {answer['error']}")
+    readers = answer.get("readers")
+    place = {name: int(answer[name]) for name in ("data_rank", "pid", *_PLACES)} | {"host": str(answer["host"])}
     yield Told(
-        address=path, rank=int(told["rank"]), place=place,
-        numbers=_numbers(told.get("numbers")), describe=str(told.get("describe", "")),
+        address=path, rank=int(answer["rank"]), place=place,
+        numbers=_numbers(answer.get("numbers")), describe=str(answer.get("describe", "")),
         readers={str(rank): _numbers(one) for rank, one in readers.items()} if isinstance(readers, dict) else {},
     )  # fmt: skip
 

@@ -87,19 +87,19 @@ class RunShown(Report):
 class History:
     """Earlier answers, so that a page can show the current rates. Thread-safe."""
 
-    _told: deque[list[Told]] = field(default_factory=deque)
+    _answers: deque[list[Told]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def before(self, told: Sequence[Told]) -> list[Told | None]:
+    def before(self, answers: Sequence[Told]) -> list[Told | None]:
         """Keep answers; return for each the earlier answer nearest to ``NOW_S`` old, if there is one."""
         with self._lock:
             # Answers older than _KEPT_S are dropped.
-            known = [one for some in self._told for one in some]
-            self._told.append([one for one in told if not one.error])
-            newest_s = max((one.taken_s for one in told), default=0.0)
-            while self._told and all(one.taken_s < newest_s - _KEPT_S for one in self._told[0]):
-                self._told.popleft()
-        return [self._nearest(one, known) for one in told]
+            known = [one for some in self._answers for one in some]
+            self._answers.append([one for one in answers if not one.error])
+            newest_s = max((one.taken_s for one in answers), default=0.0)
+            while self._answers and all(one.taken_s < newest_s - _KEPT_S for one in self._answers[0]):
+                self._answers.popleft()
+        return [self._nearest(one, known) for one in answers]
 
     def _nearest(self, one: Told, known: Sequence[Told]) -> Told | None:
         found = [old for old in known if one.taken_s - old.taken_s >= _LEAST_S and same_loader(one, old)]
@@ -109,12 +109,12 @@ class History:
 def run_page(subject: Subject, query: Query) -> RunShown:  # noqa: ARG001  it takes no parameter
     """Query all ranks of the job; a rank that does not answer is shown with its error."""
     history = subject.keep("run", History)
-    told = ask(subject.run)
-    ranks = tuple(_shown(one, old) for one, old in zip(told, history.before(told), strict=True))
+    answers = ask(subject.run)
+    ranks = tuple(_shown(one, old) for one, old in zip(answers, history.before(answers), strict=True))
     shares = [rank.bars[-1].headspace for rank in ranks if rank.bars]
     return RunShown(
-        asked=tuple(sorted({one.address for one in told})),
-        answered=sum(not one.error for one in told),
+        asked=tuple(sorted({one.address for one in answers})),
+        answered=sum(not one.error for one in answers),
         causes=tuple(enumerate(ORDER)),
         headspace=max(shares, default=None),
         ranks=ranks,
