@@ -26,13 +26,13 @@ def show_earlier(num_resumed: int, *, was_complete: bool, changed: Sequence[str]
     """Print how much an earlier run had done, and the part of it that was redone."""
     if changed:
         click.echo(
-            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; what was made "
-            "of them, and all that follows, is made again"
+            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; their "
+            "output, and all that follows, is written again"
         )
     if was_complete:
-        click.echo("Complete already; nothing written.")
+        click.echo("Already complete; nothing written.")
     elif num_resumed:
-        click.echo(f"went on after {counted(num_resumed, what)} of an earlier run")
+        click.echo(f"continued after {counted(num_resumed, what)} of an earlier run")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -50,7 +50,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 def show_passed_over(num_files: int, first: Sequence[str]) -> None:
     """Print the number of files that belong to no sample, and some of them, if there are any."""
     if num_files:
-        click.echo(f"passed over: {counted(num_files, 'file')} of no sample, first {plain(', '.join(first))}", err=True)
+        click.echo(f"skipped: {counted(num_files, 'file')} of no sample, first {plain(', '.join(first))}", err=True)
 
 
 def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

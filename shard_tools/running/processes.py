@@ -145,7 +145,7 @@ class ProcessRunner:
     def __init__(self, work: Work, num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         if process_main.importing:
             raise ConfigError(
-                "this call stands in a module that worker processes import, and would start workers in each of them: "
+                "this call is in a module that worker processes import, and would start workers in each of them: "
                 "put it under `if __name__ == '__main__':`, or into a function"
             )
         self._body = dumps(work)
@@ -289,8 +289,7 @@ class ProcessRunner:
             if at < 0:
                 ended = how_it_ended("a worker process", process.popen.returncode)
                 raise WorkerError(
-                    f"worker processes end before their first input: {ended}; what "
-                    "they wrote to standard error says why"
+                    f"worker processes end before their first input: {ended}; see their output on standard error"
                 )
             self._avoid |= {at}
         self._waiting.extendleft(reversed([*process.tasks.values()]))

@@ -124,7 +124,7 @@ def _connect(cluster: RayCluster) -> None:
         except ValueError as error:
             raise ConfigError(f"{shown}: expected HOST:PORT, or ray://HOST:PORT ({error}). {cure}") from error
         except OSError as error:
-            raise ConfigError(f"{shown}: nobody answers there ({error}). {cure}") from error
+            raise ConfigError(f"{shown}: no server answers there ({error}). {cure}") from error
     try:
         ray.init(log_to_driver=False)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # Ray's parts raise any of these

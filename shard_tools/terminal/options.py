@@ -123,7 +123,7 @@ def writing_options(command: Command) -> Command:
     """Add ``--dry-run`` and ``--quiet``, for commands that write."""
     return click.option(
         "--dry-run", is_flag=True, expose_value=False, is_eager=True, callback=remember,
-        help="Check source, options and target, tell what would be written, and write nothing.",
+        help="Check source, options and target, report what would be written, and write nothing.",
     )(quiet_option(command))  # fmt: skip
 
 
@@ -197,7 +197,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 source_options = together(
     click.option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
     click.option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
-    click.option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
+    click.option("--unlike-columns", is_flag=True, help="Accept JSONL, Parquet or CSV files with different columns."),
     click.option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
     click.option(
         "--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."
@@ -225,7 +225,7 @@ index_option = click.option(
 unfinished_option = click.option(
     "--allow-unfinished",
     is_flag=True,
-    help="Take what is there of a set that is still being written, or whose writing was interrupted.",
+    help="Use the finished part of a set that is still being written, or whose writing was interrupted.",
 )
 
 

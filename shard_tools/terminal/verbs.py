@@ -56,8 +56,8 @@ class ToolGroup(click.Group):
             render.show_error(OSError(f"writing {where}: {error.strerror}; make room, and run the same command again"))
             ctx.exit(1)
         except KeyboardInterrupt as error:
-            click.echo("Stopped. Run the same command again to go on.", err=True)
-            _print_for_program(ctx, error, "stopped; run the same command again to go on")
+            click.echo("Stopped. Run the same command again to continue.", err=True)
+            _print_for_program(ctx, error, "stopped; run the same command again to continue")
             ctx.exit(130)
 
     def _invoked(self, ctx: click.Context) -> Any:

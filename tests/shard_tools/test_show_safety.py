@@ -492,7 +492,7 @@ def test_pages_can_be_read_without_scripts(pretty: Shown, tab: Callable[..., Tab
     page.get_by_role("link", name="shapes/0003", exact=True).click()
     expect(page.locator("h1")).to_have_text("shapes/0003")
     page.get_by_role("button", name="Check its bytes now").click()
-    expect(page.get_by_text("they are what the index promises")).to_be_visible()
+    expect(page.get_by_text("they match the index")).to_be_visible()
     expect(page.get_by_role("button", name="Copy")).to_have_count(0)
 
 

@@ -129,14 +129,14 @@ def _latency(found: Measured) -> str:
     trip = f"a request takes {first.read_s * 1000:,.0f} ms however small it is"
     if len(sweep) > 1 and sweep[-1] is best and best.bytes_per_s > _GAIN * sweep[-2].bytes_per_s:
         gain = best.bytes_per_s / sweep[-2].bytes_per_s
-        return f"{trip}, and {best.at_once} at a time in place of {sweep[-2].at_once} bring {gain:.1f} times as much"
+        return f"{trip}, and {best.at_once} at a time instead of {sweep[-2].at_once} bring {gain:.1f} times as much"
     is_larger = large.size_bytes > 2 * best.size_bytes and found.chunk_bytes < large.size_bytes
     if is_larger and large.bytes_per_s > _GAIN * best.bytes_per_s:
         gain = large.bytes_per_s / best.bytes_per_s
         return f"{trip}, and requests of {format_bytes(large.size_bytes)} bring {gain:.1f} times as much as chunks"
     rates = [one.bytes_per_s / max(1, one.size_bytes) for one in (small, best)]
     if best.size_bytes > 2 * small.size_bytes and rates[0] < _GAIN * rates[1]:
-        return f"{trip}, and the store answers {rates[1]:,.0f} a second, small ones or chunks"
+        return f"{trip}, and the store answers {rates[1]:,.0f} per second, small ones or chunks"
     return ""
 
 

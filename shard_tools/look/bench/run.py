@@ -220,7 +220,7 @@ def _suggestion(limit: Limit, tried: Sequence[LoopRun], found: Measured, set_byt
     if limit in {"latency", "bandwidth", "errors"} and not found.is_local:
         cache = _cache(set_bytes)
         return {**suggest, **cache}, (
-            "from the second epoch on, what is in the cache comes from this machine's disk"
+            "from the second epoch on, cached chunks come from this machine's disk"
             if cache
             else f"no setting helps: {format_bytes(set_bytes)} do not fit on this machine's disk"
         )

@@ -249,7 +249,7 @@ def check_out(url: str, storage: Storage) -> None:
         return
     except ConfigError as error:
         raise ConfigError(
-            f"--out {redact(url)}: this file is there, and does not hold tuned options, so it is not written over; "
+            f"--out {redact(url)}: this file exists and does not hold tuned options, so it is not overwritten; "
             "give another name, or move it away"
         ) from error
 

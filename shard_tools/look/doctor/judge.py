@@ -164,6 +164,6 @@ def limits(machine: Machine, store: StoreLook | None, *, ranks_here: int = 1) ->
         found.append(
             f"store: {MOST_AT_ONCE} requests at once for chunks of {format_bytes(store.chunk_bytes or 0)} that take "
             f"{(store.chunk_read_s or 0) * 1000:,.0f} ms each bring {format_bytes(store.most_bytes_per_s)}/s at most; "
-            "`shard_tools bench` measures what is brought"
+            "`shard_tools bench` measures the actual rate"
         )
     return tuple(found)

@@ -118,7 +118,7 @@ def look_at_packages(*, imports: bool) -> tuple[PackageState, ...]:
         version = _version(name) or str(result.get("version") or ("unknown" if name in there else ""))
         error = without_home(str(result.get("error", "")))
         if version and name not in there:
-            error = f"it is installed, but its module {modules[name]} is not there"
+            error = f"it is installed, but its module {modules[name]} is missing"
         says = result.get("says", {})
         found.append(
             PackageState(
@@ -195,7 +195,7 @@ def troubles_of(packages: Sequence[PackageState]) -> list[tuple[str, str]]:
             found.append((f"{one.name} is not installed{why}", f"`pip install '{wanted}'`"))
     if _version(RIVAL):
         cure = f"`pip uninstall {RIVAL}`, then `pip install --force-reinstall {NAME}`; they need separate environments"
-        found.append((f"{RIVAL} is installed, too, whose files have the same names as ours", cure))
+        found.append((f"{RIVAL} is also installed, and its files have the same names as ours", cure))
     return found
 
 

@@ -438,9 +438,9 @@ def _lane_advice(report: PlanReport) -> str:
         per_lane, per_chunk = report.num_samples / lanes, report.num_samples / report.num_chunks
         if per_lane > _MANY_CHUNKS * per_chunk:
             return (
-                f"{said}: groups or filters take few samples of a chunk, and what lies between these is read, too. "
-                "Shards sorted by the column that they go by are read about once: shard_tools reshard SOURCE TARGET "
-                "--sort COLUMN"
+                f"{said}: groups or filters take few samples of a chunk, and the gaps between them are read, too. "
+                "Shards sorted by the column of the groups or filter are read about once: shard_tools reshard SOURCE "
+                "TARGET --sort COLUMN"
             )
         multiple = f" (a multiple of {ranks})" if ranks > 1 else ""
         return (

@@ -314,7 +314,7 @@ class PlannedRun:
         unknown = self.steps.unknown
         if step in unknown:
             raise ConfigError(
-                f"--step {step}: the state stands at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
+                f"--step {step}: the state is at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
                 f"where no batch of {self.shape.at(self.steps.row_of(self.state.epoch)).global_batch_size:,} ends: "
                 f"batches before it had another size. Give the size that they had, or steps from {unknown.stop:,} on"
             )
@@ -456,18 +456,18 @@ def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
     if not planned.names:
         raise StateError(
             f"--state: it belongs to a mixture of {some_names(list(ledger.sources))}; give the JSON file that "
-            "describes it in place of a URL (docs/mixing.md), or, of one set's groups, --balanced or --curriculum"
+            "describes it instead of a URL (docs/mixing.md), or, of one set's groups, --balanced or --curriculum"
         )
     mixture: Any = planned
     there, quotas = planned.names, ledger.last.quotas
     elsewhere = ", or give a state that was saved since it was dropped"
-    missing, why = mixture.drawing.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
+    missing, why = mixture.drawing.needed(ledger), f"its chunks determine where the others are. Put it back{elsewhere}"
     if quotas is None and not missing:
         last = ledger.segments()[-1][1]
         missing = sorted(name for name in last if last[name] and name not in there)
         why = f"it is drawn from to the end of the run. Put it back{elsewhere}"
     if quotas is not None:
-        missing, why = sorted(set(quotas) - set(there)), "an epoch is laid of all of them. Put it back"
+        missing, why = sorted(set(quotas) - set(there)), "an epoch is made of all of them. Put it back"
     if missing:
         raise StateError(
             f"--state: it belongs to a mixture with the source {missing[0]!r}, which the file lacks; it has "
@@ -526,9 +526,9 @@ def parse_steps(text: str) -> range:
 def show_steps(report: StepReport) -> None:
     """Print a line for each sample of each step."""
     every = (
-        "one epoch without end" if report.batches_per_epoch is None else f"{report.batches_per_epoch:,} steps an epoch"
+        "one epoch without end" if report.batches_per_epoch is None else f"{report.batches_per_epoch:,} steps per epoch"
     )
-    click.echo(f"{every}; the state goes on with step {report.at_step:,}")
+    click.echo(f"{every}; the state continues with step {report.at_step:,}")
     for row in report.rows:
         keys = [row.key] if row.keys is None else row.keys
         name = " + ".join("?" if key is None else ascii(key)[1:-1] for key in keys)

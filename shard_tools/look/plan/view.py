@@ -133,7 +133,7 @@ def _show_sources(shares: MixtureShares) -> None:
         return
     units = sorted(one.exact_unit_bytes for one in shares.sources)
     total = shares.exact_fetch_bytes
-    needs = f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} a rank'
+    needs = f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} per rank'
     if shares.exact_fits:
         click.echo(f"{needs}, which fits into the memory_limit.")
         return
@@ -163,7 +163,7 @@ def _summary(report: PlanReport) -> list[str]:
     limit, least = format_bytes(report.memory_limit_bytes), format_bytes(report.least_limit_bytes)
     once = format_bytes(report.needed_limit_bytes)
     thing = "sample" if report.packs is None else "pack"
-    size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} a data rank"
+    size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} per data rank"
     if report.ramp is not None:
         size = ", ".join(f"{counted(count, thing)} from row {row:,} on" for row, count in report.ramp.items())
     ranks = f"{counted(report.data_world_size, 'data rank')}, {counted(report.replica_world_size, 'process')}"

@@ -105,7 +105,7 @@ class Sessions:
                     self._invited[invitation] = made.name
         if used:
             _log.warning(
-                "the address that the browser was started with was asked for twice: another program of this machine "
+                "the address that the browser was started with was requested twice: another program of this machine "
                 "may have read it. Its pages are closed. Open the address above"
             )
             return None
@@ -192,7 +192,7 @@ class Access:
         site = headers.get("sec-fetch-site", "none")
         goes_there = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         if site not in _OWN_PAGES and not goes_there:
-            return _refused(HTTPStatus.FORBIDDEN, f"a page of another site asked ({site[:20]}); only own pages may")
+            return _refused(HTTPStatus.FORBIDDEN, f"a page of another site sent this ({site[:20]}); only own pages may")
         if is_open or self._knows(given, headers) or self.sessions.knows(session, cookies):
             return None
         if method == "GET" and not session and self.sessions.has_invited(given):

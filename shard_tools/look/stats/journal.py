@@ -74,7 +74,7 @@ class TotalsJournal:
                 if self.is_needed:
                     error.add_note("--journal names another place for the progress of this run")
                     raise
-                _log.warning("%s; if this run is stopped, the next one begins anew. See --journal", error)
+                _log.warning("%s; if this run is stopped, the next one starts over. See --journal", error)
                 self._next_s = math.inf
                 return
             now_s = time.monotonic()

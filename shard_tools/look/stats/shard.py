@@ -111,9 +111,9 @@ class ShardReader:
         whole = len(rows) == table.num_samples
         totals.add_keys(table.keys if whole else [table.keys[row] for row in rows.tolist()])
         late: dict[str, Values] = {}
-        for column in self.late:
+        for late_column in self.late:
             try:
-                late[column.name] = read_values(self.storage, part.url, self.index_url, part.chunks, column)
+                late[late_column.name] = read_values(self.storage, part.url, self.index_url, part.chunks, late_column)
             except DataError as error:
                 totals.late_errors = [*totals.late_errors, str(error)][:EXAMPLES]
         taken = pa.array(rows)

@@ -99,7 +99,7 @@ def surprises(facts: Facts) -> tuple[Surprise, ...]:
 def _not_whole(facts: Facts) -> Iterator[Surprise]:
     for what in facts.unfinished:
         yield Surprise(
-            kind="unfinished", what=f"unfinished set: {what}", why="the numbers are those of what is there so far",
+            kind="unfinished", what=f"unfinished set: {what}", why="the numbers cover only the part written so far",
             cure="run the command again that writes this set",
         )  # fmt: skip
     if not facts.has_index:
@@ -113,7 +113,7 @@ def _not_whole(facts: Facts) -> Iterator[Surprise]:
         yield Surprise(
             kind="gone",
             what=f"{counted(len(facts.gone), 'shard')} not as the index says: {redact(first.shard)}: {first.what}",
-            why="training refuses such a set, or passes over the samples of a shard that was cut off", cure=first.cure,
+            why="training refuses such a set, or skips the samples of a truncated shard", cure=first.cure,
         )  # fmt: skip
     for one in facts.unlike:
         yield Surprise(
@@ -131,7 +131,7 @@ def _unread(facts: Facts) -> Iterator[Surprise]:
     if totals.num_unread:
         yield Surprise(
             kind="unread", what=f"{counted(totals.num_unread, 'sample')} cannot be read: {totals.unread[0]}",
-            why="the shards are not those of the index: missing, or cut off; training will pass over the samples",
+            why="the shards are not those of the index: missing, or truncated; training will skip the samples",
             cure=f"`shard_tools verify {facts.place}` says what; restore the shards",
         )  # fmt: skip
 
@@ -243,7 +243,7 @@ def _missing_values(facts: Facts) -> Iterator[Surprise]:
         yield Surprise(
             kind="missing",
             what=f"columns without a value in some samples: {shares}",
-            why="a condition on such a column is not true for them: where= leaves them out, whatever it asks",
+            why="a condition on such a column is not true for them: where= leaves them out, whatever the condition",
             cure="`column IS NULL OR …` in the condition keeps them",
         )
     odd = [name for name, one in facts.totals.columns.items() if one.numbers.num_not_finite]

@@ -218,7 +218,7 @@ def _mismatch(values: Sequence[ColumnValue], keys: Sequence[str]) -> str:
         return f"{named(odd, first[float])}: floats stand beside whole numbers, and no float64 is equal to the first"
     if len(first) > 1:
         what = " and ".join(_WORDS[kind] for kind in first)
-        return f"{named(*first.values())}: {what}, of which a column holds one kind"
+        return f"{named(*first.values())}: {what}, but a column holds one kind"
     if first.keys() == {int}:
         at_of = {value: at for at, value in enumerate(values) if isinstance(value, int)}
         ends = named(at_of[min(at_of)], at_of[max(at_of)])

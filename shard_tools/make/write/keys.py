@@ -98,7 +98,7 @@ def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
             f"for example {key.replace('.', '_')!r}"
         )
     if in_side_folder(f"{key}."):
-        return "it lies in a folder that macOS or a NAS makes beside files, which readers pass over; rename the folder"
+        return "it lies in a folder that macOS or a NAS makes beside files, which readers skip; rename the folder"
     if any(component.startswith("__") for component in (*directories, last)):
         return "a component starts with '__', which webdataset and Hugging Face skip as metadata; rename it"
     return None

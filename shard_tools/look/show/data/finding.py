@@ -125,7 +125,7 @@ def _by_condition(subject: Subject, sets: dict[str, SampleSet], where: str, firs
             is_done = False
             break
         total += found.total
-    progress = "" if is_done else f"looked at {looked:,} of {shards:,} shards so far; ask again to go on"
+    progress = "" if is_done else f"looked at {looked:,} of {shards:,} shards so far; ask again to continue"
     return Hits(hits=tuple(hits), total=total if is_done else None, more=not is_done or stop < total, progress=progress)
 
 

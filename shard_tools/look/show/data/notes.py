@@ -95,7 +95,7 @@ def check_tokenizer(subject: Subject) -> None:
     notes = [notes_of(subject, name) for name in subject.sets]
     if not any(one.tokens and one.tokens.file and one.tokens.file.sha256 == given.sha256 for one in notes):
         raise ConfigError(
-            f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of what is shown; expected the file whose "
+            f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of these sets; expected the file whose "
             f"sha256 {SCHEMA_FILE} beside the set has, got {given.sha256[:12]}…. Leave it out to see numbers"
         )
 

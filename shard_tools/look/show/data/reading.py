@@ -48,7 +48,7 @@ def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> li
         url = within.source.urls[run.shard]
         found = memoryview(within.source.storage.read(url, run.start, run.stop))
         if len(found) < run.stop - run.start:
-            raise TransferError(f"{url}: {counted(len(found), 'byte')} in place of {run.stop - run.start}")
+            raise TransferError(f"{url}: {counted(len(found), 'byte')} instead of {run.stop - run.start}")
         return found
 
     pieces = on_threads(read, runs, _REQUESTS, name="shardstream-show")

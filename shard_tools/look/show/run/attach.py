@@ -103,7 +103,7 @@ def _ask(address: str) -> list[Told]:
 
 _WHY: Mapping[type, str] = {
     FileNotFoundError: "there is no such file; the job makes it with streaming.metrics.serve(loader)",
-    ConnectionRefusedError: "nobody answers: the job has ended, or was killed",
+    ConnectionRefusedError: "no answer: the job has ended, or was killed",
     TimeoutError: f"no answer within {_ANSWER_S:.0f} s: the job is stopped, or its machine overloaded",
     PermissionError: "it belongs to another user",
 }
