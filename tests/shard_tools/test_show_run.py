@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
+import streaming.metrics
 import streaming.watch.metrics.server
 from shard_tools.look.show.run import attach
 from shard_tools.look.show.run import page as run_page
