@@ -243,7 +243,7 @@ def test_what_a_browser_is_started_with_lets_in_once(shown: Shown, caplog: pytes
     assert second.status == 401
     assert "was used before" in second.text
     assert "set-cookie" not in second.headers
-    assert "asked for twice" in caplog.text
+    assert "requested twice" in caplog.text
     assert shown.ask(home, sent).status == 401
     assert shown.ask(address).status == 401
 

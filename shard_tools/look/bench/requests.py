@@ -54,7 +54,7 @@ class UnreadRanges:
     def __init__(self, urls: Sequence[str], sizes: Sequence[int], seed: int = 0) -> None:
         self._urls, self._sizes = urls, sizes
         self._random = np.random.default_rng(seed)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _random, _left, _current, _place
         self._left = self._shuffled()
         self._place = 0
 

@@ -440,9 +440,9 @@ def _check_set(planned: AnySource, state: LoaderState) -> None:
         )
     if state.fingerprint != planned.fingerprint:
         raise StateError(
-            f"--state: it is of {state.num_samples} samples with fingerprint {state.fingerprint}, but what is given "
-            f"has {int(planned.chunk_samples.sum())} and {planned.fingerprint}: give the set that the run reads, with "
-            "its --where, --view, --subset, --exclude, --length or --packed (ranges such as dataset[a:b] are not "
+            f"--state: it belongs to {state.num_samples} samples with fingerprint {state.fingerprint}, but the given "
+            f"set has {int(planned.chunk_samples.sum())} and {planned.fingerprint}: give the set that the run reads, "
+            "with its --where, --view, --subset, --exclude, --length or --packed (ranges such as dataset[a:b] are not "
             "worked out here)"
         )
 

@@ -71,7 +71,7 @@ class Sessions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _sessions, _invited
         self._sessions: dict[str, Session] = {}
         self._invited: dict[str, str] = {}  # the session opened by each invitation; "": none so far
 

@@ -112,7 +112,7 @@ def with_ends(ids: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None, ends: E
     tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
     if mask is None:
         return Encoded(tokens=tokens)
-    # Begin and end tokens were said by nobody and carry no loss.
+    # Begin and end tokens belong to no speaker and carry no loss.
     said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
     return Encoded(tokens=tokens, mask=said)
 

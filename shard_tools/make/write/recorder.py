@@ -263,7 +263,7 @@ class IndexRecorder:
             return self._schema
         both = {
             f"the set in {redact(self._index)}": without_array_types(there),
-            "what is written into it": without_array_types(self._schema),
+            "the shards to be written": without_array_types(self._schema),
         }
         return met(both, cure="Number the classes as there, or write to a directory of their own").schema
 

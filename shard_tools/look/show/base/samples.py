@@ -204,7 +204,7 @@ class Search:
     def __init__(self, within: SampleSet, where: str) -> None:
         self.within, self.where = within, parse_where(where)
         within.check_columns(self._names, "where")
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _bits, _ends
         self._bits: list[Bits] = []
         self._ends = [0]
 

@@ -43,6 +43,7 @@ class Subject:
     bad: tuple[str, ...] = ()
     tokenizer: str | None = None
     run: tuple[str, ...] = ()
+    # _lock guards _making; the lock _making[name] guards _kept[name].
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)

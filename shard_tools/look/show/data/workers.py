@@ -67,7 +67,7 @@ class DecodingWorkers:
         for _ in range(min(num_cores(), _MOST_WORKERS)):
             self._idle.put(None)
         self._started: list[_Worker] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _started, _is_closed
         self._is_closed = False
         self._known: LruCache[tuple[Any, ...], Decoded] = LruCache(_KEPT_BYTES, lambda one: one.num_bytes)
 
@@ -136,7 +136,7 @@ class TokenTexts:
         self._file, self._seconds = file, seconds
         self._worker: _Worker | None = None
         self._failed = ""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _worker, _failed
 
     def pieces(self, ids: Ids) -> list[str]:
         """Return the text of each token; without tokens, only open the tokenizer.

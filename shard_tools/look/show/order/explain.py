@@ -128,7 +128,7 @@ def _chunk(run: PlannedRun, plan: Plan, place: RowPlace, one: Described) -> str:
             f"than {window:,} places, so that neighbors of the shard do not come together."
         )
     elif not plan.settings.shuffle:
-        said += " Chunks follow each other as they are stored."
+        said += " Chunks follow each other in storage order."
     return said
 
 

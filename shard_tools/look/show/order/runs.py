@@ -163,12 +163,12 @@ class ShownRuns:
                     "give that of your run, and its seed."
                 )
             if self.state is not None:
-                notes.append("This is a new run: the saved state is left aside.")
+                notes.append("This is a new run: the saved state is not used.")
             return notes
         was, row = self.state.batch_sizes, run.steps.row_of(self.state.epoch, self.state.samples_seen)
         if was is not None and not was.goes_on_as(sizes, row):
             notes.append(
-                f"The saved state goes on with batches of {was.at(row):,} rows from row {row:,} on; here they have "
+                f"The saved state continues with batches of {was.at(row):,} rows from row {row:,} on; here they have "
                 f"{sizes.at(row):,} from there, as the address says."
             )
         return notes
