@@ -15,7 +15,7 @@ from streaming.common.arguments import counted, default_memory_limit, format_byt
 _DEFAULT_THREADS = 4
 """Decoding threads, unless there are fewer cores."""
 _LEAST_BESIDE_BYTES = 1 << 30
-"""Memory beside what a loader buffers: Python, torch and a small model."""
+"""Memory in addition to a loader's buffers: Python, torch and a small model."""
 _LEAST_SHM_BYTES = 512 << 20
 """Docker's default is 64 MiB."""
 _LEAST_DESCRIPTORS = 1024

@@ -144,7 +144,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Which rank reads what in one epoch.
+    """Report on which rank reads what in one epoch.
 
     Attributes:
         num_shards: Shards of the dataset.

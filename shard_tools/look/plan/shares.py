@@ -159,7 +159,7 @@ def _targets(forecast: Forecast, names: Sequence[str], rows: Sequence[int]) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """What some ranks read of each source, and the most memory that one of them holds for it."""
+    """Reads of some ranks by source, and the most memory that one of them holds for each source."""
 
     num_requests: list[float]
     read_bytes: list[float]

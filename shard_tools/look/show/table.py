@@ -9,7 +9,7 @@ from shard_tools.look.show.order import pages as order
 from shard_tools.look.show.run import page as run
 
 OF_A_SAMPLE = (PagePart(name="steps", template="coming.html", answer=order.coming_part),)
-"""Parts of a sample's page beside the stored data."""
+"""Parts of a sample's page in addition to the stored data."""
 
 PAGES: tuple[Page, ...] = (
     Page(path="/", title="Samples", template="gallery.html", answer=gallery.gallery, asks=gallery.ASKS, in_file=always),

@@ -83,7 +83,7 @@ class MergeReport(Report):
 
     @property
     def worst(self) -> tuple[int, str, int] | None:
-        """The rank and cause of the most waiting, and the number of steps; None without steps."""
+        """The rank and cause with the longest total wait, and the number of its steps; None without steps."""
         found = {(step.rank, step.cause): 0.0 for step in self.steps}
         for step in self.steps:
             found[step.rank, step.cause] += step.seconds

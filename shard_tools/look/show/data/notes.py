@@ -24,7 +24,7 @@ _BESIDE = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """How the tokens of a set are stored, and how they turn into text.
+    """Storage format of a set's tokens, and the tokenizer that turns them into text.
 
     Attributes:
         field: The field that holds them.

@@ -43,7 +43,7 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBefore:
-    """What a run has drawn from each source before a row.
+    """Samples drawn from each source of a run before a row.
 
     Attributes:
         samples: Number of samples, by the name of the leaf.

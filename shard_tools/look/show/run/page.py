@@ -37,7 +37,7 @@ class Slice(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBar(Report):
-    """How the training thread's time was spent, over some seconds or all."""
+    """Division of the training thread's time by cause, over some seconds or the whole run."""
 
     name: str
     steps: int
