@@ -1,6 +1,6 @@
 """Run the calls of long verbs: on threads of this process, or by an executor, such as one on a Ray cluster.
 
-The interface is the standard ``concurrent.futures.Executor``: a library function that is given one runs its calls
+The interface is the standard ``concurrent.futures.Executor``: a library function that receives one runs its calls
 there. The resulting bytes are the same either way.
 """
 
@@ -26,7 +26,7 @@ ENGINES = ("local", "ray")
 DEFAULT_WORKERS = {"local": 8, "ray": 64}
 """Concurrent calls: threads of this machine; on Ray the number of CPUs, but at most this number."""
 DEFAULT_MEMORY = "1GiB"
-"""Of verbs that bring samples, or keys, into another order."""
+"""Concurrent calls of verbs that reorder samples or keys."""
 _RUN_ITEMS, _RUN_BYTES = 64, 1 << 20
 _AHEAD_BYTES = 128 << 20
 _T = TypeVar("_T")
@@ -37,37 +37,37 @@ def open_engine(name: str, workers: int | None) -> AbstractContextManager[Execut
     """Open the executor of this name, for ``with``; None for ``"local"``: threads and processes of this machine.
 
     Raises:
-        ConfigError: Its package is missing.
+        ConfigError: The package of the executor is missing.
     """
     return _open_ray(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
 
 
 @contextmanager
 def _open_ray(workers: int) -> Iterator[Executor]:
-    """Open it; what Ray prints meanwhile, such as that a node died, is no part of a report on standard output."""
+    """Open it; keep Ray's own output, such as a message that a node died, out of the report on standard output."""
     with redirect_stdout(sys.stderr), RayExecutor(workers) as executor:
         yield executor
 
 
 Shared = Sequence[tuple["Storage", str]]
-"""Files, each with its store, that calls elsewhere must see as this process does."""
+"""Files with their stores, which calls on other machines must see as this process does."""
 
 
 def ordered(
     executor: Executor, function: Callable[[_T], _R], items: Iterable[_T], ahead: int, *, shared: Shared = ()
 ) -> Generator[_R, None, None]:
-    """Map ``items`` in order, with at most ``ahead`` of them in progress or ready.
+    """Map ``items`` in order, with at most ``ahead`` items in progress or ready.
 
     Args:
-        executor: Where the calls run.
-        function: What is called.
+        executor: Executor of the calls.
+        function: Function to call.
         items: The items.
-        ahead: See above.
-        shared: Files that are looked for before each call, if they are local and exist: a disk of another machine would
-            look empty.
+        ahead: Maximum number of items in progress or ready.
+        shared: Files to check before each call, if they are local and exist, because another machine's disk would look
+            empty.
 
     Raises:
-        ConfigError: A call does not see one of them.
+        ConfigError: A call does not see one of the files.
     """
     there = tuple((storage, url) for storage, url in shared if scheme_of(url) == "file" and storage.exists(url))
     yield from in_order(executor, _Seeing(function, there) if there else function, items, ahead)
@@ -76,15 +76,15 @@ def ordered(
 def map_sized(
     function: Callable[[_T], _R], items: Sequence[_T], size_of: Callable[[_T], int], num_threads: int
 ) -> Generator[_R, None, None]:
-    """Map ``items`` like ``map_threads``; small ones are handed to threads in runs, which saves time.
+    """Map ``items`` like ``map_threads``; small items are passed to threads in runs, which saves time.
 
     Memory: results of up to ``_AHEAD_BYTES`` wait for the consumer, or one if it is larger.
 
     Args:
         function: The function.
         items: The items.
-        size_of: Tells how many bytes the result of an item will have.
-        num_threads: Number of threads; with 1, the consumer's own.
+        size_of: Returns the number of bytes of an item's result.
+        num_threads: Number of threads; with 1, the consumer's thread is used.
     """
     if num_threads <= 1:
         yield from map_threads(function, items, num_threads)
@@ -105,7 +105,7 @@ def map_sized(
 
 
 def _runs(items: Sequence[_T], size_of: Callable[[_T], int]) -> Generator[tuple[list[_T], int], None, None]:
-    """Yield items in runs, with their bytes."""
+    """Yield items in runs, with their total bytes."""
     run: list[_T] = []
     num_bytes = 0
     for item in items:
@@ -124,8 +124,8 @@ def _each(function: Callable[[_T], _R], run: tuple[list[_T], int]) -> tuple[list
     done: list[_R] = []
     try:
         for item in run[0]:
-            done.append(function(item))  # noqa: PERF401  what is done is kept when a later one fails
-    except Exception as error:  # noqa: BLE001  the consumer gets it, after the results
+            done.append(function(item))  # noqa: PERF401  results are kept when a later call fails
+    except Exception as error:  # noqa: BLE001  raised in the consumer, after the results
         return done, error
     return done, None
 
@@ -135,9 +135,9 @@ class Calls:
     """Make the calls of a verb: on threads of this process, or by an executor, such as one on a Ray cluster.
 
     Attributes:
-        workers: Calls in progress.
-        executor: Where they run; None: on threads.
-        progress: What calls report to.
+        workers: Number of calls in progress.
+        executor: Executor of the calls; None: threads.
+        progress: Receives the progress of the calls.
     """
 
     workers: int
@@ -149,17 +149,17 @@ class Calls:
     ) -> Generator[_R, None, None]:
         """Map ``items`` in order, at most ``2 * workers`` ahead of the consumer.
 
-        An executor may pickle calls and repeat one that was lost: ``call`` must be a function of a module, or a
-        ``partial`` of one, its results small, and a second run of it harmless. What it reports elsewhere arrives with
+        An executor may pickle calls and repeat a lost one: ``call`` must be a function of a module, or a ``partial`` of
+        one, its results small, and a second run of it harmless. With an executor, the progress of a call arrives with
         its result.
 
         Args:
             call: Called with an item and a progress.
             items: The items.
-            shared: Files that calls elsewhere must see; as for :func:`ordered`.
+            shared: Files that calls on other machines must see, as for :func:`ordered`.
 
         Raises:
-            ConfigError: A call does not see one of them.
+            ConfigError: A call does not see one of the files.
         """
         if self.executor is None:
             yield from map_threads(lambda item: call(item, self.progress), items, self.workers)
@@ -173,23 +173,23 @@ class Calls:
 
 @dataclass(slots=True)
 class _Tally:
-    """Add up what one call reports."""
+    """Sum up the progress of one call."""
 
     num_bytes: int = 0
     num: int = 0
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
-        """Do nothing: the whole is known here."""
+        """Do nothing: the total is known here."""
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Count."""
+        """Count bytes and items."""
         self.num_bytes += num_bytes
         self.num += num
 
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A call whose report comes back with its result."""
+    """A call on another machine, whose progress comes back with its result."""
 
     call: Callable[[Any, Progress], Any]
 
@@ -201,7 +201,7 @@ class _Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """A call that is refused where files are not seen."""
+    """A call that fails where the shared files are not visible."""
 
     function: Callable[[Any], Any]
     shared: tuple[tuple[Storage, str], ...]

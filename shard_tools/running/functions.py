@@ -1,4 +1,4 @@
-"""Find users' functions by name, tell two of them apart (by source text, or else by bytecode), and send them."""
+"""Import users' functions by name, identify them (by source text, or else by bytecode), and pickle them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from streaming import errors
 from streaming.common.platforms import working_folder
 from streaming.errors import ConfigError
 
-_SHOWN = 16  # hex digits
+_SHOWN = 16  # number of hex digits
 _MAIN_OF_A_CHILD = "__mp_main__"
 _FAILED = "_shard_tools_failed"
 _OURS = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(errors.__file__) + os.sep)
 
 
 def imported(spec: str, option: str) -> Callable[..., Any]:
-    """Import the function that ``module:function`` names, from where Python looks and then from the current folder.
+    """Import the function that ``module:function`` names, from Python's path or else from the current folder.
 
     Args:
         spec: The name.
-        option: What it was given to, for errors.
+        option: The option that names it, for errors.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such function.
     """
     module, colon, name = spec.partition(":")
     if not colon or not module or not name:
@@ -69,11 +69,11 @@ def source_digest(function: Any) -> str:
 
 
 def identity_of(function: Any) -> str:
-    """Describe a function so that another one, or the same one edited, is described differently.
+    """Describe a function so that other functions, and edited versions, have different descriptions.
 
-    That is its name, a digest of its source text (or bytecode, where there is no text) and one of the values that it
-    carries: defaults, closure, arguments of ``functools.partial``, attributes of an object. What it calls, and values
-    that cannot be compared, are not in it.
+    The description consists of its name, a digest of its source text (or bytecode, without source) and one of the
+    values that it carries: defaults, closure, arguments of ``functools.partial``, attributes of an object. It does not
+    cover functions that it calls, nor values that cannot be compared.
     """
     carried: list[object] = []
     while isinstance(function, (functools.partial, MethodType)):
@@ -91,18 +91,18 @@ def identity_of(function: Any) -> str:
     carried += [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
     text = source_digest(function)
     if text:
-        told = f"source text {text[:_SHOWN]}"
+        basis = f"source text {text[:_SHOWN]}"
     elif (code := getattr(function, "__code__", None)) is not None:
-        told = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]} {digest_of(_code_parts(code))}"
+        basis = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]} {digest_of(_code_parts(code))}"
     else:
-        told = f"of module {getattr(function, '__module__', None)}"
-    return f"{function.__qualname__} ({told}, values {digest_of(carried)})"
+        basis = f"of module {getattr(function, '__module__', None)}"
+    return f"{function.__qualname__} ({basis}, values {digest_of(carried)})"
 
 
 def digest_of(value: object) -> str:
     """Return hex digits that are the same for equal values of plain types, in every process.
 
-    Values of other types count by the names of their types.
+    Values of other types are represented by the names of their types.
     """
     sha = hashlib.sha256()
     for piece in _pieces(value, set()):
@@ -111,32 +111,32 @@ def digest_of(value: object) -> str:
 
 
 def dumps(thing: Any, what: str = "it") -> bytes:
-    """Pickle for a process that does not have the main script.
+    """Pickle an object for a process that does not import the main script.
 
     Args:
-        thing: What is sent.
+        thing: The object.
         what: Its name, for the error.
 
     Raises:
         ConfigError: It cannot be pickled.
     """
     main = sys.modules.get(_MAIN_OF_A_CHILD)
-    if main is not None and main.__name__ == _MAIN_OF_A_CHILD:  # elsewhere it is another name of __main__
+    if main is not None and main.__name__ == _MAIN_OF_A_CHILD:  # in the parent it is another name of __main__
         cloudpickle.register_pickle_by_value(main)
     out = io.BytesIO()
     try:
         cloudpickle.Pickler(out, protocol=5).dump(thing)
-    except Exception as error:  # of anybody's __reduce__
+    except Exception as error:  # a user's __reduce__ may raise anything
         raise ConfigError(f"{what} cannot be sent to worker processes: {type(error).__name__}: {error}") from error
     return out.getvalue()
 
 
 def blame(error: BaseException, failed: str, cure: str = "") -> None:
-    """Note which call of a user's function raised an error; commands then show it in words, as no error of their own.
+    """Note which call of a user's function raised an error; commands then show the error without our traceback.
 
     Args:
-        error: What the function raised.
-        failed: What failed on what.
+        error: The exception that the function raised.
+        failed: The call that failed, and its input.
         cure: What helps.
     """
     error.add_note(f"{failed}; {cure}" if cure else failed)
@@ -144,24 +144,24 @@ def blame(error: BaseException, failed: str, cure: str = "") -> None:
 
 
 def blamed(error: BaseException) -> str:
-    """Return which call of a user's function raised an error; "" if that is not known."""
+    """Return which call of a user's function raised an error; "" if unknown."""
     return str(vars(error).get(_FAILED, ""))
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error without the frames of ours that led to the user's, if there are any of these."""
+    """Return the traceback of an error without our frames above the user's, if it has user's frames."""
     shown: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
-    told = shown
+    outermost = shown
     while shown is not None:
         users = [*itertools.dropwhile(lambda frame: frame.filename.startswith(_OURS), shown.stack)]
         if users:
             shown.stack = traceback.StackSummary.from_list(users)
         shown = shown.__cause__ or shown.__context__
-    return "".join(told.format()) if told else ""
+    return "".join(outermost.format()) if outermost else ""
 
 
 def why_not_sent(function: Any) -> str:
-    """Name what a function refers to and cannot be pickled; "" if that is none of its variables."""
+    """Name a variable of a function that cannot be pickled; "" if all its variables can."""
     while isinstance(function, functools.partial):
         function = function.func
     try:
@@ -176,7 +176,7 @@ def _first_that_fails(named: Mapping[str, object], what: str) -> str:
     for name, value in named.items():
         try:
             cloudpickle.dumps(value)
-        except Exception as error:  # noqa: BLE001  of anybody's __reduce__
+        except Exception as error:  # noqa: BLE001  a user's __reduce__ may raise anything
             return f"{what} {name!r}, of type {type(value).__qualname__} ({error})"
     return ""
 
@@ -194,7 +194,7 @@ def _code_parts(code: CodeType) -> tuple[object, ...]:
 
 
 def _pieces(value: Any, inside: set[int]) -> Iterable[bytes]:  # noqa: C901, PLR0911  one per kind
-    """Yield bytes that no other value gives; ``inside`` are the containers around it."""
+    """Yield bytes that identify the value uniquely; ``inside`` are the containers around it."""
     if value is None or isinstance(value, (bool, int, complex)):
         return _named(type(value).__name__, repr(value).encode())
     if isinstance(value, float):
@@ -209,8 +209,8 @@ def _pieces(value: Any, inside: set[int]) -> Iterable[bytes]:  # noqa: C901, PLR
         array = np.asarray(value)
         return _named(f"array {array.dtype.str} {array.shape}", array.tobytes())
     if isinstance(value, FunctionType):
-        told = "" if id(value.__code__) in inside else source_digest(value) or value.__qualname__
-        return _named("function", told.encode())
+        text = "" if id(value.__code__) in inside else source_digest(value) or value.__qualname__
+        return _named("function", text.encode())
     if id(value) in inside:
         return _named("again", b"")
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Run a work over the parts of its inputs, here or by an executor; hand out what it makes in the order of inputs.
+"""Run a work over the parts of its inputs, here or by an executor, and yield the results in the order of inputs.
 
-How inputs are cut into parts depends on how long they take, and the results never depend on it.
+The size of parts depends on how long inputs take; the results never depend on it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _HERE_INPUTS = 64
 _FAR_S, _FAR_BYTES = (
     2.0,
     8 << 20,
-)  # of a call elsewhere, which costs some milliseconds
+)  # per call by an executor, which costs some milliseconds
 
 
 class Item(NamedTuple):
-    """One result: something small that can be pickled, and the bytes that belong to it.
+    """One result: a small picklable value, and the bytes that belong to it.
 
-    The bytes are valid until the next item is asked for.
+    The bytes are valid until the next item is requested.
     """
 
     meta: Any
@@ -35,56 +35,56 @@ class Item(NamedTuple):
 
 
 class Work(Protocol):
-    """What runs in a process, for a part of the inputs. It must give the same items whenever it is called again."""
+    """The function that processes run on a part of the inputs. Repeated calls must give the same items."""
 
     def __call__(
         self, start: int, part: Any, *, skip: int, avoid: frozenset[int], note: Callable[[int], None]
     ) -> Iterator[Item]:
-        """Yield the items of a part: at least one for each input.
+        """Yield the items of a part: at least one per input.
 
         Args:
-            start: Number of its first input.
+            start: Number of the part's first input.
             part: The inputs, as the parent described them.
-            skip: So many items are not wanted.
-            avoid: Inputs that have killed processes: each gives an item that says so.
-            note: To be called with the number of each input before it is worked on.
+            skip: Number of items to leave out at the beginning.
+            avoid: Inputs that killed processes: each must give an item that reports this.
+            note: Called with the number of each input before work on it begins.
         """
 
 
 class Pace:
-    """Choose how many inputs make a part, by what earlier ones took. Results do not depend on it."""
+    """Choose the number of inputs per part from the duration of earlier parts. Results do not depend on it."""
 
     def __init__(self, part_s: float, part_bytes: int, part_inputs: int = _PART_INPUTS) -> None:
         self._part_s, self._part_bytes, self._part_inputs, self._size = part_s, part_bytes, part_inputs, 1
 
     @property
     def size(self) -> int:
-        """Inputs of the next part."""
+        """Number of inputs of the next part."""
         return self._size
 
     def note(self, num_inputs: int, seconds: float, num_bytes: int) -> None:
-        """Learn from a part; it grows by at most four times at once."""
+        """Adjust the size to the duration of a part; it grows by at most a factor of four at once."""
         by_time = num_inputs * self._part_s / max(seconds, 1e-9)
         by_bytes = num_inputs * self._part_bytes / max(num_bytes, 1)
         self._size = max(1, min(int(by_time), int(by_bytes), 4 * num_inputs, self._part_inputs))
 
 
 class Runner(Protocol):
-    """Where a work runs."""
+    """An environment that runs a work."""
 
     def items(
         self, part: Callable[[int, int], Any], start: int, stop: int, skip: int = 0
     ) -> Generator[Item, None, None]:
-        """Yield the items of inputs ``start`` to ``stop``, in order; of the first input without ``skip`` items.
+        """Yield the items of inputs ``start`` to ``stop``, in order, leaving out ``skip`` items of the first input.
 
         Args:
-            part: Describes the inputs from one number to another for the work.
+            part: Describes a range of inputs for the work.
             start: The first input.
             stop: The end of the inputs.
-            skip: See above.
+            skip: Number of items of the first input to leave out.
 
         Raises:
-            Exception: Whatever the work raised, when all items before are handed out.
+            Exception: Any exception of the work, after all items before it were yielded.
         """
 
 
@@ -105,13 +105,13 @@ class HereRunner:
 
 
 class ExecutorRunner:
-    """Run the work by an executor that repeats a call whose process dies, such as that of a Ray cluster.
+    """Run the work by an executor that repeats a call whose process dies, such as an executor of a Ray cluster.
 
     Args:
         work: The work.
         executor: The executor.
-        ahead: Calls in progress or ready.
-        shared: Files that calls must see; as for :func:`~shard_tools.running.engine.ordered`.
+        ahead: Number of calls in progress or ready.
+        shared: Files that calls must see, as for :func:`~shard_tools.running.engine.ordered`.
     """
 
     def __init__(self, work: Work, executor: Executor, ahead: int, shared: Shared = ()) -> None:
@@ -123,7 +123,7 @@ class ExecutorRunner:
     def items(
         self, part: Callable[[int, int], Any], start: int, stop: int, skip: int = 0
     ) -> Generator[Item, None, None]:
-        """Yield the items. Where a call did not survive, its inputs are tried one by one, to find the one at fault."""
+        """Yield the items. If a call did not survive, its inputs are tried one by one to find the cause."""
         while start < stop:
             calls: deque[tuple[int, int]] = deque()
             given = self._calls(part, start, stop, skip, calls)

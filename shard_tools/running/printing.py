@@ -1,4 +1,4 @@
-"""Print what the reports of several verbs have in common: tables, findings, what an earlier run had done.
+"""Print the common elements of reports: tables, findings, and the work of an earlier run.
 
 A verb prints its own report, beside the report's class.
 """
@@ -14,7 +14,7 @@ from shard_tools.running.report import Finding, plain
 from streaming.common.arguments import counted, format_bytes
 
 SHOWN_FINDINGS = 20
-"""Of one kind; ``--json`` lists all."""
+"""Findings shown per kind; ``--json`` lists all."""
 
 
 def rate(num_bytes: int, seconds: float) -> str:
@@ -23,16 +23,16 @@ def rate(num_bytes: int, seconds: float) -> str:
 
 
 def show_earlier(num_resumed: int, *, was_complete: bool, changed: Sequence[str] = (), what: str = "sample") -> None:
-    """Say what an earlier run had done, and what of it was made again."""
+    """Print how much an earlier run had done, and the part of it that was redone."""
     if changed:
         click.echo(
-            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; what was made "
-            "of them, and all that follows, is made again"
+            f"changed since an earlier run: {counted(len(changed), 'input')}, first {plain(changed[0])}; their "
+            "output, and all that follows, is written again"
         )
     if was_complete:
-        click.echo("Complete already; nothing written.")
+        click.echo("Already complete; nothing written.")
     elif num_resumed:
-        click.echo(f"went on after {counted(num_resumed, what)} of an earlier run")
+        click.echo(f"continued after {counted(num_resumed, what)} of an earlier run")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -48,13 +48,13 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def show_passed_over(num_files: int, first: Sequence[str]) -> None:
-    """Print how many files belong to no sample, and some of them, if there are any."""
+    """Print the number of files that belong to no sample, and some of them, if there are any."""
     if num_files:
-        click.echo(f"passed over: {counted(num_files, 'file')} of no sample, first {plain(', '.join(first))}", err=True)
+        click.echo(f"skipped: {counted(num_files, 'file')} of no sample, first {plain(', '.join(first))}", err=True)
 
 
 def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows below their heads, in columns as wide as they need."""
+    """Print rows below their heads, in columns of the width that they need."""
     if not rows:
         return
     shown = [heads, *([plain(cell) for cell in row] for row in rows)]

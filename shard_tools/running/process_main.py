@@ -1,6 +1,15 @@
-"""Be a worker process: call the work for one part after another until the parent is gone.
+"""Run a worker process: call the work for each part that the parent sends, until the parent is gone.
 
-``main`` is the whole program of a process of ``ProcessRunner``; one of ``ProcessExecutor`` begins with ``serve_calls``.
+``main`` is the whole program of a process of ``ProcessRunner``; a process of ``ProcessExecutor`` begins with
+``serve_calls``.
+
+The life of a worker of ``ProcessRunner``:
+
+1. The parent sends the pickled work. The worker loads it and answers READY, or BROKEN with the error.
+2. The parent sends parts as TASK. The worker takes them in order, copies the bytes of their items into its ring, and
+   sends the items' places as ITEMS, then END, or ERROR with the exception.
+3. The parent sends FREE when it no longer reads the oldest regions of the ring; a full ring makes the worker wait.
+4. The parent closes the channel. The worker exits at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -21,12 +30,12 @@ from typing import Any
 from shard_tools.running.functions import traceback_of
 from streaming.errors import WorkerError
 
-WORK, TASK, FREE = "work", "task", "free"  # from the parent
-READY, ITEMS, END, ERROR, BROKEN = "ready", "items", "end", "error", "broken"  # to it
+WORK, TASK, FREE = "work", "task", "free"  # messages from the parent
+READY, ITEMS, END, ERROR, BROKEN = "ready", "items", "end", "error", "broken"  # messages to the parent
 _PIECE_BYTES, _PIECE_ITEMS, _PIECE_S = 1 << 20, 1024, 0.2
-_MAX_BUFFERS = 512  # of one call that writes several; the system takes 1,024
+_MAX_BUFFERS = 512  # most buffers per pwritev call; the system accepts 1,024
 importing = False
-"""Whether this process is a worker that is just importing what its work needs."""
+"""Whether this process is a worker that is importing the modules of its work."""
 
 
 def main(numbers: tuple[int, int, int, int]) -> None:
@@ -35,18 +44,18 @@ def main(numbers: tuple[int, int, int, int]) -> None:
     Args:
         numbers: File descriptors of the channel, of the memory for results, and of the place; size of the memory.
     """
-    global importing  # noqa: PLW0603  asked by whoever would start workers
+    global importing  # noqa: PLW0603  read by code that would start workers
     channel_fd, ring_fd, place_fd, ring_bytes = numbers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     channel = Connection(channel_fd)
     place = mmap(place_fd, PAGESIZE)
-    _, body = pickle.loads(channel.recv_bytes())  # noqa: S301  our parent's
+    _, body = pickle.loads(channel.recv_bytes())  # noqa: S301  from our parent
     importing = True
     try:
-        work = pickle.loads(body)  # noqa: S301  our parent's
-    except BaseException as error:  # noqa: BLE001  of anybody's modules; the parent raises it
-        told = f"a worker process cannot load the function: {type(error).__name__}: {error}"
-        channel.send_bytes(pickle.dumps((BROKEN, dump_error(error, told))))
+        work = pickle.loads(body)  # noqa: S301  from our parent
+    except BaseException as error:  # noqa: BLE001  from users' modules; raised in the parent
+        message = f"a worker process cannot load the function: {type(error).__name__}: {error}"
+        channel.send_bytes(pickle.dumps((BROKEN, dump_error(error, message))))
         return
     importing = False
     parent = _Parent(channel, Ring(ring_fd, ring_bytes))
@@ -60,23 +69,23 @@ def main(numbers: tuple[int, int, int, int]) -> None:
         number, start, part, skip, avoid = parent.next_task()
         begun_s = time.perf_counter()
         try:
-            items = work(start, pickle.loads(part), skip=skip, avoid=avoid, note=note)  # noqa: S301  our parent's
+            items = work(start, pickle.loads(part), skip=skip, avoid=avoid, note=note)  # noqa: S301  from our parent
             parent.send_items(number, items)
-        except BaseException as error:  # noqa: BLE001  the consumer gets it
+        except BaseException as error:  # noqa: BLE001  raised in the consumer
             parent.send((ERROR, number, dump_error(error)))
         else:
             parent.send((END, number, time.perf_counter() - begun_s))
 
 
 def serve_calls() -> None:
-    """Prepare a process for the calls of others: it leaves Ctrl-C to its parent, and ends when that has ended."""
+    """Prepare a process for calls: it leaves Ctrl-C to its parent, and ends when its parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per processor, one thread per process
     threading.Thread(target=_end_with_parent, daemon=True, name="shard_tools-parent").start()
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of the parent process: its queue would stay open, with nobody to fill it."""
+    """Wait for the end of the parent process; without this the process would wait on its queue forever."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -84,17 +93,17 @@ def _end_with_parent() -> None:
 
 
 class Ring:
-    """Memory shared with the parent, filled in a circle: it is freed in the order in which it is filled.
+    """Memory shared with the parent, filled in a circle and freed in the order in which it is filled.
 
     Args:
-        fd: The file.
-        num_bytes: Its size; a result that is larger enlarges it, when it is empty.
+        fd: The file of the memory.
+        num_bytes: Its size; a larger result enlarges it while it is empty.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._fd, self._num_bytes = fd, num_bytes
         self._regions: deque[tuple[int, int]] = deque()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards _regions, _num_bytes
         os.ftruncate(fd, num_bytes)
 
     def free(self, count: int) -> None:
@@ -102,16 +111,16 @@ class Ring:
         with self._changed:
             for _ in range(count):
                 self._regions.popleft()
-            self._changed.notify()  # the regions left are those that the parent may still read
+            self._changed.notify()  # the remaining regions are those that the parent may still read
 
     def has_room(self, size: int) -> bool:
-        """Tell whether so many bytes could be put without waiting."""
+        """Return whether ``size`` bytes fit without waiting."""
         with self._changed:
-            # More may be free at once: only this thread fills.
+            # The answer stays valid: only this thread fills the ring, and others only free.
             return self._room(size) >= 0
 
     def put(self, buffers: Sequence[Any], size: int) -> int:
-        """Copy buffers, ``size`` bytes together, into one region, waiting for room; return where it begins."""
+        """Copy buffers of ``size`` bytes in total into one region, waiting for room; return its offset."""
         offset = self._region(size)
         at = offset
         for first in range(0, len(buffers), _MAX_BUFFERS):
@@ -137,7 +146,7 @@ class Ring:
             return offset
 
     def _room(self, size: int) -> int:
-        """Return where so many bytes are free; -1: nowhere."""
+        """Return the offset of ``size`` free bytes; -1: there are none."""
         if not self._regions:
             if size > self._num_bytes:
                 self._num_bytes = -(-size // PAGESIZE) * PAGESIZE
@@ -145,7 +154,7 @@ class Ring:
             return 0
         first, (last, last_size) = self._regions[0][0], self._regions[-1]
         end = last + last_size
-        if last >= first:  # not gone around, or all regions are empty
+        if last >= first:  # not wrapped around, or all regions are empty
             if end + size <= self._num_bytes:
                 return end
             return 0 if size < first else -1
@@ -153,18 +162,18 @@ class Ring:
 
 
 class _Parent:
-    """The connection to the parent: a thread listens, the main thread tells."""
+    """The connection to the parent: one thread receives, the main thread sends."""
 
     def __init__(self, channel: Connection, ring: Ring) -> None:
         self._channel, self._ring = channel, ring
         self._tasks: deque[tuple[Any, ...]] = deque()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards _tasks
 
     def listen(self) -> None:
-        """Take what the parent says; end this process when it is gone."""
+        """Receive messages of the parent; end this process when the parent is gone."""
         while True:
             try:
-                kind, *content = pickle.loads(self._channel.recv_bytes())  # noqa: S301  our parent's
+                kind, *content = pickle.loads(self._channel.recv_bytes())  # noqa: S301  from our parent
             except (EOFError, OSError):
                 os._exit(1)
             if kind == FREE:
@@ -172,7 +181,7 @@ class _Parent:
                 continue
             with self._changed:
                 self._tasks.append(tuple(content))
-                self._changed.notify()  # a task waits only while the main thread has others
+                self._changed.notify()  # a task waits only while the main thread works on others
 
     def next_task(self) -> tuple[Any, ...]:
         """Wait for a task."""
@@ -182,14 +191,14 @@ class _Parent:
             return self._tasks.popleft()  # each task is taken once
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Tell the parent."""
+        """Send a message to the parent."""
         try:
             self._channel.send_bytes(pickle.dumps(message))
-        except OSError:  # it is gone
+        except OSError:  # the parent is gone
             os._exit(1)
 
     def send_items(self, number: int, items: Iterable[tuple[Any, Sequence[Any]]]) -> None:
-        """Pass on the items of a task, in pieces."""
+        """Send the items of a task, in pieces."""
         piece: list[tuple[Any, int, list[int]]] = []
         num_bytes, since_s = 0, time.monotonic()
         try:
@@ -198,7 +207,7 @@ class _Parent:
                 size = sum(sizes)
                 late = piece and time.monotonic() - since_s > _PIECE_S
                 if late or num_bytes >= _PIECE_BYTES or len(piece) >= _PIECE_ITEMS or not self._ring.has_room(size):
-                    # What waits for room must not hold back what would make room.
+                    # Send the piece before waiting for room, since the parent frees room only after receiving it.
                     self.send((ITEMS, number, piece))
                     piece, num_bytes, since_s = [], 0, time.monotonic()
                 piece.append((meta, self._ring.put(buffers, size), sizes))
@@ -208,18 +217,18 @@ class _Parent:
                 self.send((ITEMS, number, piece))
 
 
-def dump_error(error: BaseException, told: str = "") -> bytes:
-    """Pickle an exception with its traceback as a note; one that cannot be, as a ``WorkerError`` that says the same."""
+def dump_error(error: BaseException, message: str = "") -> bytes:
+    """Pickle an exception with its traceback as a note, or a ``WorkerError`` with its message if that fails."""
     text = traceback_of(error)
-    if not told:
+    if not message:
         try:
             error.add_note(f"In the worker process:\n{text}")
             body = pickle.dumps(error)
-            pickle.loads(body)  # noqa: S301  our own: it may need arguments that are not there
-        except Exception:  # noqa: BLE001  of anybody's __reduce__
-            told = f"{type(error).__name__}: {error}"
+            pickle.loads(body)  # noqa: S301  our own; fails if its class needs other arguments
+        except Exception:  # noqa: BLE001  a user's __reduce__ may raise anything
+            message = f"{type(error).__name__}: {error}"
         else:
             return body
-    failed = WorkerError(told)
+    failed = WorkerError(message)
     failed.add_note(f"In the worker process:\n{text}")
     return pickle.dumps(failed)

@@ -1,9 +1,9 @@
 """Run a long work in processes of this machine: single calls of our own functions, or the parts of a user's work.
 
-``ProcessExecutor`` makes calls. ``ProcessRunner`` hands out what the parts make in the order of their inputs: the
-caller's function runs in interpreters of their own that never import the main script; what is defined there is sent by
-value. Contents come through shared memory, everything else through a socket. A process that dies is replaced, and goes
-on where it stood; what kills two processes is told.
+``ProcessExecutor`` makes calls. ``ProcessRunner`` yields the results of parts in the order of their inputs: the
+caller's function runs in separate interpreters that never import the main script; definitions of the main script are
+sent by value. Contents come through shared memory, everything else through a socket. A process that dies is replaced,
+and its replacement continues where it stopped; an input that kills two processes is reported.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from streaming.errors import ConfigError, WorkerError
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 _MIN_RING_BYTES = 8 << 20
-_PART_S, _PART_BYTES = 0.1, 4 << 20  # a part's time, and its result
-_AHEAD = 64  # parts of one process whose results may wait for those of another
-_TASKS = 2  # of a process at once, so that it does not wait for the next one
-_DEATHS = 2  # of processes at one input before it is taken for the cause
+_PART_S, _PART_BYTES = 0.1, 4 << 20  # target time and result size of a part
+_AHEAD = 64  # finished parts of one process that may wait for another process
+_TASKS = 2  # per process at once, so that it need not wait for the next
+_DEATHS = 2  # deaths at one input before it is blamed
 _END_S = 2.0
-_STDERR = 2  # where processes print: standard output is for results
+_STDERR = 2  # processes print here: standard output is for results
 _START = "import sys; sys.path[:] = {path!r}; from shard_tools.running.process_main import main; main({numbers!r})"
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A part of the inputs, in progress or waiting to be handed out."""
+    """A part of the inputs, in progress or waiting to be yielded."""
 
     number: int
     start: int
     num_inputs: int
     body: bytes
     skip: int
-    num_items: int = 0  # received so far
+    num_items: int = 0  # number received so far
     num_bytes: int = 0
     pieces: deque[tuple[_Process, list[tuple[Any, int, list[int]]]]] = field(default_factory=deque)
     error: BaseException | None = None
@@ -61,7 +61,7 @@ class _Task:
 
 
 class _File:
-    """An open file that is closed when nobody uses it any more."""
+    """An open file that is closed when nothing uses it any more."""
 
     def __init__(self, name: str) -> None:
         self.fd = unnamed_file(name)
@@ -82,7 +82,7 @@ class _Process:
     open: bool = True
 
     def view(self, end: int) -> memoryview:
-        """Return its shared memory, of at least so many bytes."""
+        """Return its shared memory, at least ``end`` bytes of it."""
         if self.memory is None or len(self.memory) < end:
             self.memory = mmap.mmap(self.ring.fd, os.fstat(self.ring.fd).st_size, prot=mmap.PROT_READ)
         return memoryview(self.memory)
@@ -96,23 +96,23 @@ class ProcessExecutor(ProcessPoolExecutor):
     """Run calls in processes of this machine, each started when it is first needed.
 
     They are spawned rather than forked, since this process has threads. They leave Ctrl-C to this process, and end when
-    it ends, however it does.
+    this process ends for any reason.
 
     Args:
         num_processes: Number of processes.
     """
 
     def __init__(self, num_processes: int) -> None:
-        working_folder()  # multiprocessing asks for it
+        working_folder()  # multiprocessing needs it
         super().__init__(num_processes, mp_context=get_context("spawn"), initializer=process_main.serve_calls)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """End the processes: when they have done their calls, or after an error or Ctrl-C at once.
+        """End the processes: after their calls, or immediately after an error or Ctrl-C.
 
         Raises:
-            WorkerError: One of them had died.
+            WorkerError: A process had died.
         """
         if error is not None:
             for process in [*(self._processes or {}).values()]:
@@ -127,32 +127,33 @@ class ProcessExecutor(ProcessPoolExecutor):
 
 
 class ProcessRunner:
-    """Run ``work`` in ``num_workers`` processes. Used by one thread; close it.
+    """Run ``work`` in ``num_workers`` processes. Used by one thread; the owner must close it.
 
-    Memory: the processes hold at most ``memory_bytes`` of results that are not handed out, or one result each if
-    these are larger; then they wait.
+    Memory: the processes hold at most ``memory_bytes`` of results that are not yet yielded, or one result each if that
+        is
+    larger; then they wait.
 
     Args:
-        work: The work, sent by value as far as the main script defines it.
-        num_workers: Processes, started when first needed.
-        memory_bytes: See above.
+        work: The work; definitions of the main script are sent by value.
+        num_workers: Number of processes, started when first needed.
+        memory_bytes: Memory for results that are not yet yielded.
 
     Raises:
-        ConfigError: It cannot be pickled; or this process is a worker that is just importing a module.
+        ConfigError: The work cannot be pickled; or this process is a worker that is importing a module.
     """
 
     def __init__(self, work: Work, num_workers: int, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         if process_main.importing:
             raise ConfigError(
-                "this call stands in a module that worker processes import, and would start workers in each of them: "
+                "this call is in a module that worker processes import, and would start workers in each of them: "
                 "put it under `if __name__ == '__main__':`, or into a function"
             )
         self._body = dumps(work)
         self._num_workers = num_workers
         self._ring_bytes = max(_MIN_RING_BYTES, memory_bytes // num_workers)
         self._processes: list[_Process] = []
-        self._pending: deque[_Task] = deque()  # in the order of inputs
-        self._waiting: deque[_Task] = deque()  # of a process that died
+        self._pending: deque[_Task] = deque()  # sent, in the order of inputs
+        self._waiting: deque[_Task] = deque()  # tasks of dead processes, to be sent again
         self._deaths: Counter[int] = Counter()
         self._avoid: frozenset[int] = frozenset()
         self._pace = Pace(_PART_S, _PART_BYTES)
@@ -164,14 +165,14 @@ class ProcessRunner:
         """Yield the items of inputs ``start`` to ``stop``, in order.
 
         Args:
-            part: Describes the inputs from one number to another for the processes: it is pickled.
+            part: Describes a range of inputs for the processes; the description is pickled.
             start: The first input.
             stop: The end of the inputs.
-            skip: So many items of the first input are left out.
+            skip: Number of items of the first input to leave out.
 
         Raises:
-            Exception: Whatever the work raised, when all items before are handed out.
-            WorkerError: Processes do not start.
+            Exception: Any exception of the work, after all items before it were yielded.
+            WorkerError: Processes fail to start.
         """
         self._part, self._next, self._stop, self._skip = part, start, stop, skip
         try:
@@ -193,7 +194,7 @@ class ProcessRunner:
             self.close()
 
     def close(self) -> None:
-        """End all processes, even if they are at work."""
+        """End all processes, even if they are working."""
         processes, self._processes = self._processes, []
         self._pending.clear()
         for process in processes:
@@ -214,7 +215,7 @@ class ProcessRunner:
             self._send(process, (process_main.FREE, len(piece)))
 
     def _feed(self) -> None:
-        """Start processes, and give each its share of the next parts."""
+        """Start processes, and send each its share of the next parts."""
         num_left = self._stop - self._next + len(self._waiting)
         while len(self._processes) < min(self._num_workers, num_left):
             self._processes.append(_started(self._body, self._ring_bytes))
@@ -242,7 +243,7 @@ class ProcessRunner:
         return task
 
     def _send(self, process: _Process, message: tuple[Any, ...]) -> None:
-        with suppress(OSError):  # it has died, which is noticed when its channel is read
+        with suppress(OSError):  # it has died, which is detected when its channel is read
             process.channel.send_bytes(pickle.dumps(message))
 
     def _poll(self, timeout: float | None) -> None:
@@ -250,7 +251,7 @@ class ProcessRunner:
         for channel in connection.wait(list(channels), timeout):
             process = channels[channel]
             try:
-                message = pickle.loads(process.channel.recv_bytes())  # noqa: S301  our child's
+                message = pickle.loads(process.channel.recv_bytes())  # noqa: S301  from our child
             except (EOFError, OSError):
                 self._replace(process)
                 continue
@@ -278,7 +279,7 @@ class ProcessRunner:
         self._pace.note(task.num_inputs, content, task.num_bytes)
 
     def _replace(self, process: _Process) -> None:
-        """Give the parts of a process that died to others; its memory stays until its results are handed out."""
+        """Pass the parts of a dead process to others; its memory stays until its results are yielded."""
         _shut(process)
         _end([process])
         self._processes.remove(process)
@@ -288,8 +289,7 @@ class ProcessRunner:
             if at < 0:
                 ended = how_it_ended("a worker process", process.popen.returncode)
                 raise WorkerError(
-                    f"worker processes end before their first input: {ended}; what "
-                    "they wrote to standard error says why"
+                    f"worker processes end before their first input: {ended}; see their output on standard error"
                 )
             self._avoid |= {at}
         self._waiting.extendleft(reversed([*process.tasks.values()]))
@@ -298,7 +298,7 @@ class ProcessRunner:
 def _started(body: bytes, ring_bytes: int) -> _Process:
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
-        end.settimeout(None)  # the script may have set another default
+        end.settimeout(None)  # the main script may have set another default
     ring, place_file = _File("shard_tools-results"), _File("shard_tools-place")
     os.ftruncate(place_file.fd, mmap.PAGESIZE)
     place = mmap.mmap(place_file.fd, mmap.PAGESIZE)
@@ -310,20 +310,20 @@ def _started(body: bytes, ring_bytes: int) -> _Process:
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=_STDERR, pass_fds=numbers[:3]
         )
         channel = connection.Connection(os.dup(ours.fileno()))
-    with suppress(OSError):  # it has died already
+    with suppress(OSError):  # it has already died
         channel.send_bytes(pickle.dumps((process_main.WORK, body)))
     return _Process(popen=popen, channel=channel, ring=ring, place=place)
 
 
 def _shut(process: _Process) -> None:
-    """Close the connection to a process; what it has written can still be read."""
+    """Close the connection to a process; messages that it has written can still be read."""
     if process.open:
         process.open = False
         process.channel.close()
 
 
 def _end(processes: Sequence[_Process]) -> None:
-    """Wait for processes that are about to end, and kill those that do not."""
+    """Wait for processes that are about to end, and kill those that do not end."""
     until_s = time.monotonic() + _END_S
     for process in processes:
         try:
@@ -334,5 +334,5 @@ def _end(processes: Sequence[_Process]) -> None:
 
 
 def _unpickled(body: bytes) -> BaseException:
-    error: BaseException = pickle.loads(body)  # noqa: S301  our child's
+    error: BaseException = pickle.loads(body)  # noqa: S301  from our child
     return error

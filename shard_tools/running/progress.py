@@ -1,4 +1,4 @@
-"""Show the progress of long verbs: a bar on a terminal, a line a minute elsewhere."""
+"""Show the progress of long verbs: a bar on a terminal, a line per minute elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streaming.errors import ReadOnlyError
 
 
 class Progress(Protocol):
-    """What a long library function reports while it works. Thread-safe."""
+    """Receiver of the progress of a long library function. Thread-safe."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Set the total work, in bytes and (optionally) in shards or samples."""
@@ -32,7 +32,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Report to nobody."""
+    """Discard progress."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Do nothing."""
@@ -76,12 +76,12 @@ def _in_words(total: int | None, counted: str, total_bytes: int | None) -> str:
 
 
 class _Lines:
-    """A line from time to time, for logs. Thread-safe."""
+    """Print a line from time to time, for logs. Thread-safe."""
 
     def __init__(self, title: str, counted: str, every_s: float) -> None:
         self._title, self._counted, self._every_s = title, counted, every_s
-        self._lock = threading.Lock()
-        self._began_s = self._told_s = time.monotonic()
+        self._lock = threading.Lock()  # guards all fields below
+        self._began_s = self._logged_s = time.monotonic()
         self._done_bytes = self._done = 0
         self._total_bytes: int | None = None
         self._total: int | None = None
@@ -89,7 +89,7 @@ class _Lines:
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Set the totals."""
         with self._lock:
-            # A line that is logged has both totals, or neither.
+            # A logged line has both totals, or neither.
             self._total_bytes, self._total = total_bytes, total
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
@@ -98,9 +98,9 @@ class _Lines:
             self._done_bytes += num_bytes
             self._done += num  # sums include all calls so far, from any thread
             now_s = time.monotonic()
-            if now_s - self._told_s < self._every_s:
+            if now_s - self._logged_s < self._every_s:
                 return
-            self._told_s = now_s  # one thread logs for all
+            self._logged_s = now_s  # one thread logs for all
             line = self._line(now_s - self._began_s)
         click.echo(line, err=True)
 
@@ -124,18 +124,18 @@ _TBar = TypeVar("_TBar", _Bar, _Lines)
 
 @contextlib.contextmanager
 def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every_s: float = 60.0) -> Iterator[Progress]:
-    """Show a bar on standard error while the block runs, or a line a minute if that is not a terminal.
+    """Show a bar on standard error while the block runs, or a line per minute if that is not a terminal.
 
-    A :class:`~streaming.errors.ReadOnlyError` that ends the block learns, as ``work``, what was to be done.
+    A :class:`~streaming.errors.ReadOnlyError` that ends the block gets an attribute ``work``: the whole work in words.
 
     Args:
-        title: What is being done.
-        counted: What ``num`` counts, in the plural.
-        enabled: Whether to draw; default: when standard error is a terminal.
+        title: Title of the bar.
+        counted: Unit of ``num``, in the plural.
+        enabled: Whether to draw; default: only if standard error is a terminal.
         every_s: Interval of the lines elsewhere.
     """
     if is_on("quiet") or not (sys.stderr.isatty() if enabled is None else enabled):
-        with _told(_Lines(title, counted, math.inf if is_on("quiet") else every_s)) as lines:
+        with _noting_work(_Lines(title, counted, math.inf if is_on("quiet") else every_s)) as lines:
             yield lines
         return
     columns = (
@@ -148,12 +148,12 @@ def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every
     )
     display = RichProgress(*columns, console=Console(stderr=True), transient=True)
     task = display.add_task(title, total=None, items="")
-    with display, _told(_Bar(display=display, task=task, counted=counted)) as bar:
+    with display, _noting_work(_Bar(display=display, task=task, counted=counted)) as bar:
         yield bar
 
 
 @contextlib.contextmanager
-def _told(progress: _TBar) -> Iterator[_TBar]:
+def _noting_work(progress: _TBar) -> Iterator[_TBar]:
     try:
         yield progress
     except ReadOnlyError as error:

@@ -21,13 +21,13 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MAX_RETRIES = 3  # Ray's default
-_MAX_STORED = 4  # functions whose calls may alternate
+_MAX_STORED = 4  # number of functions whose calls may alternate
 _FOUND_BY_RAY = ("", "auto", "local")
-"""Values of ``RAY_ADDRESS`` that are no addresses: Ray looks for a cluster of this machine, or starts one."""
+"""Values of ``RAY_ADDRESS`` that are not addresses: Ray looks for a cluster on this machine, or starts one."""
 _ANSWER_S = 10.0
-"""How long a server may take to accept a connection, and to greet. Ray's own limit is two and a half minutes."""
+"""Time limit for a server to accept a connection, and to greet. Ray's own limit is two and a half minutes."""
 _HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""A frame of SETTINGS without any: both sides begin with one (RFC 9113, section 3.4)."""
+"""An empty SETTINGS frame: both sides begin with one (RFC 9113, section 3.4)."""
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS
 
 
@@ -35,14 +35,14 @@ class RayExecutor(Executor):
     """Run calls on the cluster, one CPU each. For a single submitting thread.
 
     Connects to the cluster that this process is connected to, or that ``RAY_ADDRESS`` names, or that runs on this
-    machine; if there is none it starts one. ``shutdown`` leaves what it found as it was. Relative paths mean in calls
-    what they mean here.
+    machine; if there is none it starts one. ``shutdown`` leaves a cluster that was connected before unchanged. Relative
+    paths have the same meaning in calls as in this process.
 
     Args:
         workers: Maximum number of calls in progress; ``submit`` waits for room.
 
     Raises:
-        ConfigError: Ray is not installed, or ``RAY_ADDRESS`` names no cluster that answers.
+        ConfigError: Ray is not installed, or no cluster answers at ``RAY_ADDRESS``.
     """
 
     def __init__(self, workers: int) -> None:
@@ -57,25 +57,25 @@ class RayExecutor(Executor):
         self._stored: dict[int, tuple[object, Any]] = {}
         self._room = threading.BoundedSemaphore(workers)
         self._under_way: set[Any] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _under_way
 
     def submit(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-        """Start ``function(…)``; its exceptions come out of the future as they were raised."""
+        """Start ``function(…)``; the future raises its exceptions unchanged."""
         import ray
 
         self._room.acquire()
-        if id(function) not in self._stored:  # once, with all that it captures, for many calls
+        if id(function) not in self._stored:  # stored once, with all that it captures, for many calls
             for oldest in [*self._stored][: 1 - _MAX_STORED]:
                 del self._stored[oldest]
             self._stored[id(function)] = function, ray.put(function)
         ref = self._call.remote(self._stored[id(function)][1], args, kwargs)
         future: Future[_R] = Future()
         with self._lock:
-            self._under_way.add(ref)  # until its callback has run, shutdown waits for it
+            self._under_way.add(ref)  # shutdown waits for it until its callback has run
 
         def done(inner: Future[_R]) -> None:
             with self._lock:
-                # Its result is here: shutdown need not wait for it.
+                # Its result has arrived: shutdown need not wait for it.
                 self._under_way.discard(ref)
             error = inner.exception()
             with suppress(InvalidStateError):  # canceled meanwhile
@@ -93,7 +93,7 @@ class RayExecutor(Executor):
         import ray
 
         with self._lock:
-            # A copy: calls end while they are canceled and waited for.
+            # A copy, because calls end while they are canceled and waited for.
             refs = list(self._under_way)
         if cancel_futures:
             for ref in refs:
@@ -109,7 +109,7 @@ def _connect(cluster: RayCluster) -> None:
     """Connect to the cluster that ``RAY_ADDRESS`` names; if it is not set, to that of this machine.
 
     Raises:
-        ConfigError: There is none. Ray by itself says so after minutes, or in words of its own.
+        ConfigError: There is no such cluster. Ray itself reports this only after minutes, or less clearly.
     """
     import ray
 
@@ -124,25 +124,25 @@ def _connect(cluster: RayCluster) -> None:
         except ValueError as error:
             raise ConfigError(f"{shown}: expected HOST:PORT, or ray://HOST:PORT ({error}). {cure}") from error
         except OSError as error:
-            raise ConfigError(f"{shown}: nobody answers there ({error}). {cure}") from error
+            raise ConfigError(f"{shown}: no server answers there ({error}). {cure}") from error
     try:
         ray.init(log_to_driver=False)
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # whatever Ray's parts say
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # Ray's parts raise any of these
         raise ConfigError(f"{shown}: Ray cannot connect ({error}). {cure}") from error
 
 
 def _check_answers(cluster: RayCluster) -> None:
-    """Check that a server of Ray's protocol, which is that of HTTP/2, answers at the address of a cluster.
+    """Check that a server of Ray's protocol, which is based on HTTP/2, answers at the address of a cluster.
 
     Raises:
-        OSError: None does.
-        ValueError: It is not an address.
+        OSError: No such server answers.
+        ValueError: The address is invalid.
     """
     there = urlsplit(cluster.address if "//" in cluster.address else f"//{cluster.address}")
     if there.scheme not in {"", "ray"} or not there.hostname or there.port is None or there.path not in {"", "/"}:
         raise ValueError("this is not one")
     with socket.create_connection((there.hostname, there.port), timeout=_ANSWER_S) as connection:
-        if cluster.uses_tls:  # what answers is not to be read here
+        if cluster.uses_tls:  # the answer is encrypted
             return
         connection.settimeout(_ANSWER_S)
         connection.sendall(_HTTP2_GREETING)
@@ -157,7 +157,7 @@ def _check_answers(cluster: RayCluster) -> None:
 
 
 def _calling_from(folder: str) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
-    """Let relative paths count from ``folder``, where there is one, and not from where Ray was started."""
+    """Return a wrapper that resolves relative paths from ``folder``, if it exists, not from Ray's start folder."""
 
     def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with chdir(folder) if os.path.isdir(folder) else nullcontext():

@@ -1,4 +1,4 @@
-"""Tell programs what a verb did, and what a check found: one value per broken promise."""
+"""Report to programs the result of a verb, and the findings of a check: one value per broken promise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streaming.storage import redact, redact_text
 
 
 def plain(text: str) -> str:
-    """Put ``text`` of the data on one line, making visible the control characters that could steer a terminal."""
+    """Put ``text`` from data on one line, and make control characters visible that could steer a terminal."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -21,15 +21,15 @@ def plain_place(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The report of a verb. Its fields are what ``--json`` prints."""
+    """The report of a verb. ``--json`` prints its fields."""
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form: URLs without secrets, seconds in thousandths; with findings also ``ok``."""
-        told = {item.name: _jsonable(getattr(self, item.name)) for item in fields(self)}
-        if "findings" not in told:
-            return told
-        findings = told.pop("findings")  # the longest: last
-        return {"ok": not findings, **told, "findings": findings}
+        values = {item.name: _jsonable(getattr(self, item.name)) for item in fields(self)}
+        if "findings" not in values:
+            return values
+        findings = values.pop("findings")  # last, because it is the longest
+        return {"ok": not findings, **values, "findings": findings}
 
 
 def _jsonable(value: object) -> object:
@@ -48,7 +48,7 @@ def _jsonable(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Report):
-    """One promise that does not hold; in JSON, inapplicable attributes are null.
+    """One broken promise; in JSON, inapplicable attributes are null.
 
     Attributes:
         kind: A short name of the kind of damage, stable for programs: ``missing``, ``size``, ``checksum``, ``tar``,
@@ -57,11 +57,11 @@ class Finding(Report):
         shard: URL of the shard.
         what: What is wrong.
         cure: What to do about it.
-        byte_start: Where the damage begins in the shard, if it has a place.
+        byte_start: Where the damage begins in the shard, if it has a position.
         byte_end: Where it ends, exclusive.
         key: The sample, if it concerns one.
-        expected: What the index promises.
-        got: What is there.
+        expected: Value promised by the index.
+        got: Actual value.
     """
 
     kind: str

@@ -14,6 +14,6 @@ def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:  
 
 
 def is_on(name: str) -> bool:
-    """Tell whether a switch such as ``"quiet"`` was given to the command that runs."""
+    """Return whether a switch such as ``"quiet"`` was given to the running command."""
     context = click.get_current_context(silent=True)
     return context is not None and _PREFIX + name in context.find_root().meta

@@ -11,7 +11,7 @@ class Template(Protocol):
     """A compiled template."""
 
     def render(self, **values: Any) -> str:
-        """Return its text with these values."""
+        """Render it with these values."""
 
 
 def jinja(needed_by: str, extra: str) -> Any:
@@ -22,7 +22,7 @@ def jinja(needed_by: str, extra: str) -> Any:
         extra: The extra that installs it.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Jinja is not installed.
     """
     try:
         import jinja2

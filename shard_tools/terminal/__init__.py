@@ -1,4 +1,4 @@
-"""What all commands share: options and where they come from, results and failures for people and programs.
+"""Hold what all commands share: options and their sources, results and failures for people and programs.
 
 Knows no command.
 """

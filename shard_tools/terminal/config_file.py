@@ -1,4 +1,4 @@
-"""Take options of commands from elsewhere: a TOML file (``shard_tools --config FILE COMMAND …``), the environment."""
+"""Take options of commands from a TOML file (``shard_tools --config FILE COMMAND …``) or the environment."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import click
 from streaming.common.arguments import did_you_mean
 
 PREFIX = "SHARD_TOOLS"
-"""Begins the names of options in the environment."""
+"""Prefix of options in the environment."""
 _EXAMPLE = '`max-bytes = "1GB"` below `[convert]`'
 _log = logging.getLogger(__name__)
 
 
 def load_config(ctx: click.Context, _param: click.Parameter, path: str | None) -> None:
-    """Make what a file says the defaults of all commands; the callback of ``--config``.
+    """Use the values of a file as defaults of all commands; the callback of ``--config``.
 
-    Values at the top apply to every command that has the option, those in a table to the command of that name
+    Values at the top apply to every command with the option, those in a table to the command of that name
     (``[convert]``, ``[column.add]``). The command line and the environment take precedence.
 
     Raises:
@@ -37,7 +37,7 @@ def load_config(ctx: click.Context, _param: click.Parameter, path: str | None) -
         content = _by_option(tomllib.loads(text))
     except OSError as error:
         raise click.UsageError(f"--config {path}: {error}") from error
-    except ValueError as error:  # also of text that is not UTF-8
+    except ValueError as error:  # also raised for text that is not UTF-8
         raise click.UsageError(f"--config {path}: {error}; it has to be TOML, as in {_EXAMPLE}") from error
     at = partial(_at, path, text)
     group = ctx.command
@@ -55,7 +55,7 @@ def _defaults(
     group: click.Group, tables: Mapping[str, Any], common: Mapping[str, Any], unused: set[str],
     at: Callable[[str], str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the defaults of the commands of a group, by name; ``unused`` loses what one of them has."""
+    """Return the defaults of a group's commands, by name; removes from ``unused`` the options that a command has."""
     found: dict[str, Any] = {}
     for name in tables.keys() - group.commands.keys():
         raise click.UsageError(f"{at(name)}: no command {name!r}{did_you_mean(name, group.commands)} of {group.name}")
@@ -87,7 +87,7 @@ def _at(path: str, text: str, name: str) -> str:
 
 
 def warn_of_variables(group: click.Group) -> None:
-    """Warn of names in the environment that begin like those of options, and are none."""
+    """Warn of environment variables with the prefix of options that match no option."""
     known = {f"{PREFIX}_CONFIG": ""}
     for path, command in _named(group, PREFIX):
         for param in command.params:
@@ -97,7 +97,7 @@ def warn_of_variables(group: click.Group) -> None:
                 known |= {f"{path}_{option.replace('-', '_')}".upper(): own for option in _options_of(param)}
     for name in sorted(os.environ):
         if name.startswith(f"{PREFIX}_") and known.get(name, "-") not in {"", name}:
-            begin = len(PREFIX) + 1  # what all of them share would make all of them alike
+            begin = len(PREFIX) + 1  # without the common prefix, which would make all names similar
             hint = did_you_mean(name[begin:], [one[begin:] for one in known]).replace("'", f"'{PREFIX}_", 1)
             hint = f" (did you mean {known[name]!r}?)" if name in known else hint
             _log.warning("%s in the environment is no option of any command%s", name, hint)
@@ -113,7 +113,7 @@ def _named(group: click.Group, above: str) -> Iterator[tuple[str, click.Command]
 
 
 def _by_option(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Spell names as on the command line, where ``max_bytes`` is ``max-bytes``."""
+    """Spell names as on the command line, with ``max-bytes`` for ``max_bytes``."""
     return {name.replace("_", "-"): one for name, one in content.items()}
 
 
@@ -136,5 +136,5 @@ def _commands(group: click.Group) -> Iterator[click.Command]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as on the command line: a table as KEY=VALUE pairs."""
+    """Return a value as on the command line: a table becomes KEY=VALUE pairs."""
     return [f"{key}={one}" for key, one in value.items()] if isinstance(value, Mapping) else value

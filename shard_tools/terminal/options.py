@@ -18,10 +18,10 @@ from streaming.storage import RetryPolicy, Storage
 from streaming.types import DuplicateKeys
 
 Command = Callable[..., Any]
-KEEP_ORDER = "none"  # the value of --shuffle that keeps what is usually shuffled in order
+KEEP_ORDER = "none"  # the value of --shuffle that keeps the order
 
 
-class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases of click
     """A number of bytes, written as ``268435456``, ``256MB`` or ``256MiB``."""
 
     name = "size"
@@ -35,7 +35,7 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer r
 
 
 class PairType(click.ParamType):  # type: ignore[type-arg]
-    """``KEY=VALUE``; ``is_secret``: never repeat what is given."""
+    """``KEY=VALUE``; ``is_secret``: errors do not repeat the value."""
 
     name = "key=value"
 
@@ -104,7 +104,7 @@ _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(R
 
 
 def on_shards_in_parallel(local: int = DEFAULT_WORKERS["local"], what: str = "Shards") -> Callable[[Command], Command]:
-    """Add ``--engine`` and ``--workers``, for commands that work on many shards at a time, so many by default."""
+    """Add ``--engine`` and ``--workers``, for commands that work on shards in parallel; ``local`` is the default."""
     there = DEFAULT_WORKERS["ray"]
     workers = click.option(
         "--workers", type=COUNT,
@@ -125,7 +125,7 @@ def writing_options(command: Command) -> Command:
     """Add ``--dry-run`` and ``--quiet``, for commands that write."""
     return click.option(
         "--dry-run", is_flag=True, expose_value=False, is_eager=True, callback=remember,
-        help="Check source, options and target, tell what would be written, and write nothing.",
+        help="Check source, options and target, report what would be written, and write nothing.",
     )(quiet_option(command))  # fmt: skip
 
 
@@ -166,7 +166,7 @@ with_storage_options = together(
 
 
 def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
-    """Remove the options of :func:`with_storage_options` from ``arguments``; return them as ``Storage`` takes them."""
+    """Remove the options of :func:`with_storage_options` from ``arguments``; return them as ``Storage`` expects."""
     pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
     options: dict[str, object] = {key: typed_option(key, text) for key, text in pairs}
     for name in ("endpoint_url", "region", "profile", "ca_file", "anon"):
@@ -177,7 +177,7 @@ def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
 
 
 def for_this_run(options: dict[str, object]) -> dict[str, object]:
-    """Return the options of a store, read-only where nothing is to be written."""
+    """Return the options of a store, made read-only in a dry run."""
     return options | ({"read_only": True} if is_on("dry_run") else {})
 
 
@@ -199,7 +199,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 source_options = together(
     click.option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
     click.option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
-    click.option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
+    click.option("--unlike-columns", is_flag=True, help="Accept JSONL, Parquet or CSV files with different columns."),
     click.option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
     click.option(
         "--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."
@@ -216,7 +216,7 @@ source_options = together(
         help="The fields to re-encode, of several.",
     ),
 )
-"""Which part of a source is taken, and how its images are re-encoded."""
+"""Options for the part of a source to take, and for re-encoding its images."""
 
 
 index_option = click.option(
@@ -227,7 +227,7 @@ index_option = click.option(
 unfinished_option = click.option(
     "--allow-unfinished",
     is_flag=True,
-    help="Take what is there of a set that is still being written, or whose writing was interrupted.",
+    help="Use the finished part of a set that is still being written, or whose writing was interrupted.",
 )
 
 
@@ -236,7 +236,7 @@ union_option = click.option(
     type=click.Choice(["union"]),
     help="Sets that number classes in different ways: write the numbers by name, as those of one set.",
 )
-"""For commands that write several sets as one."""
+"""Option of commands that write several sets as one."""
 
 
 def on_shards(command: Command) -> Command:
@@ -254,10 +254,10 @@ def on_shards(command: Command) -> Command:
 
 
 def places_and_target(places: tuple[str, ...]) -> tuple[list[str], str]:
-    """Part what a command with SOURCE... TARGET was given.
+    """Split the arguments SOURCE... TARGET of a command.
 
     Raises:
-        click.UsageError: One of them is missing.
+        click.UsageError: A source or the target is missing.
     """
     *sources, target = places or ("",)
     if not sources:

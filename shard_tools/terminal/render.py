@@ -1,4 +1,4 @@
-"""Print what belongs to no verb: JSON, errors, lines of the log. A verb prints its own report."""
+"""Print JSON, errors and log lines, which belong to no verb. A verb prints its own report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_json(value: object, *, indent: int | None = None) -> str:
 
 
 class VisibleLines(logging.Formatter):
-    """Formats lines of the log for a terminal: control characters of names are spelled."""
+    """Format lines of the log for a terminal: control characters in names are shown by their codes."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

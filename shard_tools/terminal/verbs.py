@@ -18,7 +18,7 @@ from streaming.storage import redact, redact_text
 
 _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
 _JUDGES = frozenset({"verify", "diff", "doctor"})
-"""Commands whose exit code 1 is a finding, so that another one says that they could not look."""
+"""Commands whose exit code 1 means a finding, so that a failure to look needs another code."""
 
 
 class ToolGroup(click.Group):
@@ -37,7 +37,7 @@ class ToolGroup(click.Group):
             return self._invoked(ctx)
         except ShardstreamError as error:
             if isinstance(error, ReadOnlyError) and is_on("dry_run"):
-                _tell_dry_run(ctx, error)
+                _report_dry_run(ctx, error)
                 return None
             self._fail(ctx, error)
         except ModuleNotFoundError as error:
@@ -47,7 +47,7 @@ class ToolGroup(click.Group):
             self._fail(ctx, ConfigError(f"{verb}: this needs torch, which is not installed; pip install torch"))
         except click.ClickException as error:
             vars(error)["message"] = redact_text(error.message)  # a command line may name a URL
-            _tell_program(ctx, error, error.format_message())
+            _print_for_program(ctx, error, error.format_message())
             raise
         except OSError as error:
             if error.errno != errno.ENOSPC or ctx.meta.get(_DEBUG):
@@ -56,53 +56,53 @@ class ToolGroup(click.Group):
             render.show_error(OSError(f"writing {where}: {error.strerror}; make room, and run the same command again"))
             ctx.exit(1)
         except KeyboardInterrupt as error:
-            click.echo("Stopped. Run the same command again to go on.", err=True)
-            _tell_program(ctx, error, "stopped; run the same command again to go on")
+            click.echo("Stopped. Run the same command again to continue.", err=True)
+            _print_for_program(ctx, error, "stopped; run the same command again to continue")
             ctx.exit(130)
 
     def _invoked(self, ctx: click.Context) -> Any:
-        """Run the command, and tell what a user's function raised, of any type, as a failure of that function."""
+        """Run the command; report any exception of a user's function as a failure of that function."""
         try:
             return super().invoke(ctx)
         except (Exception, SystemExit) as error:
             failed = "" if isinstance(error, ShardstreamError) or ctx.meta.get(_DEBUG) else blamed(error)
             if not failed:
                 raise
-            told = RuntimeError(f"{failed}: {type(error).__name__}: {error}")
+            failure = RuntimeError(f"{failed}: {type(error).__name__}: {error}")
             for note in getattr(error, "__notes__", ()):
                 if said := note.removeprefix(failed).removeprefix("; "):
-                    told.add_note(said)
-            render.show_error(told)
-            _tell_program(ctx, told, str(told), kind=type(error).__name__)
+                    failure.add_note(said)
+            render.show_error(failure)
+            _print_for_program(ctx, failure, str(failure), kind=type(error).__name__)
             ctx.exit(1)
 
     def _fail(self, ctx: click.Context, error: ShardstreamError) -> None:
-        """Tell a failure, and exit with its code."""
+        """Report a failure, and exit with its code."""
         if ctx.meta.get(_DEBUG):
             raise error
         render.show_error(error)
-        _tell_program(ctx, error, str(error))
+        _print_for_program(ctx, error, str(error))
         is_blind = ctx.invoked_subcommand in _JUDGES and isinstance(error, (StorageError, IndexMissingError))
         ctx.exit(2 if isinstance(error, ConfigError) else 3 if is_blind else 1)
 
 
-def _tell_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
-    """Tell what would have been written, had this not been a dry run."""
+def _report_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
+    """Report what would have been written without a dry run."""
     work = getattr(stopped, "work", "")
     if ctx.meta.get(_AS_JSON):
-        told = {"dry_run": True, "work": work, "first": {"action": stopped.action, "url": redact(stopped.url)}}
-        click.echo(render.as_json(told, indent=2))
+        report = {"dry_run": True, "work": work, "first": {"action": stopped.action, "url": redact(stopped.url)}}
+        click.echo(render.as_json(report, indent=2))
         return
     said = f"Would do: {work}. " if work else ""
     click.echo(f"{said}Would first {stopped.action} {plain_place(stopped.url)}. Dry run: nothing was written.")
 
 
-def _tell_program(ctx: click.Context, error: BaseException, message: str, *, kind: str = "") -> None:
+def _print_for_program(ctx: click.Context, error: BaseException, message: str, *, kind: str = "") -> None:
     """Print a failure as a JSON object on standard output if ``--json`` was given."""
     if ctx.meta.get(_AS_JSON):
         notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
-        told = {"type": kind or type(error).__name__, "message": redact_text(message), "notes": notes}
-        click.echo(render.as_json({"ok": False, "error": told}, indent=2))
+        failure = {"type": kind or type(error).__name__, "message": redact_text(message), "notes": notes}
+        click.echo(render.as_json({"ok": False, "error": failure}, indent=2))
 
 
 def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
@@ -114,6 +114,6 @@ def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> No
 
 
 def finish(*, failed: bool, blind: bool = False) -> None:
-    """Exit with code 1 if something was found, or with 3 if it could not be looked for everywhere."""
+    """Exit with code 1 if something was found, or with 3 if not everything could be examined."""
     if failed or blind:
         click.get_current_context().exit(3 if blind else 1)

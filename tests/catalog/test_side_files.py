@@ -57,7 +57,7 @@ def test_the_index_passes_over_side_files_and_counts_them(folder: Path) -> None:
     assert texts_of(StreamingDataset(f"{folder}/")) == EXPECTED
     assert StreamingDataset(f"{folder}/")[2]["__key__"] == "t/c"
     assert json.loads(run("index", folder, "--json")[0])["num_passed_over"] == 0  # nothing was read
-    said = f"passed over: {NUM_SIDE} files of no sample, first "
+    said = f"skipped: {NUM_SIDE} files of no sample, first "
     assert said in run("index", folder, "--force")[1]
     assert "t/._a.txt (a dot-file, which has no key)" in run("index", folder, "--force")[1]
     for command in (("verify", folder), ("verify", folder, "--decode")):

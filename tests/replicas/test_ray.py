@@ -222,9 +222,9 @@ def test_an_address_at_which_no_cluster_answers_is_named(
     answer, why = ANSWERS[what]
     with listening(answer) as address:
         monkeypatch.setenv("RAY_ADDRESS", f"{scheme}{address}")
-        with pytest.raises(ConfigError, match=rf"RAY_ADDRESS='{scheme}{address}': nobody answers there.*{why}"):
+        with pytest.raises(ConfigError, match=rf"RAY_ADDRESS='{scheme}{address}': no server answers there.*{why}"):
             RayExecutor(1)
-    with pytest.raises(ConfigError, match=r"nobody answers there.*refused.*RAY_ADDRESS=HOST:6379"):
+    with pytest.raises(ConfigError, match=r"no server answers there.*refused.*RAY_ADDRESS=HOST:6379"):
         RayExecutor(1)
 
 

@@ -231,7 +231,7 @@ def test_a_writer_of_its_own_directory_and_a_function_over_a_set_keep_names(tmp_
     for start in (0, 1):
         with ShardWriter(f"{tmp_path}/set/{{:d}}.tar", classes={"cls": FIRST}, start_shard=start) as writer:
             writer.write({"__key__": f"k{start}", "cls": start, "txt": "t"})
-    refused = pytest.raises(ConfigError, match=r"0 is 'a' in the set in .*, but 'b' in what is written into it")
+    refused = pytest.raises(ConfigError, match=r"0 is 'a' in the set in .*, but 'b' in the shards to be written")
     with ShardWriter(f"{tmp_path}/set/{{:d}}.tar", classes={"cls": OTHER}, start_shard=2) as writer, refused:
         writer.write({"__key__": "k2", "cls": 0})
     assert classes_of(tmp_path / "set") == list(FIRST)

@@ -477,7 +477,7 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path, forked: Forked) 
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--max-samples", "10"]
     output = tmp_path / "output"
     assert forked.start(code + MAIN, *arguments, output=output).wait() == 130
-    assert output.read_text() == "Stopped. Run the same command again to go on.\n"
+    assert output.read_text() == "Stopped. Run the same command again to continue.\n"
     told = json.loads(done(*arguments, "--json"))
     assert told["num_resumed_samples"] == 20
     for path in (tmp_path / "calm").rglob("*"):

@@ -199,7 +199,7 @@ def test_text_tables_tell_their_types(tmp_path: Path) -> None:
     assert kept(data, "whole IS NULL AND NOT flag AND word = '1' AND half = 1.5") == [1]
     (tmp_path / "t.jsonl").write_text('{"key": "00000", "v": 1}\n{"key": "00001", "v": "x"}\n')
     assert (
-        "1 (sample '00000') beside 'x' (sample '00001'): whole numbers and text, of which a column holds one kind"
+        "1 (sample '00000') beside 'x' (sample '00001'): whole numbers and text, but a column holds one kind"
         in run("column", "add", data, "v", "--from", f"{tmp_path}/t.jsonl", "--on", "key").stderr
     )
     (tmp_path / "t.jsonl").write_text('{"key": 0, "v": 1}\n')
@@ -586,7 +586,7 @@ def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
     ("body", "function", "words"),
     [
         ("def f(sample): return [1]", "f", "or None, got list. Name another value"),
-        ("def f(sample): return 1 if sample['__key__'] < '00005' else 'x'", "f", "of which a column holds one kind"),
+        ("def f(sample): return 1 if sample['__key__'] < '00005' else 'x'", "f", "but a column holds one kind"),
         ("def f(sample): return 1 if sample['__key__'] < '00025' else 'x'", "f", "of different types"),
         ("f = 3", "f", "to be a function, got a int"),
         ("def f(sample): return 1", "g", "has no attribute 'g'"),

@@ -268,7 +268,7 @@ def test_nothing_is_wrong_with_these() -> None:
 def test_mosaic_beside_us_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.metadata, "version", lambda name: "0.13.0")
     ((what, cure),) = packages.troubles_of([])
-    assert "mosaicml-streaming is installed, too" in what
+    assert "mosaicml-streaming is also installed" in what
     assert "pip uninstall mosaicml-streaming" in cure
 
 

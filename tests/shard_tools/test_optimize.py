@@ -393,7 +393,7 @@ def test_a_column_of_several_types_ends_the_run_at_once(tmp_path: Path) -> None:
         called.append(number)
         return {"json": {"value": number if number % 2 else str(number)}}
 
-    with pytest.raises(ConfigError, match=r"000000.tar: column 'json.value': .* of which a column holds one"):
+    with pytest.raises(ConfigError, match=r"000000.tar: column 'json.value': .* but a column holds one"):
         here(made, range(1000), tmp_path / "t", columns=["json.value"], max_samples=10)
     assert len(called) < 80
 

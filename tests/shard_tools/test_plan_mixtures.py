@@ -247,7 +247,7 @@ def test_who_and_when_of_a_mixture_whose_weights_were_changed(described: Any, tm
     assert rows_of(narrow) == [row for row in got if row[3] == key]
     assert (narrow["by_order"], when["by_order"]) == (False, True)
     lines = run(path, *more, "--step", 3, "--who").output.splitlines()
-    assert lines[0] == "one epoch without end; the state goes on with step 30"
+    assert lines[0] == "one epoch without end; the state continues with step 30"
     assert all("source " in line for line in lines[1:])
 
 

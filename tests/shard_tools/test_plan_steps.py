@@ -116,6 +116,6 @@ def test_people_read_lines(shards: str, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     path.write_text(json.dumps(state))
     lines = run(shards, path, "--step", 2, "--who").output.splitlines()
-    assert lines[0] == "10 steps an epoch; the state goes on with step 4"
+    assert lines[0] == "10 steps per epoch; the state continues with step 4"
     assert len(lines) == 1 + G
     assert all(line.startswith("step 2: k") for line in lines[1:])

@@ -441,7 +441,7 @@ def test_tokens_are_text_where_their_tokenizer_is_at_hand(tmp_path: Path) -> Non
     for folder in ("words", "bytes"):
         done = run(tmp_path / folder, "--tokenizer", other, "--port", "0", "--no-browser")
         assert done.exit_code == 2
-        assert "made no tokens of what is shown" in done.stderr
+        assert "made no tokens of these sets" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ store and file

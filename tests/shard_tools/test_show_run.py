@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
+import streaming.metrics
 import streaming.watch.metrics.server
 from shard_tools.look.show.run import attach
 from shard_tools.look.show.run import page as run_page
@@ -188,10 +189,10 @@ def test_who_is_silent_is_named(samples: SampleSet, tmp_path: Path, monkeypatch:
         held.set()
         errors = {Path(one["address"]).stem: one["error"] for one in found["ranks"]}
         assert (found["answered"], errors.pop("rank0")) == (1, "")
-        assert errors.pop("killed").startswith("nobody answers: the job has ended")
+        assert errors.pop("killed").startswith("no answer: the job has ended")
         assert errors.pop("stopped").startswith("no answer within")
         assert errors.pop("unknown").startswith("there is no such file; the job makes it with streaming.metrics.serve")
-        assert errors.pop("metrics").startswith("nobody answers")
+        assert errors.pop("metrics").startswith("no answer")
         assert errors == {}
         assert "1 of 5 ranks answer" in shown.get("/run").text
 

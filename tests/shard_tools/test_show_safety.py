@@ -243,7 +243,7 @@ def test_what_a_browser_is_started_with_lets_in_once(shown: Shown, caplog: pytes
     assert second.status == 401
     assert "was used before" in second.text
     assert "set-cookie" not in second.headers
-    assert "asked for twice" in caplog.text
+    assert "requested twice" in caplog.text
     assert shown.ask(home, sent).status == 401
     assert shown.ask(address).status == 401
 
@@ -492,7 +492,7 @@ def test_pages_can_be_read_without_scripts(pretty: Shown, tab: Callable[..., Tab
     page.get_by_role("link", name="shapes/0003", exact=True).click()
     expect(page.locator("h1")).to_have_text("shapes/0003")
     page.get_by_role("button", name="Check its bytes now").click()
-    expect(page.get_by_text("they are what the index promises")).to_be_visible()
+    expect(page.get_by_text("they match the index")).to_be_visible()
     expect(page.get_by_role("button", name="Copy")).to_have_count(0)
 
 

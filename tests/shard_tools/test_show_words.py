@@ -167,7 +167,7 @@ def test_what_contradicts_the_state_is_refused_or_told(sets: Path) -> None:
             assert all(word in found.json["error"]["message"] for word in (*asked, "saved state", "state off"))
         assert shown.get("/step", seed=9).status == 200
         assert "from row 24 on; here they have 16" in shown.get("/step", global_batch_size=16).text
-        assert "saved state is left aside" in shown.get("/step", state="off", seed=8, global_batch_size=8).text
+        assert "saved state is not used" in shown.get("/step", state="off", seed=8, global_batch_size=8).text
         with Shown((f"{sets}/web/",)) as other:
             assert shown.json("/step", state="off", seed=8) == other.json("/step", seed=8)
         before = shown.get("/step", global_batch_size=16, step=0, format="json")

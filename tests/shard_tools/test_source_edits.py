@@ -550,7 +550,7 @@ def test_a_row_that_is_corrected_in_place_is_made_again(tmp_path: Path) -> None:
     again = ran("convert", source, out)
     assert (again.exit_code, "in.jsonl" in again.output) == (0, True), again.output
     assert [json.loads(fields["json"])["t"] for _, fields in samples_of(out)] == ["one", "ten", "six"]
-    assert "Complete already; nothing written.\n" in ran("convert", source, out).output
+    assert "Already complete; nothing written.\n" in ran("convert", source, out).output
 
 
 def test_only_what_follows_a_change_is_made_again(tmp_path: Path) -> None:
@@ -614,7 +614,7 @@ def test_what_was_rejected_stays_in_the_report(tmp_path: Path, monkeypatch: pyte
     assert json.loads(again.stdout)["sets"][0]["was_complete"]
     said = ran("convert", source, out, "--tokenizer", "bytes", "--text-field", "t", "--eos", "none", "--max-samples", 2)
     assert "left out 4 documents: empty" in said.output
-    assert "Complete already; nothing written." in said.output
+    assert "Already complete; nothing written." in said.output
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_run_with_its_name(tmp_path: Path) -> None:

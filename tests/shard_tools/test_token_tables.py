@@ -181,7 +181,7 @@ def test_splits_resumes_and_kept_columns_are_as_with_a_tokenizer(tmp_path: Path)
     change_document(journal, complete=False)
     (tmp_path / "out" / "000004.tar").unlink()
     again = run("convert", source, tmp_path / "out", *named)
-    assert "went on after 30 documents" in again.stdout
+    assert "continued after 30 documents" in again.stdout
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")} == whole
 
 

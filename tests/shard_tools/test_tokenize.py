@@ -544,7 +544,7 @@ def test_tokenizing_verb_reports_each_set_of_a_split(tmp_path: Path) -> None:
     assert sum(one["num_documents"] for one in report["sets"]) == 40
     people = command(source, tmp_path / "out", "--tokenizer", "bytes", "--keep", "id", "--split", "val=20%")
     assert people.exit_code == 0
-    assert "Complete already; nothing written." in people.stdout
+    assert "Already complete; nothing written." in people.stdout
     assert "field tok: uint16, bytes of 259 ids, bos 256, eos 257" in people.stdout
     assert "StreamingDataset(url) gives tok as int64 arrays" in people.stdout
     dataset = StreamingDataset(str(tmp_path / "out" / "val"))

@@ -1,4 +1,4 @@
-"""Measure how fast this machine reads a set: requests, decoding, delivery; which of them limits, and what would help.
+"""Measure how fast this machine reads a set: requests, decoding, delivery; which one limits, and what would help.
 
-Measuring (``requests``, ``decoding``, ``delivery``) and judging (``judge``, pure) are apart. Nothing is written.
+Measuring (``requests``, ``decoding``, ``delivery``) is separate from judging (``judge``, pure). Writes nothing.
 """

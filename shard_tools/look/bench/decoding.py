@@ -1,4 +1,4 @@
-"""Measure decoding alone: samples that are in memory, on one thread, on several, and in processes."""
+"""Measure decoding alone, on samples in memory: on one thread, on several threads, and in processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streaming.storage import Storage
 from streaming.types import Decoder
 
 _ROUNDS = 3
-_SAMPLE_BYTES = 4 << 20  # read to be decoded again and again
+_SAMPLE_BYTES = 4 << 20  # read once, decoded repeatedly
 _TRIED = 16
 _FAILURES = (ShardstreamError, ValueError, TypeError, OSError, SyntaxError, ArithmeticError, LookupError)
 Fields = Mapping[str, bytes]
@@ -28,13 +28,13 @@ Fields = Mapping[str, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding(Report):
-    """Rates of decoding, in samples per second; None: not measured.
+    """Decoding rates in samples per second; None: not measured.
 
     Attributes:
-        one_thread: On one thread.
-        threads: On ``num`` threads of one process.
-        processes: In ``num`` processes.
-        num: How many: one for each core.
+        one_thread: Rate on one thread.
+        threads: Rate on ``num`` threads of one process.
+        processes: Rate in ``num`` processes.
+        num: Number of threads or processes: one per core.
         spread: Difference between the fastest and the slowest round on threads, as a share of the median.
     """
 
@@ -46,7 +46,7 @@ class Decoding(Report):
 
 
 def some_samples(opened: OpenSet, storage: Storage) -> tuple[list[dict[str, bytes]], float]:
-    """Return samples of the middle shard, about 4 MiB: one request. And the mean bytes of their records."""
+    """Return about 4 MiB of samples of the middle shard, read in one request, and the mean bytes of their records."""
     position = len(opened.urls) // 2
     table = table_of(opened, position, storage)
     pieces = ShardPieces.of(opened.urls[position], table)
@@ -62,14 +62,14 @@ def some_samples(opened: OpenSet, storage: Storage) -> tuple[list[dict[str, byte
 
 
 def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: float = 1.0) -> Decoding:
-    """Measure how fast samples are decoded, in a third of the time each way.
+    """Measure the decoding rate; a third of the time goes to one thread, to threads and to processes.
 
     Args:
-        samples: What is decoded, again and again.
-        seconds: How long.
-        cores: Threads, and processes.
-        weight: Mean bytes of these samples as a multiple of those of the set: a giant among the few would stand for
-            many. Rates are of samples of the set's mean size.
+        samples: Samples to decode repeatedly.
+        seconds: Total time.
+        cores: Number of threads, and of processes.
+        weight: Mean bytes of these samples divided by the mean of the set. Rates are given for samples of the set's
+            mean size, so that one very large sample among these few does not distort them.
     """
     share_s = seconds / 3 / _ROUNDS
     one_thread = [decoded_per_s(samples, share_s) for _ in range(_ROUNDS)]
@@ -78,7 +78,7 @@ def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: fl
     processes: list[float] = []
     if cores > 1:
         with ProcessExecutor(cores) as workers:
-            _together(workers, samples, 0.0, cores)  # they start
+            _together(workers, samples, 0.0, cores)  # start the workers
             processes = [_together(workers, samples, share_s, cores) for _ in range(_ROUNDS)]
     return Decoding(
         one_thread=median(one_thread) * weight,
@@ -90,12 +90,12 @@ def measure(samples: Sequence[Fields], *, seconds: float, cores: int, weight: fl
 
 
 def _together(pool: Executor, samples: Sequence[Fields], seconds: float, num: int) -> float:
-    """Return the rate of several that decode the same samples, each for so long."""
+    """Return the total rate of ``num`` workers that each decode the same samples for ``seconds``."""
     return sum(one.result() for one in [pool.submit(decoded_per_s, samples, seconds) for _ in range(num)])
 
 
 def decoded_per_s(samples: Sequence[Fields], seconds: float) -> float:
-    """Decode samples for so many seconds, at least one; return how many a second."""
+    """Decode samples for ``seconds``, at least one sample; return the number decoded per second."""
     decoders = {name: _decoder(name) for name in {name for sample in samples for name in sample}}
     work = [[partial(decoders[name], data) for name, data in sample.items()] for sample in samples]
     num = 0
@@ -109,7 +109,7 @@ def decoded_per_s(samples: Sequence[Fields], seconds: float) -> float:
 
 
 def failing_fields(samples: Sequence[Fields]) -> tuple[str, ...]:
-    """Return fields that cannot be decoded in most of these samples, such as files whose extension says nothing."""
+    """Return fields that fail to decode in most of these samples, such as files with an unknown extension."""
     found = []
     for name in sorted({name for sample in samples for name in sample}):
         data = [sample[name] for sample in samples if name in sample][:_TRIED]
@@ -124,7 +124,7 @@ def failing_fields(samples: Sequence[Fields]) -> tuple[str, ...]:
 
 
 def _decoder(field: str) -> Decoder:
-    """Return the decoder that a dataset uses by default; bytes as they are, where it would refuse."""
+    """Return the decoder that a dataset uses by default; raw bytes for a field without one."""
     try:
         return resolve_decoders("auto").decoder_for(field)
     except ConfigError:

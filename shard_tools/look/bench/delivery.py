@@ -1,4 +1,4 @@
-"""Measure delivery: a real ``DataLoader`` loop with nothing that consumes its batches."""
+"""Measure delivery: run a real ``DataLoader`` loop that discards its batches."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from shard_tools.running.report import Report
 from streaming.errors import MemoryLimitError
 
 _PAUSED_STEPS, _UNCOUNTED, _LEAST_COUNTED = 20, 2, 3
-PAUSED_SHARE = 0.5  # of the time of a loop, which paused steps take on top
+PAUSED_SHARE = 0.5  # extra time for paused steps, as a share of a loop's time
 _BATCHES_A_PAUSE, _LEAST_PAUSE_S = 4, 0.01
-_LEAST_BATCHES = 8  # of a loop
+_LEAST_BATCHES = 8  # per loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRun(Report):
-    """A loop over some of the samples, with these settings.
+    """Results of a loop over some of the samples with given settings.
 
     Attributes:
         settings: Arguments of the loader.
-        samples_per_s: Rate from the first batch on; of a loop that ended before its time, with the waits for it.
-        spread: Difference between the faster and the slower half, as a share of the mean; 0 of such a loop.
-        fetch_share: Part of the time that the loop waited for bytes.
-        build_share: Part of the time that it waited for batches to be decoded and put together, or did this itself.
-        unhidden_ms: Time that a batch keeps the loop after a step in which there was time to prepare it, by its median:
-            taking it, and letting go of the one before; None: there were too few batches, or too little time, to tell.
+        samples_per_s: Rate from the first batch on. If the loop ran out of samples early, the waits for the first batch
+            count too.
+        spread: Difference between the faster and the slower half, as a share of the mean; 0 if the loop ended early.
+        fetch_share: Share of the time that the loop waited for bytes.
+        build_share: Share of the time that it waited for batches to be built, or built them itself.
+        unhidden_ms: Median time that a batch still costs after a step long enough to prepare it: taking it and
+            releasing the previous one. None: too few batches or too little time to measure.
         num_samples: Samples delivered.
-        num_bytes: Bytes that the store sent.
+        num_bytes: Bytes received from the store.
         requests: Requests sent to the store.
-        retries: Those among them that repeated failed ones.
-        chunks_bytes: Room that there is for chunks.
-        refused: Why the loader refused to start; "": it did not.
+        retries: Requests that repeated failed ones.
+        chunks_bytes: Memory available for chunks.
+        refused: Why the loader refused to start; "": it started.
     """
 
     settings: Mapping[str, Any]
@@ -54,10 +55,10 @@ class LoopRun(Report):
 
 
 class Loops:
-    """Loops over parts of a set, each over other samples if there are enough.
+    """Run loops over parts of a set, each over different samples if there are enough.
 
     Attributes:
-        batch_size: Samples of a batch: as in training, or fewer if there are too few samples.
+        batch_size: Samples per batch: as in training, or fewer if there are too few samples.
     """
 
     def __init__(
@@ -88,16 +89,16 @@ def measure(
     urls: Sequence[str], part: tuple[int, int], settings: Mapping[str, Any], *, seconds: float,
     storage_options: Mapping[str, object], index_url: str | None, not_decoded: Sequence[str] = (),
 ) -> LoopRun:  # fmt: skip
-    """Run a loop over a part of the samples for so many seconds, or to its end.
+    """Run a loop over a part of the samples for ``seconds``, or until it ends.
 
     Args:
         urls: The shards.
-        part: Numbers of the first sample and the one after the last.
+        part: First sample, and the one after the last.
         settings: Arguments of the loader.
         seconds: Time from the first batch on.
         storage_options: As for ``StreamingDataset``.
         index_url: Location of the index, if not beside the shards.
-        not_decoded: Fields that are taken as bytes.
+        not_decoded: Fields delivered as raw bytes.
     """
     from streaming import DataLoader, StreamingDataset  # noqa: PLC0415  imports torch
 
@@ -113,7 +114,7 @@ def measure(
 
 
 def _loop(loader: Any, settings: Mapping[str, Any], seconds: float) -> LoopRun:
-    ends: list[tuple[float, int]] = []  # of each batch
+    ends: list[tuple[float, int]] = []  # time and samples of each batch
     is_whole, batches = True, iter(loader)
     for batch in batches:
         ends.append((time.perf_counter(), len(batch["__key__"])))
@@ -124,11 +125,11 @@ def _loop(loader: Any, settings: Mapping[str, Any], seconds: float) -> LoopRun:
     later_s = ends[-1][0] - ends[0][0]
     fetch_s = numbers.get("wait_for_fetch_s", 0.0)
     build_s = numbers.get("wait_for_build_s", 0.0) + numbers.get("build_in_consumer_s", 0.0)
-    # What remains of the time from the first batch on; before it, libraries are imported and threads start.
+    # The time left, counted from the first batch: before it, libraries are imported and threads start.
     rest_s = max(0.0, later_s - (fetch_s + build_s - numbers.get("first_batch_wait_s", 0.0)))
     looked_at_s = max(fetch_s + build_s + rest_s, 1e-9)
     total = sum(count for _, count in ends)
-    # Of a loop that ended by itself, much was fetched before the first batch; so the waits for that count, too.
+    # A loop that ended by itself fetched much of its data before the first batch, so those waits count too.
     rate = total / looked_at_s if is_whole else (total - ends[0][1]) / max(later_s, 1e-9)
     return LoopRun(
         settings=settings,
@@ -146,12 +147,12 @@ def _loop(loader: Any, settings: Mapping[str, Any], seconds: float) -> LoopRun:
 
 
 def _unhidden_ms(batches: Iterator[Any], batch_s: float, seconds: float) -> float | None:
-    """Ask for batches after steps in which several could be made, and return what one takes, its predecessor's end too.
+    """Return the time in ms that a batch costs after steps long enough to prepare several, release included.
 
     Args:
         batches: The rest of a loop.
-        batch_s: Time of a batch at full speed.
-        seconds: Time of the loop so far.
+        batch_s: Time per batch at full speed.
+        seconds: Time that the loop has taken so far.
     """
     pause_s = max(_LEAST_PAUSE_S, _BATCHES_A_PAUSE * batch_s)
     num_steps = min(_UNCOUNTED + _PAUSED_STEPS, int(PAUSED_SHARE * seconds / pause_s))
@@ -161,7 +162,7 @@ def _unhidden_ms(batches: Iterator[Any], batch_s: float, seconds: float) -> floa
     for _ in range(num_steps):
         time.sleep(pause_s)
         start_s = time.perf_counter()
-        batch = next(batches, None)  # which lets go of the one before
+        batch = next(batches, None)  # releases the previous one
         if batch is None:
             break
         taken_s.append(time.perf_counter() - start_s)
@@ -170,7 +171,7 @@ def _unhidden_ms(batches: Iterator[Any], batch_s: float, seconds: float) -> floa
 
 
 def _spread(ends: Sequence[tuple[float, int]]) -> float:
-    """Compare the halves of a loop."""
+    """Return the rate difference of the two halves of a loop, as a share of their mean."""
     middle = len(ends) // 2
     rates = [
         sum(count for _, count in part[1:]) / max(part[-1][0] - part[0][0], 1e-9)

@@ -1,4 +1,4 @@
-"""Tell from measurements which stage limits, why, and which settings would help. Pure."""
+"""Decide from measurements which stage limits, why, and which settings would help. Pure."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from streaming.common.arguments import format_bytes
 
 Limit = Literal["latency", "bandwidth", "errors", "decode", "delivery", "memory"]
 ERROR_SHARE = 0.04
-"""Part of the requests that fails from which on it matters: stores refuse 2 % on a good day (docs/design/0009)."""
+"""Share of failed requests above which failures matter: stores refuse 2 % on a good day (docs/design/0009)."""
 _GAIN = 1.5
-"""More than this by a step of four times as many, or four times as large, requests: they are not what is used up."""
+"""Gain above which four times as many (or four times larger) requests show that the resource is not used up."""
 _OVERHEAD = 4
-"""Decoding alone is faster than delivery by this factor: something else takes most of the time."""
+"""Factor by which decoding alone must exceed delivery to show that something else takes most of the time."""
 _IS_WAITING = 0.25
-"""Part of its time that a loop waits for bytes for which the store is to blame."""
+"""Share of its time that a loop must wait for bytes before the store is to blame."""
 _SMALL_CHUNK_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        probes: Reads: small ones alone, chunks more and more at a time, small and large ones at the best number.
-        decoding: Decoding alone; None: there was nothing to decode.
-        delivery: The loop with the settings given.
-        sample_bytes: Mean bytes of a sample.
-        chunk_bytes: What a loader reads at once.
-        is_local: Whether the shards are files.
+        probes: Reads: small ones alone, chunks at growing concurrency, then small and large ones at the best one.
+        decoding: Decoding alone; None: nothing to decode.
+        delivery: The loop with the given settings.
+        sample_bytes: Mean bytes per sample.
+        chunk_bytes: Bytes that a loader reads per request.
+        is_local: Whether the shards are local files.
     """
 
     probes: Sequence[Probe]
@@ -45,22 +45,22 @@ class Measured:
 
     @property
     def sweep(self) -> list[Probe]:
-        """Reads of one size, more and more at a time."""
+        """Reads of one size at growing concurrency."""
         return list(self.probes[1:-2])
 
     @property
     def best(self) -> Probe:
-        """The fastest of them."""
+        """The fastest read of the sweep."""
         return max(self.sweep, key=lambda one: one.bytes_per_s)
 
     @property
     def most_bytes_per_s(self) -> float:
-        """The highest rate that was seen of reads as large as chunks, or larger."""
+        """The highest rate measured for reads of at least a chunk."""
         return max(self.best.bytes_per_s, self.probes[-1].bytes_per_s)
 
     @property
     def error_share(self) -> float:
-        """Requests that failed and were repeated, as a part of all."""
+        """Share of requests that failed and were repeated."""
         failed = sum(one.retries for one in self.probes) + self.delivery.retries
         answered = sum(one.num_reads for one in self.probes) + max(0, self.delivery.requests - self.delivery.retries)
         return failed / max(1, failed + answered)
@@ -68,14 +68,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Which stage limits, and why in words."""
+    """Name which stage limits, and why, in words."""
 
     limit: Limit
     why: str
 
 
 def judge(found: Measured) -> Verdict:
-    """Tell which stage limits."""
+    """Decide which stage limits."""
     if found.delivery.refused:
         return Verdict(limit="memory", why=f"the loader does not start: {found.delivery.refused}")
     waits, builds = found.delivery.fetch_share, found.delivery.build_share
@@ -123,31 +123,31 @@ def _store(found: Measured) -> Verdict:
 
 
 def _latency(found: Measured) -> str:
-    """Say why round trips limit; "": they do not."""
+    """Explain why round trips limit; "": they do not."""
     sweep, small, large, best = found.sweep, found.probes[-2], found.probes[-1], found.best
     first = found.probes[0]
     trip = f"a request takes {first.read_s * 1000:,.0f} ms however small it is"
     if len(sweep) > 1 and sweep[-1] is best and best.bytes_per_s > _GAIN * sweep[-2].bytes_per_s:
         gain = best.bytes_per_s / sweep[-2].bytes_per_s
-        return f"{trip}, and {best.at_once} at a time in place of {sweep[-2].at_once} bring {gain:.1f} times as much"
+        return f"{trip}, and {best.at_once} at a time instead of {sweep[-2].at_once} bring {gain:.1f} times as much"
     is_larger = large.size_bytes > 2 * best.size_bytes and found.chunk_bytes < large.size_bytes
     if is_larger and large.bytes_per_s > _GAIN * best.bytes_per_s:
         gain = large.bytes_per_s / best.bytes_per_s
         return f"{trip}, and requests of {format_bytes(large.size_bytes)} bring {gain:.1f} times as much as chunks"
     rates = [one.bytes_per_s / max(1, one.size_bytes) for one in (small, best)]
     if best.size_bytes > 2 * small.size_bytes and rates[0] < _GAIN * rates[1]:
-        return f"{trip}, and the store answers {rates[1]:,.0f} a second, small ones or chunks"
+        return f"{trip}, and the store answers {rates[1]:,.0f} per second, small ones or chunks"
     return ""
 
 
 def candidates(limit: Limit, settings: Mapping[str, Any], *, cores: int, memory_bytes: int) -> list[dict[str, Any]]:
-    """Return other settings of the loader that may be faster where this limits, to be tried.
+    """Return other loader settings to try, which may be faster given what limits.
 
     Args:
-        limit: What limits.
+        limit: The stage that limits.
         settings: The settings that were measured.
         cores: Cores of this machine.
-        memory_bytes: The most that a loader may be told to use.
+        memory_bytes: Upper bound of a loader's memory limit.
     """
     if limit == "memory":
         limits = [min(memory_bytes, settings["memory_limit"] * factor) for factor in (4, 64)]

@@ -1,4 +1,4 @@
-"""Measure a store by ranged reads of different sizes, a different number at a time."""
+"""Measure a store by ranged reads of different sizes, at different concurrency."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from streaming.common.threads import on_threads
 from streaming.storage import Storage
 
 SMALL_BYTES = 16 << 10
-"""An answer that costs its round trip and nothing else."""
+"""Size of a read so small that it costs only its round trip."""
 MOST_AT_ONCE = 64
-"""As many requests as a loader has under way at most."""
+"""Most requests that a loader has in flight."""
 _STEP = 4
 _ROUNDS = 3
 _LEAST_GAIN = 1.15
-"""A step of four times as many requests that brings less is the last one."""
+"""Gain below which the sweep stops, per step of four times as many requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Report):
-    """Reads of one size, so many at a time.
+    """Measurements of reads of one size at one concurrency.
 
     Attributes:
-        size_bytes: Bytes of a read.
-        at_once: Reads under way at any time.
+        size_bytes: Bytes per read.
+        at_once: Number of reads in flight.
         num_reads: Completed reads.
-        bytes_per_s: Median of the rounds.
+        bytes_per_s: Median over the rounds.
         spread: Difference between the fastest and the slowest round, as a share of the median.
         read_s: Median duration of a read.
         retries: Requests repeated after failures.
@@ -49,12 +49,12 @@ class Probe(Report):
 
 
 class UnreadRanges:
-    """UnreadRanges of shards, in a random order, all different until every byte was handed out. Thread-safe."""
+    """Draw ranges of shards in random order, without repetition until every byte was used. Thread-safe."""
 
     def __init__(self, urls: Sequence[str], sizes: Sequence[int], seed: int = 0) -> None:
         self._urls, self._sizes = urls, sizes
         self._random = np.random.default_rng(seed)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _random, _left, _current, _place
         self._left = self._shuffled()
         self._place = 0
 
@@ -62,9 +62,9 @@ class UnreadRanges:
         return iter(self._random.permutation(np.flatnonzero(self._sizes)).tolist())
 
     def take(self, size_bytes: int) -> tuple[str, int, int]:
-        """Return a shard, and the start and end of a range of so many bytes, fewer at its end."""
+        """Return a shard with the start and end of a range of ``size_bytes``; the range is shorter at a shard's end."""
         with self._lock:
-            # _place is the first byte of _current that was not handed out.
+            # _place is the first unused byte of _current.
             if self._place == 0:
                 found = next(self._left, None)
                 if found is None:
@@ -79,15 +79,15 @@ class UnreadRanges:
 
 @dataclass(slots=True)
 class ByteBudget:
-    """Bytes that may still be read. Thread-safe through its lock."""
+    """Count the bytes that may still be read. Thread-safe through its lock."""
 
     left_bytes: int
     lock: threading.Lock
 
     def take(self, num_bytes: int) -> bool:
-        """Take some, if there are as many."""
+        """Take ``num_bytes`` from the budget and return True, or return False if it has fewer left."""
         with self.lock:
-            # left_bytes is never negative: what is read was taken before.
+            # left_bytes is never negative: bytes are taken before they are read.
             if num_bytes > self.left_bytes:
                 return False
             self.left_bytes -= num_bytes
@@ -95,14 +95,14 @@ class ByteBudget:
 
 
 def measure(storage: Storage, ranges: UnreadRanges, *, chunk_bytes: int, seconds: float, max_bytes: int) -> list[Probe]:
-    """Measure reads: small ones for the latency, then of chunks, more and more at a time while this brings more.
+    """Measure reads: small ones for the latency, then chunks at growing concurrency while the rate rises.
 
     Args:
-        storage: Store of the shards; its retries count.
-        ranges: What to read.
-        chunk_bytes: What a loader reads at once.
-        seconds: Time in all.
-        max_bytes: Bytes in all. Few make the reads smaller than chunks.
+        storage: Store of the shards; its retries are counted.
+        ranges: Ranges to read.
+        chunk_bytes: Bytes that a loader reads per request.
+        seconds: Total time.
+        max_bytes: Total bytes. A small budget makes the reads smaller than chunks.
     """
     steps = [1, *(at_once for at_once in (4, 16, 64) if at_once <= MOST_AT_ONCE)]
     share_s, share_bytes = seconds / (len(steps) + 3), max_bytes // (len(steps) + 3)
@@ -125,7 +125,7 @@ def measure(storage: Storage, ranges: UnreadRanges, *, chunk_bytes: int, seconds
 def probe(
     storage: Storage, ranges: UnreadRanges, size_bytes: int, at_once: int, seconds: float, max_bytes: int
 ) -> Probe:
-    """Measure reads of one size, so many at a time, in three rounds; at least one read for each round and thread."""
+    """Measure reads of one size at one concurrency, in three rounds, with at least one read per round and thread."""
     times: list[float] = []
     rates: list[float] = []
     sizes: list[int] = []
@@ -154,7 +154,7 @@ def probe(
 def _reads(
     storage: Storage, ranges: UnreadRanges, size_bytes: int, until_s: float, budget: ByteBudget, number: int
 ) -> list[tuple[float, int]]:
-    """Read one range after the other; return seconds and bytes of each. The first thread reads one in any case."""
+    """Read ranges in turn; return seconds and bytes of each. The first thread reads at least one."""
     found: list[tuple[float, int]] = []
     buffer = memoryview(bytearray(size_bytes))
     while (not number and not found) or (time.perf_counter() < until_s and budget.take(size_bytes)):

@@ -1,4 +1,4 @@
-"""Measure a set on this machine, judge, and try what may be faster."""
+"""Measure a set on this machine, judge the result, and try settings that may be faster."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from streaming.shards.catalog.build import load_index
 from streaming.storage import Storage, scheme_of
 
 _FOR_STORE, _FOR_DECODING, _FOR_DELIVERY = 0.4, 0.15, 0.45
-"""Parts of the time; of the bytes decoding takes next to nothing."""
+"""Share of the time per measurement, and of the bytes; decoding takes next to no bytes."""
 _LOOPS = 3
 _IS_FASTER = 1.1
 _IS_UNSURE = 0.5
-_LEAST_CACHED = 0.2  # of the set: a smaller cache is not worth its disk
-_FREE_SHARE = 0.8  # of the disk
+_LEAST_CACHED = 0.2  # share of the set; a smaller cache is not worth its disk
+_FREE_SHARE = 0.8  # share of the free disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What to measure, and how long.
+    """Options of a measurement.
 
     Attributes:
-        seconds: Time, beside what it takes to start.
-        max_bytes: Bytes to read from the store, about.
-        batch_size: As in training.
-        memory_limit: Bytes, as in training; None: what a loader takes by default in this process.
-        allow_unfinished: Measure what is there of a set that is not whole.
+        seconds: Time to measure, start-up not included.
+        max_bytes: Approximate number of bytes to read from the store.
+        batch_size: Samples per batch, as in training.
+        memory_limit: Bytes, as in training; None: the default of a loader in this process.
+        allow_unfinished: Measure the finished part of an unfinished set.
     """
 
     seconds: float = 20.0
@@ -59,33 +59,33 @@ class BenchOptions:
 
     @property
     def limit_bytes(self) -> int:
-        """The memory limit with which loaders are measured."""
+        """The memory limit of the measured loaders, in bytes."""
         return self.memory_limit or default_memory_limit(group_limits().memory_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport(Report):
-    """What was measured, what limits, and what would help.
+    """Measurements, the stage that limits, and what would help.
 
     Attributes:
         limit: The stage that limits.
         why: Why, in words.
-        sure: How sure this is, in words, by the spread of repeats.
-        suggest: Options of ``DataLoader`` and ``StreamingDataset``.
+        sure: How certain this is, in words, from the spread of repeats.
+        suggest: Suggested options of ``DataLoader`` and ``StreamingDataset``.
         convert: Options of the next ``convert`` or ``reshard``.
-        expect: What the suggestion brought when it was tried, or what it will bring.
-        samples_per_s: By stage: what the store, decoding and delivery reach by themselves; None: not measured.
-        probes: Reads of different sizes, a different number at a time.
+        expect: The measured gain of the suggestion, or the expected one if it was not tried.
+        samples_per_s: Rate of the store, decoding and delivery, each by itself; None: not measured.
+        probes: Reads of different sizes at different concurrency.
         decoding: Decoding alone; None: samples have no field.
-        not_decoded: Fields of which most samples cannot be decoded by default; they were taken as bytes.
-        deliveries: Loops over batches: with the settings given, then others that were tried.
-        error_share: Part of the requests that failed and were repeated.
-        num_chunks: Chunks of the set, which are the requests of an epoch.
-        num_samples: Its samples.
+        not_decoded: Fields that fail to decode by default in most samples; they were delivered as raw bytes.
+        deliveries: Loops over batches: first with the given settings, then with others.
+        error_share: Share of requests that failed and were repeated.
+        num_chunks: Chunks of the set, which is the number of requests per epoch.
+        num_samples: Samples of the set.
         num_bytes: Bytes of its chunks.
         chunk_bytes: Median bytes of a chunk.
         cores: Cores that this process may use.
-        seconds: Time that it took.
+        seconds: Duration of the measurement.
     """
 
     limit: Limit
@@ -114,19 +114,19 @@ def bench(
 ) -> BenchReport:  # fmt: skip
     """Measure how fast this machine reads a set, which stage limits, and which settings help. Writes nothing.
 
-    Reads parts of shards, decodes some samples again and again, and runs a loop over batches that nobody uses. A script
-    that calls this needs its ``if __name__ == "__main__":`` guard, because decoding is also measured in processes.
+    Reads parts of shards, decodes some samples repeatedly, and runs a loop that discards its batches. A script that
+    calls this needs its ``if __name__ == "__main__":`` guard, because decoding is also measured in processes.
 
     Args:
         urls: Shards, as for ``StreamingDataset``, with an index.
         storage_options: As for ``StreamingDataset``.
         index_url: Location of the index, if not beside the shards.
-        options: What to measure.
+        options: Options of the measurement.
         progress: Receives each measurement.
 
     Raises:
         NotFoundError: Nothing matches ``urls``.
-        IndexMissingError: They have no index; the message says how to make one.
+        IndexMissingError: The shards have no index; the message says how to make one.
     """
     options, progress = options or BenchOptions(), progress or NoProgress()
     began_s, storage = time.monotonic(), Storage(storage_options)
@@ -179,12 +179,12 @@ def bench(
 
 
 def opened_set(urls: Sequence[str], storage: Storage, index_url: str | None, options: BenchOptions) -> OpenSet:
-    """Open an indexed set that has samples.
+    """Open an indexed set and require that it has samples.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: The set has no samples.
         NotFoundError: Nothing matches ``urls``.
-        IndexMissingError: They have no index; the message says how to make one.
+        IndexMissingError: The shards have no index; the message says how to make one.
     """
     shards, marks = shards_beside(urls, storage, None, allow_unfinished=options.allow_unfinished)
     chunks = load_index(storage, shards, index_url)
@@ -196,7 +196,7 @@ def opened_set(urls: Sequence[str], storage: Storage, index_url: str | None, opt
 def _decoded(
     opened: OpenSet, storage: Storage, options: BenchOptions, cores: int
 ) -> tuple[Decoding | None, tuple[str, ...]]:
-    """Measure decoding alone, and name the fields that it leaves out because most samples cannot be decoded."""
+    """Measure decoding alone; also return the fields left out because they fail to decode in most samples."""
     samples, record_bytes = decoding.some_samples(opened, storage)
     samples = [sample for sample in samples if sample]
     failing = decoding.failing_fields(samples)
@@ -209,18 +209,18 @@ def _decoded(
 
 
 def _suggestion(limit: Limit, tried: Sequence[LoopRun], found: Measured, set_bytes: int) -> tuple[dict[str, Any], str]:
-    """Return the settings to use, and what they bring."""
+    """Return the settings to use, and the gain they bring."""
     baseline, best = tried[0], max(tried, key=lambda one: one.samples_per_s)
     gain = best.samples_per_s / max(baseline.samples_per_s, 1e-9)
     is_faster = baseline.refused or gain > max(_IS_FASTER, 1 + baseline.spread / 2)
     chosen = dict((best if is_faster and not best.refused else baseline).settings)
     suggest = {"num_workers": 0, "prefetch_factor": 2, **chosen}
     suggest["memory_limit"] = f"{-(-suggest['memory_limit'] >> 20)}MiB"
-    suggest.pop("batch_size")  # which belongs to the training
+    suggest.pop("batch_size")  # the training decides it
     if limit in {"latency", "bandwidth", "errors"} and not found.is_local:
         cache = _cache(set_bytes)
         return {**suggest, **cache}, (
-            "from the second epoch on, what is in the cache comes from this machine's disk"
+            "from the second epoch on, cached chunks come from this machine's disk"
             if cache
             else f"no setting helps: {format_bytes(set_bytes)} do not fit on this machine's disk"
         )
@@ -242,7 +242,7 @@ def _cache(set_bytes: int) -> dict[str, Any]:
 
 
 def _stages(found: Measured) -> dict[str, float | None]:
-    """Return what each stage reaches by itself, in samples per second."""
+    """Return the rate of each stage by itself, in samples per second."""
     alone = found.decoding
     return {
         "store": found.most_bytes_per_s / max(1.0, found.sample_bytes),
@@ -252,7 +252,7 @@ def _stages(found: Measured) -> dict[str, float | None]:
 
 
 def _sure(found: Measured) -> str:
-    """Say how far repeats differ."""
+    """Describe how far repeats differ."""
     spreads = {"reads": found.best.spread, "the loop's halves": found.delivery.spread}
     if found.decoding is not None:
         spreads["decoding"] = found.decoding.spread

@@ -1,6 +1,6 @@
-"""Try settings of the loader in turn, choose the least machinery that is as fast as any, and write it for a loader.
+"""Try settings of the loader in turn, choose the simplest that is as fast as any, and write it for a loader.
 
-What is tried and chosen (``TunePlan``, ``chosen``) is pure; ``tune`` measures, and ``write_tuned`` writes.
+Planning and choosing (``TunePlan``, ``chosen``) are pure; ``tune`` measures, and ``write_tuned`` writes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from streaming.watch.tuned.file import Tuned, stored
 
 Settings = dict[str, Any]
 _ROUNDS = 2
-_USUAL_THREADS, _USUAL_AHEAD = 4, 2  # of a loader that is given nothing
+_USUAL_THREADS, _USUAL_AHEAD = 4, 2  # defaults of a loader
 _AHEAD = (4, 8)
 _AS_FAST, _MOST_SPREAD = 0.05, 0.25
 _IS_WAITING = 0.25
-"""Part of its time that a loop waits for bytes: then the store limits, and the settings tried make no difference."""
+"""Share of its time that a loop waits for bytes above which the store limits, so the tried settings do not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
-    """What is tried, and how long it takes.
+    """The settings to try, and the time they take.
 
     Attributes:
-        builders: Settings of threads and processes, to be tried first.
-        pass_s: Time of each pass, its pauses not counted.
-        seconds: The most that all passes take together, beside what they take to start.
+        builders: Numbers of threads and processes, to be tried first.
+        pass_s: Time per pass, its pauses not counted.
+        seconds: Upper bound for all passes together, start-up not included.
     """
 
     builders: tuple[Settings, ...]
@@ -48,17 +48,17 @@ class TunePlan:
 
     @property
     def num_settings(self) -> int:
-        """Settings that are tried."""
+        """Number of settings to try."""
         return len(self.builders) + len(_AHEAD)
 
     @property
     def num_passes(self) -> int:
-        """Passes over some samples."""
+        """Number of passes over some samples."""
         return _ROUNDS * self.num_settings
 
     @classmethod
     def of(cls, seconds: float, cores: int, *, processes: bool = True) -> TunePlan:
-        """Return what to try on a machine with so many cores; ``processes``: whether worker processes can run there."""
+        """Return the plan for a machine with ``cores`` cores; ``processes``: whether worker processes can run there."""
         most = min(cores, MOST_BUILDERS)
         threads = sorted({1, min(_USUAL_THREADS, most), most})
         workers = sorted({max(1, most // 2), most}) if processes else []
@@ -72,16 +72,16 @@ class TunePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried(Report):
-    """A setting, by the medians of its passes.
+    """Results of one setting: the medians of its passes.
 
     Attributes:
         options: Options of ``DataLoader``.
-        samples_per_s: Rate.
+        samples_per_s: Samples delivered per second.
         spread: Difference between the fastest and the slowest pass, as a share of the rate.
-        fetch_share: Part of the time that the loop waited for bytes.
-        build_share: Part of the time that it waited for batches to be built, or built them.
+        fetch_share: Share of the time that the loop waited for bytes.
+        build_share: Share of the time that it waited for batches to be built, or built them.
         unhidden_ms: See ``LoopRun``.
-        refused: Why the loader refused to start; "": it did not.
+        refused: Why the loader refused to start; "": it started.
     """
 
     options: Mapping[str, Any]
@@ -94,7 +94,7 @@ class Tried(Report):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], runs: Sequence[LoopRun]) -> Tried:
-        """Sum up the passes with these options."""
+        """Summarize the passes with these options."""
         rates = [one.samples_per_s for one in runs]
         unhidden = [one.unhidden_ms for one in runs if one.unhidden_ms is not None]
         rate = median(rates)
@@ -111,18 +111,18 @@ class Tried(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport(Report):
-    """The options that were found, and all that was tried.
+    """The chosen options, and all settings that were tried.
 
     Attributes:
-        options: Options of ``DataLoader``, as they are written into the file.
-        why: Why these.
-        tried: All settings, in the order in which they were tried first.
-        urls: What was read, as it was given.
-        batch_size: Samples of a batch.
-        not_decoded: Fields of which most samples cannot be decoded by default; they were taken as bytes.
+        options: Options of ``DataLoader``, as written into the file.
+        why: Why these were chosen.
+        tried: All settings, in the order in which they were first tried.
+        urls: URLs of the shards, as given.
+        batch_size: Samples per batch.
+        not_decoded: Fields that fail to decode by default in most samples; they were delivered as raw bytes.
         cores: Cores that this process may use.
         memory_bytes: Memory that it may use.
-        seconds: Time that it took.
+        seconds: Duration of the measurement.
     """
 
     options: Mapping[str, Any]
@@ -151,12 +151,12 @@ def tune(
         urls: Shards, as for ``StreamingDataset``, with an index.
         storage_options: As for ``StreamingDataset``.
         index_url: Location of the index, if not beside the shards.
-        options: What to measure.
+        options: Options of the measurement.
         progress: Receives each pass.
 
     Raises:
         NotFoundError: Nothing matches ``urls``.
-        IndexMissingError: They have no index; the message says how to make one.
+        IndexMissingError: The shards have no index; the message says how to make one.
         ConfigError: The set has no samples, or no loader starts with the memory limit.
     """
     options, progress = options or BenchOptions(), progress or NoProgress()
@@ -175,7 +175,7 @@ def tune(
     tried += tried_in_turn(ahead, lambda one: loops.run({**one, **fixed}))
     best = chosen(tried)
     found: Settings = dict(best.options)
-    if options.memory_limit is not None:  # else the loader's default, which knows the control group that it runs in
+    if options.memory_limit is not None:  # else the loader's default, which respects its control group
         found["memory_limit"] = f"{-(-options.memory_limit >> 20)}MiB"
     return TuneReport(
         options=found, why=reason(best, tried), tried=tuple(tried), urls=tuple(urls), batch_size=loops.batch_size,
@@ -184,7 +184,7 @@ def tune(
 
 
 def tried_in_turn(settings: Sequence[Settings], run: Callable[[Settings], LoopRun]) -> list[Tried]:
-    """Measure settings in rounds, every other one backward, so that what changes meanwhile meets all alike."""
+    """Measure settings in rounds, every other round backward, so that drift affects all settings equally."""
     runs: list[list[LoopRun]] = [[] for _ in settings]
     for number in range(_ROUNDS):
         order = range(len(settings)) if number % 2 == 0 else range(len(settings) - 1, -1, -1)
@@ -194,7 +194,7 @@ def tried_in_turn(settings: Sequence[Settings], run: Callable[[Settings], LoopRu
 
 
 def chosen(tried: Sequence[Tried]) -> Tried:
-    """Return the setting with the least machinery among those that are as fast as the fastest, within the spread.
+    """Return the simplest setting among those as fast as the fastest, within the spread.
 
     Raises:
         ConfigError: No loader started.
@@ -207,18 +207,18 @@ def chosen(tried: Sequence[Tried]) -> Tried:
 
 
 def spread_of(tried: Sequence[Tried]) -> float:
-    """Return by how much rates may differ without one being faster: what passes of one setting differ by, of most."""
+    """Return the difference within which rates count as equal: the median spread of passes, within fixed bounds."""
     return min(_MOST_SPREAD, max(_AS_FAST, median(one.spread for one in tried if not one.refused)))
 
 
 def _machinery(one: Tried) -> tuple[int, int, int]:
-    """Order settings by what they take of a machine: no processes first, then fewer builders, fewer batches ahead."""
+    """Sort key for settings by machine resources: no processes first, then fewer builders, then fewer batches ahead."""
     workers = one.options["num_workers"]
     return workers, one.options.get("num_threads", 0), one.options["prefetch_factor"]
 
 
 def reason(best: Tried, tried: Sequence[Tried]) -> str:
-    """Say why this one."""
+    """Explain why this setting was chosen."""
     fastest = max(tried, key=lambda one: one.samples_per_s)
     said = "the fastest that was tried"
     if fastest is not best:
@@ -236,10 +236,10 @@ def reason(best: Tried, tried: Sequence[Tried]) -> str:
 
 
 def check_out(url: str, storage: Storage) -> None:
-    """Refuse to write over a file that is no file of tuned options.
+    """Refuse to overwrite a file that does not hold tuned options.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: Such a file exists.
     """
     if os.path.isdir(url):
         raise ConfigError(f"--out {redact(url)}: this is a folder; name a file in it")
@@ -249,13 +249,13 @@ def check_out(url: str, storage: Storage) -> None:
         return
     except ConfigError as error:
         raise ConfigError(
-            f"--out {redact(url)}: this file is there, and does not hold tuned options, so it is not written over; "
+            f"--out {redact(url)}: this file exists and does not hold tuned options, so it is not overwritten; "
             "give another name, or move it away"
         ) from error
 
 
 def write_tuned(report: TuneReport, url: str, storage: Storage) -> None:
-    """Write what was found into a file that ``DataLoader(tuned=…)`` takes."""
+    """Write the chosen options into a file for ``DataLoader(tuned=…)``."""
     tuned = Tuned(
         options=report.options, cores=report.cores, memory_bytes=report.memory_bytes,
         measured={

@@ -1,4 +1,4 @@
-"""Compare two sets: shards, then samples by what the indexes know, then the bytes of those that are left."""
+"""Compare two sets: first shards, then samples by what the indexes know, then the bytes of the undecided samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedSample(Report):
-    """A sample that both sets have, and the fields that differ: of other bytes, or in one set only."""
+    """A sample that both sets have, and the fields that differ in content or exist in one set only."""
 
     key: str
     fields: tuple[str, ...]
@@ -46,25 +46,25 @@ class ChangedSample(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Report):
-    """How two sets differ. Lists have ``limit`` entries at most, the first ones; numbers are of all.
+    """The differences of two sets. Lists hold the first ``limit`` entries; numbers count all.
 
     Attributes:
-        equal: Whether samples and columns are the same, whatever the shards and the order.
-        only_a: Keys that only A has, in its order; a key once for each sample that it has more often than B.
+        equal: Whether samples and columns are the same, regardless of shards and order.
+        only_a: Keys that only A has, in its order. A key is listed once per sample that A has more of than B.
         only_b: Keys that only B has.
-        changed: Samples with other content.
+        changed: Samples whose content differs.
         same: Number of samples with the same content.
         num_only_a: Number of samples that only A has.
         num_only_b: Number of samples that only B has.
-        num_changed: Number of samples with other content.
+        num_changed: Number of samples whose content differs.
         fields: Number of changed samples by field.
-        schema: What the sets do not mean alike, though their bytes may be the same.
-        columns: How columns differ; None: a set without an index has none to compare.
-        shards: How the shards differ, which is no difference by itself.
-        repeated: Samples of A and of B whose key occurs more than once in their set, as far as they were looked at.
-        unindexed: Which of the sets, ``"A"`` and ``"B"``, were read whole, because they have no index.
-        num_read_bytes: Bytes of shards that were read.
-        seconds: Time that it took.
+        schema: Differences in the meaning of the sets; their bytes may be the same.
+        columns: Differences of columns; None: a set without an index has no columns to compare.
+        shards: Differences of shards, which do not make the sets unequal.
+        repeated: Number of samples of A and of B, among those compared, whose key occurs more than once in their set.
+        unindexed: The sets, ``"A"`` or ``"B"``, that were read entirely because they have no index.
+        num_read_bytes: Bytes read from shards.
+        seconds: Duration of the comparison.
     """
 
     equal: bool
@@ -87,14 +87,14 @@ class DiffReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions:
-    """How to compare.
+    """Options of a comparison.
 
     Attributes:
         index_a: Location of A's index, if not beside its shards.
         index_b: Location of B's index.
-        limit: Most entries of each list of keys.
-        memory_bytes: Memory for keys and what is known of them; beyond it they are in temporary files.
-        allow_unfinished: Compare what is there of sets that are not whole.
+        limit: Maximum number of entries in each list of keys.
+        memory_bytes: Memory for keys and what is known about them; the rest goes to temporary files.
+        allow_unfinished: Compare the finished part of unfinished sets.
     """
 
     index_a: str | None = None
@@ -110,23 +110,23 @@ def diff(
 ) -> DiffReport:  # fmt: skip
     """Compare the samples of two sets by key and content, and their columns.
 
-    Shards of the same checksums are the same; so are samples that the same checksums cover. The bytes of the others are
-    read, verified and compared by checksum, field by field.
+    Shards with equal checksums are equal; so are samples covered by equal checksums. The bytes of the others are read,
+    verified and compared by checksum, field by field.
 
-    Memory: ``options.memory_bytes``, two bytes for each sample, sample tables of 32 shards, and for each of eight
-    threads a request of 8 MiB, or a sample if that is larger.
+    Memory: ``options.memory_bytes``, two bytes per sample, the sample tables of 32 shards, and one request of 8 MiB (or
+    one sample, if that is larger) for each of eight threads.
 
     Args:
         a: Shards of the first set, as for ``StreamingDataset``.
         b: Shards of the second set.
         storage: Store of A.
-        storage_b: Store of B; default: the same.
-        options: How to compare.
-        progress: Receives the shards of both sets, and the bytes that had to be read.
+        storage_b: Store of B; default: that of A.
+        options: Options of the comparison.
+        progress: Receives the shards of both sets, and the bytes read from them.
 
     Raises:
         NotFoundError: There is no such set.
-        UnfinishedError: A set is not whole.
+        UnfinishedError: A set is unfinished.
         DataError: The index or the shards are damaged.
     """
     options = options or DiffOptions()
@@ -143,14 +143,14 @@ def diff(
 
 @dataclass(slots=True)
 class _Listed:
-    """The first entries of a list by their number, and the number of all."""
+    """The first entries of a list in the order of the set, and the number of all entries."""
 
     limit: int
     total: int = 0
     entries: list[tuple[int, Any]] = field(default_factory=list)
 
     def add(self, table: pa.Table, rows: Int64Array, more: Mapping[str, Mask] | None = None) -> None:
-        """Add the keys of some rows of a table, and for each the names of the masks that are True."""
+        """Add the keys of some rows of a table; with each key go the names of the masks that are True there."""
         self.total += rows.size
         ats = numbers_of(table, AT, rows)
         first = np.argsort(ats, kind="stable")[: self.limit]
@@ -163,7 +163,7 @@ class _Listed:
 
 
 class _Comparison:
-    """One comparison, step by step."""
+    """Run one comparison, step by step."""
 
     def __init__(self, sides: tuple[Side, Side], options: DiffOptions, folder: str, progress: Progress) -> None:
         self._sides, self._options, self._folder, self._progress = sides, options, folder, progress
@@ -182,7 +182,7 @@ class _Comparison:
         self._partners = Partners(sides[0].num_samples, memory_bytes=options.memory_bytes // 8, folder=folder)
 
     def run(self) -> None:
-        """Compare."""
+        """Compare the sets."""
         a, b = self._sides
         self._progress.start(total_bytes=None, total=len(a.urls) + len(b.urls))
         rows = self._all_rows(self._equal_shards())
@@ -192,7 +192,7 @@ class _Comparison:
         self._matched(unsure, is_first=False)
 
     def _equal_shards(self) -> list[tuple[int, int]]:
-        """Return pairs of shards of the same bytes, after comparing their columns."""
+        """Compare the columns of shards with the same bytes, then return these pairs of shards."""
         if self._indexed is None:
             return []
         pairs = equal_shards(*self._indexed)
@@ -207,7 +207,7 @@ class _Comparison:
         return KeyedRows(num_rows, memory_bytes=self._options.memory_bytes, folder=self._folder, name=name)
 
     def _all_rows(self, pairs: Sequence[tuple[int, int]]) -> KeyedRows:
-        """Return the rows of all samples but those of equal shards."""
+        """Return the rows of all samples outside equal shards."""
         done = [{pair[number] for pair in pairs} for number in (0, 1)]
         left = [
             [position for position in range(len(side.urls)) if position not in equal]
@@ -227,7 +227,7 @@ class _Comparison:
         self._progress.advance(num_bytes=num_bytes)
 
     def _matched(self, rows: KeyedRows, *, is_first: bool) -> KeyedRows:
-        """Compare rows, part by part; return those that only bytes can tell apart and that need not be read again."""
+        """Compare rows, part by part; mark undecided samples for reading, and return their rows if already exact."""
         unsure = self._rows(0 if not is_first else rows.num_rows, "unsure")
         for number in range(rows.num_parts):
             a, b = rows.part(number)
@@ -240,7 +240,7 @@ class _Comparison:
         return unsure
 
     def _compare_runs(self) -> None:
-        """Count samples that joined checksums show to be the same, and have them not read."""
+        """Count samples that joined checksums prove equal, so that they are not read."""
         if self._indexed is None:
             return
         for found in equal_runs(self._indexed, self._partners, self._options.memory_bytes):
@@ -249,7 +249,7 @@ class _Comparison:
                 wanted[samples] = False
 
     def _known(self, table: pa.Table, rows: Int64Array) -> Mask:
-        """Tell which rows have the checksums of all fields."""
+        """Return a mask of the rows that have checksums of all fields."""
         sums = [numbers_of(table, name, rows) for name in table.column_names if name.startswith(SUM)]
         return np.asarray(np.logical_and.reduce([*map(is_exact, sums), np.ones(rows.size, np.bool_)]), np.bool_)
 
@@ -267,7 +267,7 @@ class _Comparison:
             self._repeated = [sum(pair) for pair in zip(self._repeated, found.num_repeated, strict=True)]
 
     def _add_bytes(self, rows: KeyedRows) -> None:
-        """Add the rows of the samples that have to be read."""
+        """Add the rows of the samples that must be read."""
         for number, (side, wanted) in enumerate(zip(self._sides, self._wanted, strict=True)):
             if isinstance(side, IndexedSide):
                 for table, num_bytes in exact_rows(side, wanted):
@@ -275,7 +275,7 @@ class _Comparison:
                     self._read_bytes(num_bytes)
 
     def report(self, seconds: float) -> DiffReport:
-        """Return what was found."""
+        """Return the report of the comparison."""
         a, b = self._sides
         columns = None if self._indexed is None else ColumnChanges.of(self._columns)
         only_a, only_b = self._only
@@ -304,7 +304,7 @@ class _Comparison:
 
 
 def _unlike(a: Side, b: Side) -> tuple[str, ...]:
-    """Return, in words, what two sets do not mean alike."""
+    """Describe the differences in meaning of two sets."""
     sets = {f"{name} ({home})": schema for name, side in (("A", a), ("B", b)) for home, schema in side.schemas.items()}
     conflict = contradiction(sets)
     return () if conflict is None else tuple(map(str, conflict.differences))

@@ -1,7 +1,7 @@
-"""Compare the rows of two sets by key: which are the same, which changed, and which the rows cannot tell.
+"""Compare the rows of two sets by key: equal, changed, or undecided.
 
-Of a key that occurs several times, samples with the same content are matched first, then the others in the order of
-their sets; those left over are only in one set.
+If a key occurs several times, samples with the same content are paired first, then the others in the order of their
+sets; samples left without a partner are in one set only.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from streaming.shards.index.where import compared_exactly
 from streaming.types import Int64Array
 
 _Content: TypeAlias = "tuple[tuple[str, int, int], ...]"
-"""Field, size and sum of each field that a sample has."""
+"""Field, size and sum of each field of a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Changes:
-    """Pairs of rows whose content differs: the row in the first table, and for each field whether it differs."""
+    """Pairs of rows whose content differs, and per field a mask of the pairs that differ in it."""
 
     rows: Int64Array
     fields: Mapping[str, Mask]
@@ -44,16 +44,16 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matched:
-    """What became of the rows of one part; rows are numbers in the two tables.
+    """Result for the rows of one part; rows are numbers in the two tables.
 
     Attributes:
         only: Rows of each table without a partner.
         num_same: Pairs with the same content.
         changes: Pairs whose content differs.
-        unknown: Rows of each table of which only bytes can tell.
-        pairs: Those of them whose key occurs once in each table, side by side: int64 ``[2, m]``.
-        columns: By column, pairs of keys that occur once in each table and have different values.
-        num_repeated: Rows of each table whose key occurs more than once in it.
+        unknown: Rows of each table that only bytes can decide.
+        pairs: The undecided rows whose key occurs once in each table, side by side: int64 ``[2, m]``.
+        columns: By column, the number of pairs of keys that occur once in each table and have different values.
+        num_repeated: Number of rows of each table whose key occurs more than once in it.
     """
 
     only: tuple[Int64Array, Int64Array]
@@ -66,7 +66,7 @@ class Matched:
 
 
 def match(a: pa.Table, b: pa.Table) -> Matched:
-    """Compare the rows of two tables, which together have all rows of their keys."""
+    """Compare the rows of two tables, which together hold all rows of their keys."""
     codes_a, codes_b, num_keys = _codes(a, b)
     counts_a, counts_b = (np.bincount(codes, minlength=num_keys) for codes in (codes_a, codes_b))
     singles = (counts_a == 1) & (counts_b == 1)
@@ -99,7 +99,7 @@ def match(a: pa.Table, b: pa.Table) -> Matched:
 
 
 def _codes(a: pa.Table, b: pa.Table) -> tuple[Int64Array, Int64Array, int]:
-    """Return a number for each row's key, equal for equal keys, and how many keys there are."""
+    """Return a number per row, equal for equal keys, and the number of distinct keys."""
     keys = pa.chunked_array([*a.column(KEY).chunks, *b.column(KEY).chunks], pa.large_binary()).combine_chunks()
     encoded = keys.dictionary_encode()
     codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -107,7 +107,7 @@ def _codes(a: pa.Table, b: pa.Table) -> tuple[Int64Array, Int64Array, int]:
 
 
 def _compared(a: pa.Table, b: pa.Table, pairs: Int64Array) -> tuple[dict[str, Mask], Mask]:
-    """Return for each field which pairs surely differ in it, and the pairs that may still be the same or not."""
+    """Return a mask per field of the pairs that surely differ in it, and a mask of the undecided pairs."""
     differs: dict[str, Mask] = {}
     unknown = np.zeros(pairs.shape[1], np.bool_)
     for name in fields_of(a, b):
@@ -120,7 +120,7 @@ def _compared(a: pa.Table, b: pa.Table, pairs: Int64Array) -> tuple[dict[str, Ma
 
 
 def _columns(a: pa.Table, b: pa.Table, pairs: Int64Array) -> dict[str, int]:
-    """Count the pairs whose values differ, by column that both tables have."""
+    """Count the pairs whose values differ, for each column of both tables."""
     found = {}
     for name in sorted({*columns_of(a)} & {*columns_of(b)}):
         values = (table.column(COLUMN + name).take(pa.array(rows)) for table, rows in zip((a, b), pairs, strict=True))
@@ -129,7 +129,7 @@ def _columns(a: pa.Table, b: pa.Table, pairs: Int64Array) -> dict[str, int]:
 
 
 def differing(a: pa.Array, b: pa.Array) -> Mask:
-    """Tell where values of a column differ: missing ones equal each other, NaNs too, and 1 is 1.0."""
+    """Return a mask of differing values. Missing values equal each other, NaN equals NaN, and 1 equals 1.0."""
     missing = [one.is_null().to_numpy(zero_copy_only=False) for one in (a, b)]
     there = ~(missing[0] | missing[1])
     if there.any():
@@ -141,7 +141,7 @@ def differing(a: pa.Array, b: pa.Array) -> Mask:
 
 
 def _unequal(a: pa.Array, b: pa.Array) -> pa.Array:
-    """Compare values: numbers of two types by what they are exactly, all else of two types as text."""
+    """Compare values; numbers of different types compare exactly, other values of different types as text."""
     floats = [pa.types.is_floating(one.type) for one in (a, b)]
     if a.type == b.type or all(floats):
         return pc.not_equal(a, b)
@@ -165,7 +165,7 @@ class _Copy:
 
 
 def _groups(table: pa.Table, codes: Int64Array, wanted: Mask) -> dict[int, list[_Copy]]:
-    """Return the rows of the wanted keys by key, each in the order of its set."""
+    """Return the rows of the wanted keys by key, each list in the order of its set."""
     rows = np.flatnonzero(wanted[codes])
     ats = numbers_of(table, AT, rows)
     names = fields_of(table)
@@ -182,7 +182,7 @@ def _groups(table: pa.Table, codes: Int64Array, wanted: Mask) -> dict[int, list[
 
 @dataclass(slots=True)
 class _Several:
-    """Compare rows whose key occurs more than once in one of the tables, key by key."""
+    """Compare rows with repeated keys, key by key."""
 
     num_same: int = 0
     only_a: list[int] = field(default_factory=list)
@@ -211,7 +211,7 @@ class _Several:
 
 
 def _left(copies: list[_Copy], same: Counter[_Content]) -> list[_Copy]:
-    """Return the copies without those that were matched, the first ones of their content."""
+    """Return the unmatched copies, dropping the first ones of each matched content."""
     taken: Counter[_Content] = Counter()
     left = []
     for one in copies:
@@ -223,12 +223,12 @@ def _left(copies: list[_Copy], same: Counter[_Content]) -> list[_Copy]:
 
 
 def _known(copy: _Copy) -> bool:
-    """Tell whether the checksums of all its bytes are known."""
+    """Return whether the checksums of all its fields are known."""
     return bool(is_exact(np.array([found for _, _, found in copy.content], np.int64)).all())
 
 
 def _joined_changes(rows: Int64Array, fields: Mapping[str, Mask], several: _Several) -> Changes:
-    """Return the changed pairs of keys that occur once, and those of the others."""
+    """Return the changed pairs: those of unique keys, then those of repeated keys."""
     more = [names for _, names in several.changed]
     return Changes(
         rows=np.concatenate([rows, np.array([row for row, _ in several.changed], np.int64)]),

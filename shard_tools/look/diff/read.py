@@ -1,4 +1,4 @@
-"""Read the bytes that the index cannot tell apart: whole spans, verified, of the samples in question alone."""
+"""Read the bytes that the index cannot tell apart: whole spans, verified, of the undecided samples only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from streaming.storage import Storage
 from streaming.types import Int64Array
 
 _RUN_BYTES = 8 << 20  # one request
-_GAP_BYTES = 128 << 10  # of files; a store is asked once more rather than for bytes that nobody compares
+_GAP_BYTES = 128 << 10  # for files; a store gets another request instead of reading unneeded bytes
 _THREADS = 8  # shards at a time
 
 
 def exact_rows(side: IndexedSide, wanted: Mask) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the rows of the wanted samples of a set with an index, shard by shard, with the checksums of all fields.
+    """Yield the rows of the wanted samples of an indexed set, shard by shard, with the checksums of all fields.
 
     Args:
         side: The set.
@@ -36,7 +36,7 @@ def exact_rows(side: IndexedSide, wanted: Mask) -> Iterator[tuple[pa.Table, int]
         The rows of a shard, and the number of bytes read for them.
 
     Raises:
-        ChecksumError: A byte is damaged; `shard_tools verify` lists all.
+        ChecksumError: The bytes are damaged; `shard_tools verify` lists all damage.
     """
     shards = np.unique(np.searchsorted(side.firsts, np.flatnonzero(wanted), side="right") - 1).tolist()
 
@@ -52,9 +52,9 @@ def _rows(side: IndexedSide, position: int, wanted: Mask) -> tuple[pa.Table, int
     rows = rows_of_table(table, int(side.firsts[position]), {})
     chosen = np.flatnonzero(wanted)
     found = {name: numbers(rows.column(SUM + name), np.int64).copy() for name in table.fields}
-    asked = {name: wanted & ~is_exact(sums) for name, sums in found.items()}
+    masks = {name: wanted & ~is_exact(sums) for name, sums in found.items()}
     num_bytes = 0
-    for fields, needed in _alike(asked, wanted.size):
+    for fields, needed in _grouped(masks, wanted.size):
         for run in _runs(table, needed):
             num_bytes += _sum_run(side.storage, side.urls[position], table, run, fields, needed, found)
     arrays = {name: rows.column(name) for name in (KEY, AT)}
@@ -63,12 +63,12 @@ def _rows(side: IndexedSide, position: int, wanted: Mask) -> tuple[pa.Table, int
     return pa.table(arrays).take(pa.array(chosen)), num_bytes
 
 
-def _alike(asked: Mapping[str, Mask], num_samples: int) -> Iterator[tuple[tuple[str, ...], Mask]]:
-    """Yield fields, and the samples of which these are asked: large fields of others are not read with them."""
+def _grouped(masks: Mapping[str, Mask], num_samples: int) -> Iterator[tuple[tuple[str, ...], Mask]]:
+    """Group samples that need the same fields, so that large fields of other samples are not read."""
     kinds = np.zeros(num_samples, np.int64)
     fields: list[tuple[str, ...]] = [()]
-    for name, mask in asked.items():
-        # One more field splits every kind in two; numbers stay as small as there are kinds.
+    for name, mask in masks.items():
+        # One more field splits every group in two; group numbers stay below the number of groups.
         found, kinds = np.unique(2 * kinds + mask, return_inverse=True)
         fields = [(*fields[kind // 2], name) if kind % 2 else fields[kind // 2] for kind in found.tolist()]
     for kind, names in enumerate(fields):
@@ -77,7 +77,7 @@ def _alike(asked: Mapping[str, Mask], num_samples: int) -> Iterator[tuple[tuple[
 
 
 def _runs(table: SampleTable, needed: Mask) -> list[tuple[int, int]]:
-    """Return runs of adjacent spans that hold needed samples, each of about the bytes of one request."""
+    """Return runs of adjacent spans that hold needed samples, each about the size of one request."""
     offsets = table.record_starts[table.span_starts]
     spans = np.searchsorted(table.span_starts, np.flatnonzero(needed), side="right") - 1
     runs: list[tuple[int, int]] = []
@@ -93,10 +93,10 @@ def _sum_run(
     storage: Storage, url: str, table: SampleTable, run: tuple[int, int], fields: Sequence[str], needed: Mask,
     found: Mapping[str, Int64Array],
 ) -> int:  # fmt: skip
-    """Put the CRC32C of some fields of the needed samples of a run of spans into ``found``; return the bytes read.
+    """Store the CRC32C of fields of the needed samples of a run of spans in ``found``; return the number of bytes read.
 
     Raises:
-        ChecksumError: They are damaged.
+        ChecksumError: The bytes are damaged.
     """
     first, stop = table.span_starts[list(run)].tolist()
     start, end = table.record_starts[[first, stop]].tolist()
@@ -105,7 +105,7 @@ def _sum_run(
     with memoryview(bytearray(pieces.num_bytes)) as memory:
         try:
             fill_checked(storage, url, pieces, checks, memory)
-        except ChecksumError:  # damaged in the store, or on the way
+        except ChecksumError:  # damaged in the store, or in transit
             fill_checked(storage, url, pieces, checks, memory)
         rows = np.flatnonzero(needed[first:stop]) + first
         for name in fields:

@@ -1,11 +1,12 @@
-"""Compare runs of samples that both sets have in the same order, by checksums of spans that are joined.
+"""Compare runs of samples that both sets hold in the same order, by joined checksums of spans.
 
-Sets cut into other shards have other spans, but in a run of the same samples some borders coincide. Between two such
-borders lie whole spans of both sets, whose checksums give that of all these bytes (the CRC32C of A then B follows from
-those of A and B, and B's length), so equal runs are found without reading them::
+Sets cut into different shards have different spans, but within a run of the same samples some borders coincide. Whole
+spans of both sets lie between two such borders. Their checksums determine that of all bytes in between (the CRC32C of
+A then B follows from those of A and B, and B's length), so equal runs are found without being read::
+
 
     A   |--span--|----span----|--span--|---
-    B      ...---|--span--|--span--|span|--...     between the first | and the last one that both have: compared
+    B      ...---|--span--|--span--|span|--...     compared between the first and the last shared |
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from streaming.common.threads import map_threads
 from streaming.shards.index.spans import joined_crc32c
 from streaming.types import Int64Array
 
-_SAMPLE_BYTES = 128  # of a sample of a window, with its spans and what comparing takes
+_SAMPLE_BYTES = 128  # per sample of a window, with its spans and temporary arrays
 
 
 class Partners:
-    """For samples of the first set the sample of the second one that has the same key, where bytes have to tell.
+    """Map samples of the first set to the sample of the second with the same key, where only bytes can decide.
 
-    Eight bytes for each sample of the first set; in a file that is mapped, if that is more than ``memory_bytes``.
+    Takes eight bytes per sample of the first set, in a memory-mapped file if that exceeds ``memory_bytes``.
     """
 
     def __init__(self, num_samples: int, *, memory_bytes: int, folder: str) -> None:
@@ -42,11 +43,11 @@ class Partners:
             self._numbers = np.memmap(path, np.int64, "w+", shape=(num_samples,))
 
     def add(self, a: Int64Array, b: Int64Array) -> None:
-        """Note that these samples have the same keys."""
+        """Record that these samples have the same keys."""
         self._numbers[a] = b + 1  # 0: none
 
     def between(self, first: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return the samples ``[first, stop)`` of the first set that have a partner, and these."""
+        """Return the samples in ``[first, stop)`` of the first set that have a partner, and their partners."""
         numbers = np.asarray(self._numbers[first:stop])
         there = np.flatnonzero(numbers)
         return there + first, numbers[there] - 1
@@ -54,7 +55,7 @@ class Partners:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Spans:
-    """Spans of some shards, in the order of the set: the first sample and the one after the last, bytes, CRC32C."""
+    """Spans of some shards, in the order of the set: first sample, end sample, bytes, CRC32C."""
 
     firsts: Int64Array
     stops: Int64Array
@@ -62,13 +63,13 @@ class _Spans:
     crc32c: np.ndarray[tuple[int], np.dtype[np.uint32]]
 
     def has_border(self, samples: Int64Array) -> Mask:
-        """Tell where a span begins or ends."""
+        """Return a mask of samples at which a span begins or ends."""
         borders = np.union1d(self.firsts, self.stops)
         places = np.minimum(np.searchsorted(borders, samples), max(0, borders.size - 1))
         return np.asarray(borders[places] == samples if borders.size else np.zeros(samples.size, np.bool_))
 
     def joined(self, begins: Int64Array, ends: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return bytes and CRC32C of sections of samples, each of which whole spans tile."""
+        """Return bytes and CRC32C of sections of samples, each tiled by whole spans."""
         low, high = np.searchsorted(self.firsts, begins), np.searchsorted(self.firsts, ends)
         starts = sums(high - low)
         spans = np.repeat(low - starts[:-1], high - low) + np.arange(starts[-1])
@@ -80,9 +81,9 @@ class _Spans:
 def equal_runs(
     sides: tuple[IndexedSide, IndexedSide], partners: Partners, memory_bytes: int
 ) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """Yield samples of the first set whose bytes are those of their partners by joined checksums, and these.
+    """Yield samples of the first set whose bytes equal those of their partners by joined checksums, and the partners.
 
-    At most ``memory_bytes`` are used at a time, for a window of shards of the first set. A run that goes on in the next
+    Works in windows of shards of the first set that take at most ``memory_bytes``. A run that continues in the next
     window is cut there.
     """
     for first, stop in _windows(sides[0], max(1, memory_bytes // _SAMPLE_BYTES)):
@@ -94,7 +95,7 @@ def equal_runs(
 
 
 def _windows(side: IndexedSide, most_samples: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of samples of whole shards, each of at most so many; a single shard may have more."""
+    """Yield ranges of samples of whole shards, at most ``most_samples`` each; a single shard may have more."""
     first = 0
     for before, stop in zip(side.firsts[1:-1].tolist(), side.firsts[2:].tolist(), strict=True):
         if stop - first > most_samples:
@@ -107,11 +108,11 @@ def _equal_in(sides: tuple[IndexedSide, IndexedSide], a: Int64Array, b: Int64Arr
     breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
     borders = np.concatenate(([0], breaks, [a.size]))
     lengths = np.diff(borders)
-    is_long = lengths > 1  # of one sample alone its own span has told already
+    is_long = lengths > 1  # a single sample was already compared by its own span
     begins, lengths = borders[:-1][is_long], lengths[is_long]
     if not begins.size:
         return a[:0], b[:0]
-    # Every border inside a run, and both its ends: run, and sample of either set.
+    # Borders inside a run, and both its ends: the run, and the sample of either set.
     run = np.repeat(np.arange(lengths.size), lengths + 1)
     offsets = np.arange(run.size) - np.repeat(sums(lengths + 1)[:-1], lengths + 1)
     at_a, at_b = a[begins][run] + offsets, b[begins][run] + offsets
@@ -131,7 +132,7 @@ def _equal_in(sides: tuple[IndexedSide, IndexedSide], a: Int64Array, b: Int64Arr
 
 
 def _spans(side: IndexedSide, samples: Int64Array) -> _Spans:
-    """Return the spans of all shards that hold some of these samples."""
+    """Return the spans of all shards that hold any of these samples."""
     last = int(side.firsts[-1]) - 1
     shards = np.unique(np.searchsorted(side.firsts, np.minimum(samples, last), side="right") - 1).tolist()
     parts = [

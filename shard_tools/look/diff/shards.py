@@ -1,4 +1,4 @@
-"""Compare sets by their shards first: of equal shards no sample has to be looked at."""
+"""Compare sets by their shards first: samples of equal shards need no comparison."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from streaming.shards.index.sample_table import columns_from_footer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardChanges(Report):
-    """How the shards of two sets differ, by their names and what the indexes say of their bytes.
+    """The differences of the shards of two sets, by name and by the digests in the indexes.
 
     Attributes:
         only_a: Names of shards that only A has.
         only_b: Names of shards that only B has.
-        replaced: Names of shards whose bytes differ; of sets without an index whose sizes differ.
-        same: Shards of the same bytes, whatever their names; 0 where a set has no index.
-        reordered: Whether shards of the same name come in another order.
+        replaced: Names of shards whose bytes differ; without an index, whose sizes differ.
+        same: Number of shards with the same bytes, whatever their names; 0 if a set has no index.
+        reordered: Whether shards of the same names come in another order.
     """
 
     only_a: tuple[str, ...]
@@ -34,7 +34,7 @@ class ShardChanges(Report):
 
     @property
     def is_none(self) -> bool:
-        """Whether they do not differ."""
+        """Whether there are no differences."""
         return not (self.only_a or self.only_b or self.replaced or self.reordered)
 
 
@@ -55,7 +55,7 @@ def shard_changes(a: Side, b: Side, num_same: int) -> ShardChanges:
 
 
 def equal_shards(a: IndexedSide, b: IndexedSide) -> list[tuple[int, int]]:
-    """Return pairs of shards that hold the same bytes, each shard in one pair at most; of the same name if possible."""
+    """Return pairs of shards with the same bytes, preferring equal names; each shard is in at most one pair."""
     taken: set[int] = set()
     pairs: dict[int, int] = {}
     for is_named in (True, False):
@@ -73,7 +73,7 @@ def equal_shards(a: IndexedSide, b: IndexedSide) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class ColumnTally:
-    """The columns of two sets, and in how many samples their values differ."""
+    """The columns of two sets, and the number of samples whose values differ."""
 
     names: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
     differing: Counter[str] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class ColumnTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnChanges(Report):
-    """Columns, late ones too, that only one set has, and samples with other values by column."""
+    """Columns (late ones included) that only one set has, and the number of samples with changed values by column."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -89,12 +89,12 @@ class ColumnChanges(Report):
 
     @property
     def is_none(self) -> bool:
-        """Whether they do not differ."""
+        """Whether there are no differences."""
         return not (self.only_a or self.only_b or self.changed)
 
     @classmethod
     def of(cls, tally: ColumnTally) -> ColumnChanges:
-        """Return what a tally comes to: a column that one set lacks altogether has not changed."""
+        """Return the changes in a tally; a column that one set lacks does not count as changed."""
         a, b = tally.names
         return cls(
             only_a=tuple(sorted(a - b)),
@@ -104,7 +104,7 @@ class ColumnChanges(Report):
 
 
 def late_to_read(a: Side, b: Side) -> tuple[list[str], list[str]]:
-    """Return the late columns of each set whose values have to be compared: not those of one version in both."""
+    """Return the late columns of each set to compare: all but those with the same version in both."""
     same = {name for name, column in a.late.items() if name in b.late and b.late[name].version == column.version}
     return sorted(a.late.keys() - same), sorted(b.late.keys() - same)
 
@@ -118,8 +118,8 @@ def tally_columns(
     Args:
         sides: The two sets.
         pairs: Their equal shards.
-        late: The late columns of each to compare, too.
-        tally: Receives the names, and the counts.
+        late: The late columns of each set to compare.
+        tally: Receives names and counts.
         done: Called for each pair.
     """
 

@@ -1,4 +1,4 @@
-"""Open the two sets of a comparison: by their index or, where there is none, to be read whole."""
+"""Open the two sets of a comparison: by their index, or to be read entirely if there is none."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
 _PIECE_BYTES = 8 << 20  # one request
-_SAMPLE_BYTES = 1 << 10  # guessed of samples that were not counted yet; a wrong guess costs memory
-_SCANS = 4  # shards without an index at a time: reading them takes the CPU, and a sample of each is in memory
+_SAMPLE_BYTES = 1 << 10  # estimate for uncounted samples; a wrong one costs memory
+_SCANS = 4  # unindexed shards at a time: each takes CPU and holds a sample in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardRows:
-    """The rows of one shard, the columns of its samples, and how many of its bytes were read for this."""
+    """The rows of one shard, the columns of its samples, and the number of bytes read for them."""
 
     rows: pa.Table
     columns: tuple[str, ...] = ()
@@ -48,8 +48,8 @@ class Side:
         urls: Its shards.
         storage: Their store.
         sizes: Bytes of each shard.
-        late: Its late columns: none without an index.
-        schemas: What it says that it means, by directory of the index as shown.
+        late: Its late columns; none without an index.
+        schemas: Its schemas, by directory of the index as shown.
     """
 
     urls: tuple[str, ...]
@@ -60,7 +60,7 @@ class Side:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of its shards, below the folder that holds all of them."""
+        """Names of its shards, below their common folder."""
         try:
             return tuple(relative_names(self.urls))
         except ConfigError:
@@ -68,15 +68,15 @@ class Side:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that have to be told apart by their number: none that are read but once."""
+        """Number of samples to identify by number; 0 if the set is read only once."""
         return 0
 
     def num_samples_of(self, positions: Sequence[int]) -> int:
-        """Return about how many samples some shards have."""
+        """Return the approximate number of samples of some shards."""
         return sum(self.sizes[position] for position in positions) // _SAMPLE_BYTES
 
     def rows(self, positions: Sequence[int], late: Sequence[str]) -> Iterator[ShardRows]:  # noqa: ARG002  there are none
-        """Yield the rows of some shards, in this order, with the values of columns, also of these late ones."""
+        """Yield the rows of some shards, in this order, with the values of columns and of these late columns."""
         first = 0
         for position, rows in zip(positions, map_threads(self._read, positions, _SCANS), strict=True):
             numbered = rows.set_column(1, AT, pa.array(np.arange(first, first + rows.num_rows)))
@@ -92,7 +92,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedSide(Side):
-    """One of the two sets, with its index.
+    """One of the two sets, with an index.
 
     Attributes:
         opened: The set as other commands open it.
@@ -102,12 +102,12 @@ class IndexedSide(Side):
 
     @cached_property
     def firsts(self) -> Int64Array:
-        """int64 ``[S + 1]``: the number of each shard's first sample, and of all samples."""
+        """int64 ``[S + 1]``: number of the first sample of each shard, then the number of all samples."""
         return sums([shard.num_samples for shard in self.opened.chunks.shards])
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
-        """What the index says of the bytes of each shard: equal for equal shards, whatever their names."""
+        """Digest of each shard from the index: equal for equal bytes, whatever the names."""
         return tuple(_digest(self.opened.chunks.of_shard(position)) for position in range(len(self.urls)))
 
     @property
@@ -124,12 +124,12 @@ class IndexedSide(Side):
         return table_of(self.opened, position, self.storage)
 
     def spans(self, position: int) -> Spans:
-        """Return the spans of a shard, and nothing else of its sample table."""
+        """Return the spans of a shard without the rest of its sample table."""
         url = samples_url(self.urls[position], self.opened.index_url)
         return self.storage.read_parsed(url, Spans.from_parquet, is_sealed)
 
     def footer(self, position: int) -> bytes | None:
-        """Return the end of the file of a shard's sample table: its checksums, and what it holds; None: no file."""
+        """Return the footer of a shard's sample table, with its checksums and contents; None: no file."""
         url = samples_url(self.urls[position], self.opened.index_url)
         try:
             size_bytes = self.storage.info(url).size_bytes
@@ -138,7 +138,7 @@ class IndexedSide(Side):
         return read_footer(lambda start, stop: self.storage.read(url, start, stop), size_bytes, redact(url))
 
     def values(self, position: int, table: SampleTable | None, late: Sequence[str]) -> dict[str, Values]:
-        """Return the columns of a shard: those of its sample table, if given, and some late ones."""
+        """Return the columns of a shard: those of its sample table, if given, and some late columns."""
         found: dict[str, Values] = dict(table.columns) if table is not None else {}
         columns = [self.late[name] for name in late]
         return {**found, **(self.opened.late_values(self.storage, position, columns) if columns else {})}
@@ -156,7 +156,7 @@ class IndexedSide(Side):
 
 
 def _digest(shard: ChunkTable) -> str:
-    """Return what identifies the bytes of a shard: of its size and its chunks."""
+    """Return a digest of the bytes of a shard: of its size and its chunks."""
     size_bytes = np.array([shard.shards[0].size_bytes], np.int64)
     facts = np.concatenate([size_bytes, shard.num_samples, shard.byte_start, shard.byte_end, shard.crc32c])
     return hashlib.blake2b(facts.astype(np.int64).tobytes(), digest_size=16).hexdigest()
@@ -166,7 +166,7 @@ def open_side(url: str, storage: Storage, index_url: str | None, *, allow_unfini
     """Open the shards at ``url``, with their index if there is one.
 
     Raises:
-        UnfinishedError: The set is not whole, and ``allow_unfinished`` is False.
+        UnfinishedError: The set is unfinished, and ``allow_unfinished`` is False.
         NotFoundError: Nothing matches.
     """
     shards, marks = shards_beside([url], storage, None, allow_unfinished=allow_unfinished)

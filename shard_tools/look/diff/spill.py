@@ -13,29 +13,29 @@ from shard_tools.look.diff.rows import KEY, joined
 from streaming.common.arrays import rows_by
 from streaming.shards.index.columns import stable_hash
 
-_ROW_BYTES = 256  # of a row of four fields with a key of 40 bytes, twice: while its part is put together
-_SHARE = 4  # of the memory: a part of each set, and what comparing them takes
+_ROW_BYTES = 256  # a row of four fields with a 40-byte key, held twice while its part is joined
+_SHARE = 4  # memory is divided by this: one part of each set, and temporary arrays
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Rows of one set and one part: in memory, and the files of others."""
+    """Rows of one set and one part: those in memory, and the files of the others."""
 
     tables: list[pa.Table]
     files: list[str]
 
 
 class KeyedRows:
-    """Rows of two sets, cut into parts by a hash of their keys: equal keys meet in one part. Used by one thread.
+    """Rows of two sets, partitioned by a hash of their keys, so that equal keys meet in one part. Used by one thread.
 
-    In memory are at most a quarter of ``memory_bytes`` (the rest is for a part of both sets while it is compared), if
-    there are no more rows than ``num_rows`` and they are of usual size.
+    At most a quarter of ``memory_bytes`` is in memory (the rest is for comparing a part of both sets), provided that
+    there are at most ``num_rows`` rows of usual size.
 
     Args:
-        num_rows: Rows that are expected.
+        num_rows: Expected number of rows.
         memory_bytes: Memory for them.
-        folder: Where the temporary files go.
-        name: Begins their names.
+        folder: Folder of the temporary files.
+        name: Prefix of their names.
     """
 
     def __init__(self, num_rows: int, *, memory_bytes: int, folder: str, name: str) -> None:
@@ -45,7 +45,7 @@ class KeyedRows:
         self._folder, self._name = folder, name
         self._held_bytes = self._num_files = 0
         self.num_rows = 0
-        """Rows added so far."""
+        """Number of rows added so far."""
 
     def add(self, side: int, rows: pa.Table) -> None:
         """Add rows of set 0 or 1."""

@@ -1,5 +1,4 @@
-"""Look at this machine, its packages and a store, and say what is wrong and what will limit: ``shard_tools doctor``.
+"""Look at this machine, its packages and a store; report what is wrong and what will limit: ``shard_tools doctor``.
 
-What is measured here takes a moment; how fast a set is read is measured by ``shard_tools.look.bench``. Nothing is
-written.
+Its measurements take a moment; ``shard_tools.look.bench`` measures how fast a set is read. Nothing is written.
 """

@@ -1,4 +1,4 @@
-"""Tell from what was seen what is wrong, each with its cure, and what will limit. Pure."""
+"""Decide from observations what is wrong, each with its cure, and what will limit. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shard_tools.running.report import Report
 from streaming.common.arguments import counted, default_memory_limit, format_bytes, loaders_share
 
 _DEFAULT_THREADS = 4
-"""That decode, unless there are fewer cores."""
+"""Decoding threads, unless there are fewer cores."""
 _LEAST_BESIDE_BYTES = 1 << 30
-"""Of memory, beside what a loader buffers: Python, torch and a small model."""
+"""Memory in addition to a loader's buffers: Python, torch and a small model."""
 _LEAST_SHM_BYTES = 512 << 20
-"""Docker gives 64 MiB."""
+"""Docker's default is 64 MiB."""
 _LEAST_DESCRIPTORS = 1024
 _LEAST_DISK_BYTES = 1 << 30
 _MOST_CLOCK_S = 60.0
@@ -26,13 +26,13 @@ _MOST_CLOCK_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble(Report):
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
         kind: ``package``, ``cores``, ``memory``, ``shm``, ``descriptors``, ``disk``, ``launcher``, ``clock``,
             ``store`` or ``index``.
-        what: What is wrong, with the figure.
-        cure: What to do; "": ``what`` says it.
+        what: The problem, with the figure.
+        cure: What to do; "": ``what`` includes it.
     """
 
     kind: str
@@ -46,12 +46,12 @@ class Trouble(Report):
 def troubles(
     packages: Sequence[PackageState], machine: Machine, store: StoreLook | None, *, launcher: str, ranks_here: int
 ) -> tuple[Trouble, ...]:
-    """Return all that is wrong.
+    """Return all problems.
 
     Args:
         packages: Packages.
         machine: This machine.
-        store: A store; None: nobody asked for one.
+        store: A store; None: no store was given.
         launcher: What is wrong with the variables of a launcher; "": nothing.
         ranks_here: Processes of the job on this machine.
     """
@@ -113,7 +113,7 @@ def _of_compute(machine: Machine, ranks_here: int) -> list[Trouble]:
 
 
 def _default_limit(machine: Machine, ranks_here: int) -> int:
-    """Return the ``memory_limit`` of a loader that is given none, in bytes."""
+    """Return the default ``memory_limit`` of a loader, in bytes."""
     return default_memory_limit(machine.memory_bytes if machine.is_memory_limited else None, ranks_here)
 
 
@@ -147,7 +147,7 @@ def _of_store(store: StoreLook) -> list[Trouble]:
 
 
 def limits(machine: Machine, store: StoreLook | None, *, ranks_here: int = 1) -> tuple[str, ...]:
-    """Return what will limit a job here, in words, with the figures."""
+    """Describe what will limit a job here, with the figures."""
     buffered = format_bytes(_default_limit(machine, ranks_here))
     cores = machine.cores if machine.quota_cores is None else min(machine.cores, machine.quota_cores)
     threads = min(machine.cores, _DEFAULT_THREADS)
@@ -164,6 +164,6 @@ def limits(machine: Machine, store: StoreLook | None, *, ranks_here: int = 1) ->
         found.append(
             f"store: {MOST_AT_ONCE} requests at once for chunks of {format_bytes(store.chunk_bytes or 0)} that take "
             f"{(store.chunk_read_s or 0) * 1000:,.0f} ms each bring {format_bytes(store.most_bytes_per_s)}/s at most; "
-            "`shard_tools bench` measures what is brought"
+            "`shard_tools bench` measures the actual rate"
         )
     return tuple(found)

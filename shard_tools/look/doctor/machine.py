@@ -1,4 +1,4 @@
-"""Look at what this machine gives to a process: cores, memory, descriptors, disk."""
+"""Look at the resources of a process on this machine: cores, memory, descriptors, disk."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from dataclasses import asdict, dataclass
 
 from streaming.common.platforms import group_limits, memory_bytes, num_cores
 
-SHM = "/dev/shm"  # noqa: S108  only looked at
+SHM = "/dev/shm"  # noqa: S108  only inspected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a process may use here; None: the system does not say.
+    """The resources of a process here; None: the system does not report it.
 
     Attributes:
         system: Kernel and processor.
         python: Version of Python.
         cores: Cores that this process may run on.
-        cores_there: Cores of the machine.
-        quota_cores: Cores' worth of time that its control group allows.
+        cores_there: All cores of the machine.
+        quota_cores: CPU time that its control group allows, in cores.
         memory_bytes: Memory that it may use.
-        memory_left_bytes: How much of that is left now.
-        is_memory_limited: Whether a control group limits it, rather than the machine.
+        memory_left_bytes: The part of that memory that is free now.
+        is_memory_limited: Whether a control group, not the machine, sets the limit.
         shm_bytes: Size of /dev/shm.
-        shm_left_bytes: What is free there.
-        descriptors: How many it may have open.
-        most_descriptors: How far it may raise that.
-        cache_dir: Folder of a cache, with ~ for that of this user.
-        cache_left_bytes: What is free there.
+        shm_left_bytes: Free bytes there.
+        descriptors: Number of descriptors that it may have open.
+        most_descriptors: Limit to which it may raise that number.
+        cache_dir: Folder of a cache, with ~ for this user's home.
+        cache_left_bytes: Free bytes there.
         is_cache_writable: Whether it can be written.
-        is_home_writable: Whether the cache folder of this user can be written.
+        is_home_writable: Whether this user's cache folder can be written.
         start_method: How Python starts processes by default.
     """
 
@@ -68,7 +68,7 @@ def look_at_machine(cache_dir: str | None) -> Machine:
     """Look at this machine.
 
     Args:
-        cache_dir: Folder of a cache; None: where temporary files are, as ``shard_tools bench`` suggests.
+        cache_dir: Folder of a cache; None: the folder of temporary files, as ``shard_tools bench`` suggests.
     """
     group = group_limits()
     folder = os.path.abspath(os.path.expanduser(cache_dir or tempfile.gettempdir()))
@@ -98,13 +98,13 @@ def look_at_machine(cache_dir: str | None) -> Machine:
 
 
 def without_home(text: str) -> str:
-    """Return ``text`` with ~ for the folder of this user, whose name may be in it."""
+    """Return ``text`` with ~ for this user's home folder, since that may contain the user's name."""
     home = os.path.expanduser("~").rstrip("/")
     return text.replace(home, "~") if home.count("/") > 1 else text
 
 
 def _nearest(folder: str) -> str:
-    """Return the folder, or that above it which exists."""
+    """Return the folder, or the nearest existing folder above it."""
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     return folder
@@ -119,7 +119,7 @@ def _free_memory_bytes() -> int | None:
 
 
 def _room(folder: str) -> tuple[int, int] | None:
-    """Return size and free bytes of the file system of ``folder``."""
+    """Return total and free bytes of the file system of ``folder``."""
     try:
         found = shutil.disk_usage(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tell which packages are installed, and which cannot be imported. Needs Python alone: any other may be broken."""
+"""Report which packages are installed and which fail to import. Needs only Python: any other package may be broken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streaming.common.platforms import how_it_ended
 
 NAME = "shardstream"
 RIVAL = "mosaicml-streaming"
-"""Installs files of its own as the package ``streaming``."""
+"""A package that installs its own files as the package ``streaming``."""
 GIVES: Mapping[str, str] = {
     "images": "images are resized while they are decoded",
     "msgpack": "fields of MessagePack",
@@ -35,7 +35,7 @@ GIVES: Mapping[str, str] = {
     "text": "convert --tokenizer",
     "show": "show, and stats --html",
 }
-"""What each extra is for."""
+"""Purpose of each extra."""
 _FOR_DEVELOPERS = frozenset({"all", "dev", "docs"})
 _MODULES = {
     "opencv-python-headless": "cv2",
@@ -46,7 +46,7 @@ _MODULES = {
 _REQUIREMENT = re.compile(
     r"([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;.*?extra\s*==\s*['\"]([^'\"]+)['\"])?"
 )
-"""Name, bounds of its version, and the extra that wants it."""
+"""Name, version bounds, and the extra that requires it."""
 _LEAST = re.compile(r">=\s*([0-9][0-9A-Za-z.]*)")
 _TIMEOUT_S = 120.0
 _IMPORTS = """
@@ -54,33 +54,33 @@ import importlib, json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 for name in json.loads(sys.argv[1]):
-    told = {"module": name, "error": "", "says": {}}
+    seen = {"module": name, "error": "", "says": {}}
     try:
         module = importlib.import_module(name)
-        told["version"] = str(getattr(module, "__version__", ""))
+        seen["version"] = str(getattr(module, "__version__", ""))
         if name == "torch":
             has_cuda = module.cuda.is_available()
-            told["says"] = {"cuda": module.version.cuda or "", "devices": module.cuda.device_count() if has_cuda else 0}
+            seen["says"] = {"cuda": module.version.cuda or "", "devices": module.cuda.device_count() if has_cuda else 0}
     except BaseException as error:
-        told["error"] = f"{type(error).__name__}: {error}"
-    out.write(json.dumps(told) + "\\n")
+        seen["error"] = f"{type(error).__name__}: {error}"
+    out.write(json.dumps(seen) + "\\n")
     out.flush()
 os._exit(0)
 """
-"""Import modules one by one, and say how each went at once, since the next one may end the process."""
+"""Import modules one by one and report each result immediately, since the next import may end the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageState:
-    """One package that is needed, or that an extra is made of.
+    """One package that is required, directly or by an extra.
 
     Attributes:
-        name: As it is installed.
-        extras: Extras that it belongs to; none: it is needed.
-        version: Which is installed; "": none.
-        least: The least version that works; "": any.
-        error: Why it cannot be imported; "": it can, or that was not tried.
-        says: What it says of this machine.
+        name: Name under which it is installed.
+        extras: Extras that it belongs to; none: it is always required.
+        version: Installed version; "": not installed.
+        least: The lowest version that works; "": any.
+        error: Why it fails to import; "": it imports, or that was not tried.
+        says: What it reports about this machine.
     """
 
     name: str
@@ -92,7 +92,7 @@ class PackageState:
 
     @property
     def is_too_old(self) -> bool:
-        """Whether it is installed in a version that is too old."""
+        """Whether the installed version is too old."""
         return bool(self.version and self.least) and _numbers(self.version) < _numbers(self.least)
 
     def as_dict(self) -> dict[str, object]:
@@ -101,12 +101,12 @@ class PackageState:
 
 
 def look_at_packages(*, imports: bool) -> tuple[PackageState, ...]:
-    """Return all packages that this one needs, and those of its extras, and whether they can be imported.
+    """Return all required packages and those of extras, with their versions and import errors.
 
-    They are imported in a process of their own, which some of them may end.
+    They are imported in a separate process, because some may end it.
 
     Args:
-        imports: Import them; otherwise only say what is installed.
+        imports: Import them; otherwise only report what is installed.
     """
     wanted = required()
     modules = {name: _MODULES.get(name, name.replace("-", "_")) for name in wanted}
@@ -114,12 +114,12 @@ def look_at_packages(*, imports: bool) -> tuple[PackageState, ...]:
     tried = try_imports([modules[name] for name in wanted if name in there]) if imports else {}
     found = []
     for name, (least, extras) in wanted.items():
-        told = tried.get(modules[name], {})
-        version = _version(name) or str(told.get("version") or ("unknown" if name in there else ""))
-        error = without_home(str(told.get("error", "")))
+        result = tried.get(modules[name], {})
+        version = _version(name) or str(result.get("version") or ("unknown" if name in there else ""))
+        error = without_home(str(result.get("error", "")))
         if version and name not in there:
-            error = f"it is installed, but its module {modules[name]} is not there"
-        says = told.get("says", {})
+            error = f"it is installed, but its module {modules[name]} is missing"
+        says = result.get("says", {})
         found.append(
             PackageState(
                 name=name, extras=extras, version=version, least=least, error=error,
@@ -130,10 +130,10 @@ def look_at_packages(*, imports: bool) -> tuple[PackageState, ...]:
 
 
 def required(lines: Iterable[str] | None = None) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return by package the least version and the extras that want it; none: it is always wanted.
+    """Return, by package, the lowest version and the extras that require it; no extras: always required.
 
     Args:
-        lines: Requirements as in a package's metadata; None: those of the installed shardstream, if it is.
+        lines: Requirements as in a package's metadata; None: those of the installed shardstream, if any.
     """
     if lines is None:
         try:
@@ -154,8 +154,8 @@ def required(lines: Iterable[str] | None = None) -> dict[str, tuple[str, tuple[s
 
 
 def try_imports(modules: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, object]]:
-    """Import modules in another process; return how it went for each."""
-    told: dict[str, dict[str, object]] = {}
+    """Import modules in another process; return the result of each."""
+    results: dict[str, dict[str, object]] = {}
     left = list(modules)
     while left:
         command = [sys.executable, "-P", "-c", _IMPORTS, json.dumps(left)]
@@ -171,15 +171,15 @@ def try_imports(modules: Sequence[str], timeout_s: float = _TIMEOUT_S) -> dict[s
             said, why = b"", f"no process could be started to import it: {error.strerror}"
         for line in said.splitlines():
             one = json.loads(line)
-            told[one.pop("module")] = one
-        left = [name for name in left if name not in told]
+            results[one.pop("module")] = one
+        left = [name for name in left if name not in results]
         if left:
-            told[left.pop(0)] = {"error": why}
-    return told
+            results[left.pop(0)] = {"error": why}
+    return results
 
 
 def troubles_of(packages: Sequence[PackageState]) -> list[tuple[str, str]]:
-    """Return what is wrong with packages, and the cure of each."""
+    """Return the problems of packages, each with its cure."""
     found = []
     for one in packages:
         whose = f" (extra {', '.join(one.extras)})" if one.extras else ""
@@ -195,12 +195,12 @@ def troubles_of(packages: Sequence[PackageState]) -> list[tuple[str, str]]:
             found.append((f"{one.name} is not installed{why}", f"`pip install '{wanted}'`"))
     if _version(RIVAL):
         cure = f"`pip uninstall {RIVAL}`, then `pip install --force-reinstall {NAME}`; they need separate environments"
-        found.append((f"{RIVAL} is installed, too, whose files have the same names as ours", cure))
+        found.append((f"{RIVAL} is also installed, and its files have the same names as ours", cure))
     return found
 
 
 def why_not_started(error: BaseException) -> str:
-    """Say why the command line cannot be imported, where packages are to blame; "": they are not."""
+    """Explain why the command line fails to import, if packages are to blame; "": they are not."""
     found = troubles_of(look_at_packages(imports=True))
     listed = "".join(f"\n- {what}; {cure}" for what, cure in found)
     return f"the commands cannot start: {type(error).__name__}: {error}{listed}" if found else ""
@@ -221,7 +221,7 @@ def _version(name: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release, such as (2, 4) of ``2.4.0rc1``, without zeros at its end."""
+    """Return the numbers of a release without trailing zeros, such as (2, 4) for ``2.4.0rc1``."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(part) for part in match[0].split(".")] if match else []
     while numbers and not numbers[-1]:

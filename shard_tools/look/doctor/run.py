@@ -1,4 +1,4 @@
-"""Look at everything, and put it into one report."""
+"""Look at everything, and make one report."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from streaming.types import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport(Report):
-    """What was seen, what will limit, and what is wrong.
+    """Observations, what will limit, and what is wrong.
 
     Attributes:
-        version: Of shardstream.
+        version: Version of shardstream.
         machine: This machine.
-        launcher: What started this process, with its place among others.
-        packages: Packages that are needed, and those of extras that are installed or broken.
-        extras: By name what an extra is for, and which of its packages are missing.
-        store: What was seen of the store; None: nobody asked.
+        launcher: The launcher of this process, with the process's rank.
+        packages: Required packages, and those of extras that are installed or broken.
+        extras: By name, the purpose of an extra and its missing packages.
+        store: Observations of the store; None: no store was given.
         limits: What will limit a job here.
         findings: What is wrong.
     """
@@ -42,7 +42,7 @@ class DoctorReport(Report):
 
     @property
     def is_blind(self) -> bool:
-        """Whether a store was to be looked at and did not let itself be looked at."""
+        """Whether a store was given but could not be examined."""
         return self.store is not None and bool(self.store.trouble)
 
 
@@ -50,18 +50,18 @@ def doctor(
     urls: Sequence[str] = (), *, storage_options: Mapping[str, object] | None = None, index_url: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, imports: bool = True, progress: Progress | None = None,
 ) -> DoctorReport:  # fmt: skip
-    """Look at this machine, at the packages that are installed, and at a set. Writes nothing.
+    """Look at this machine, at the installed packages, and at a set. Writes nothing.
 
     Args:
-        urls: Shards, as for ``StreamingDataset``; none: look at no store.
+        urls: Shards, as for ``StreamingDataset``; none: skip the store.
         storage_options: As for ``StreamingDataset``.
         index_url: Location of the index, if not beside the shards.
-        cache_dir: Folder of a cache; None: that of temporary files.
-        imports: Import all packages, in a process of their own, to see whether they work.
-        progress: Receives each part that was looked at.
+        cache_dir: Folder of a cache; None: the folder of temporary files.
+        imports: Import all packages, in a separate process, to see whether they work.
+        progress: Receives each part that was examined.
 
     Raises:
-        ConfigError: An option of the store is not one.
+        ConfigError: There is no such option of the store.
     """
     progress = progress or NoProgress()
     progress.start(total_bytes=None, total=3)
@@ -85,7 +85,7 @@ def doctor(
 
 
 def extras_of(packages: Sequence[PackageState]) -> dict[str, dict[str, object]]:
-    """Return what each extra is for, and which of its packages are missing."""
+    """Return the purpose of each extra, and its missing packages."""
     names = dict.fromkeys([*GIVES, *(extra for one in packages for extra in one.extras)])
     return {
         extra: {
@@ -98,7 +98,7 @@ def extras_of(packages: Sequence[PackageState]) -> dict[str, dict[str, object]]:
 
 
 def _launcher() -> tuple[str, str, int]:
-    """Return what started this process, what is wrong with what it says, and how many ranks are on this machine."""
+    """Return the launcher of this process, what is wrong with its variables, and the ranks on this machine."""
     try:
         found = discover()
     except MeshError as error:

@@ -1,4 +1,4 @@
-"""Look at a store and a set in it: how it is reached, how long an answer takes, whether the set has an index."""
+"""Look at a store and a set in it: how it is reached, how fast it answers, whether the set has an index."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.storage import Storage, redact
 
 _PATIENCE = {"deadline_s": 20.0, "connect_timeout_s": 3.0, "read_timeout_s": 10.0}
-"""A doctor says soon that nobody answers; what is given wins."""
+"""Short timeouts, so that an unreachable store is reported soon; the user's own options override them."""
 _CLOCK_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLook(Report):
-    """What was seen of a store and of a set in it; None: it was not reached so far.
+    """Observations of a store and of a set in it; None: not reached.
 
     Attributes:
-        url: What was looked at.
-        client: What talks to the store.
+        url: URL that was examined.
+        client: Client that talks to the store.
         endpoint: Its host; "": none.
-        credentials: Where they come from, in words.
+        credentials: Where the credentials come from, in words.
         region: Its region, and where that comes from.
-        clock_s: How far the store's clock is before this machine's; None: it does not say, or has none of its own.
+        clock_s: How far the store's clock is ahead of this machine's; None: unknown, or no clock of its own.
         num_shards: Shards found.
-        list_s: Time to find them.
+        list_s: Time to list them.
         read_s: Time of a small read.
-        chunk_read_s: Time of a read of a chunk.
+        chunk_read_s: Time to read a chunk.
         chunk_bytes: Median bytes of a chunk.
         retries: Requests repeated after failures.
-        num_samples: Samples, as the index says.
+        num_samples: Samples, by the index.
         num_bytes: Bytes of the shards.
-        trouble: What the store said; "": nothing.
-        index_trouble: What is wrong with the index, or the set; "": nothing.
+        trouble: The store's error; "": none.
+        index_trouble: What is wrong with the index or the set; "": nothing.
     """
 
     url: str
@@ -71,7 +71,7 @@ class StoreLook(Report):
 
     @property
     def most_bytes_per_s(self) -> float | None:
-        """The most that a loader reads if each of its requests takes as long as the one that was tried."""
+        """The highest read rate of a loader if each of its requests takes as long as the one measured."""
         if not self.chunk_bytes or not self.chunk_read_s:
             return None
         return MOST_AT_ONCE * self.chunk_bytes / self.chunk_read_s
@@ -88,7 +88,7 @@ def look_at_store(
         index_url: Location of the index, if not beside the shards.
 
     Raises:
-        ConfigError: An option of the store is not one.
+        ConfigError: There is no such option of the store.
     """
     storage = Storage(_PATIENCE | dict(storage_options or {}))
     seen: dict[str, object] = {"url": without_home(", ".join(map(redact, urls)))}
@@ -125,9 +125,9 @@ def _index(
 
 
 def clock_ahead_s(endpoint: str, ca_file: str | None = None) -> float | None:
-    """Return how far the clock of a server is ahead of this machine's, as its answers say; None: they do not.
+    """Return how far the clock of a server is ahead of this machine's, from its responses; None: unknown.
 
-    The answer to a request without credentials is enough, whatever it is. It tells whole seconds.
+    Any response to a request without credentials suffices. It gives whole seconds.
     """
     try:
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
@@ -146,11 +146,11 @@ def clock_ahead_s(endpoint: str, ca_file: str | None = None) -> float | None:
         return None
     try:
         connection.request("HEAD", "/", headers={"user-agent": "shardstream"})
-        asked = datetime.now(UTC)
-        told = parsedate_to_datetime(connection.getresponse().getheader("date") or "")
+        local_time = datetime.now(UTC)
+        server_time = parsedate_to_datetime(connection.getresponse().getheader("date") or "")
     except (OSError, ValueError, http.client.HTTPException):
         return None
     finally:
         with suppress(OSError):
             connection.close()
-    return (told - asked).total_seconds() + 0.5 if told.tzinfo is not None else None
+    return (server_time - local_time).total_seconds() + 0.5 if server_time.tzinfo is not None else None

@@ -1,5 +1,5 @@
 """Show which rank reads what: the command ``plan``, loads of ranks, shares of mixtures, steps of a run, and plots.
 
-Everything is computed by ``streaming.order.plan`` from the index. Nothing here reads a byte of a shard or implements a
-rule of the order.
+``streaming.order.plan`` computes everything from the index. Nothing here reads a byte of a shard or implements a rule
+of the order.
 """

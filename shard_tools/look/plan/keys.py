@@ -1,4 +1,4 @@
-"""Find samples by key, and the keys of samples, from as few key columns of sample tables as possible."""
+"""Find samples by key, and keys by sample, reading as few key columns of sample tables as possible."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _G = TypeVar("_G")
-_BLOCK = 4096  # keys that are kept together: steps that follow each other are in the same chunks
+_BLOCK = 4096  # keys per cached block: consecutive steps are in the same chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Places:
-    """Where the samples of some rows are stored: those that each row is made of.
+    """Where the samples of some rows are stored; a row has one or more samples.
 
     Attributes:
-        splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` are of row b.
-        shards: int64 [n], shard of each sample, among those of its set.
-        numbers: int64 [n], its number in the shard.
-        pieces: int64 [n, 3]; of documents in packs the first token, one past the last, and all of the document; else 0.
+        splits: int64 [B + 1]; entries ``splits[b]`` to ``splits[b + 1]`` belong to row b.
+        shards: int64 [n], shard of each sample, numbered within its set.
+        numbers: int64 [n], number of each sample in its shard.
+        pieces: int64 [n, 3]; of a document in a pack the first token, one past the last, and its length; else 0.
     """
 
     splits: Int64Array
@@ -52,10 +52,10 @@ class Places:
 
         Args:
             source: A ``streaming.run.engine.source.Source``.
-            number_of: Returns the number of the shard of a chunk, given its URL.
+            number_of: Returns the number of a chunk's shard, given the chunk and its URL.
             chunk_ids: Chunk of each row.
-            offsets: Its number in the chunk.
-            passes: The pass that it is read in.
+            offsets: Number of each row in its chunk.
+            passes: Pass in which each row is read.
             seed: Seed of the order.
         """
         rows = source.rows.packs(chunk_ids, offsets, passes, seed)
@@ -69,11 +69,11 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptKeys:
-    """Keys of shards, of which those that were read last are kept. ``KeysOfShards``.
+    """Keys of shards, with a cache of the keys read last. Implements ``KeysOfShards``.
 
     Attributes:
-        known: Reads them.
-        kept: Blocks of keys, by their shards, the shard and the block; others may share it.
+        known: Reads the keys.
+        kept: Cache of blocks of keys, by set, shard and block; it may be shared.
     """
 
     known: KeysOfShards
@@ -81,7 +81,7 @@ class KeptKeys:
 
     @classmethod
     def cache(cls, num_bytes: int) -> LruCache[tuple[int, int, int], Any]:
-        """Return what keeps so many bytes of keys."""
+        """Return a cache for ``num_bytes`` bytes of keys."""
         return LruCache(num_bytes, _size_of)
 
     @property
@@ -131,14 +131,14 @@ def keys_at(dataset: Any, chunk_ids: Int64Array, offsets: Int64Array) -> list[st
 
 
 def keys_of(known: KeysOfShards, shards: Int64Array, rows: Int64Array) -> list[str | None]:
-    """Return the key of each sample, given by its shard and its number there; None: no sample table."""
+    """Return the key of each sample, given by shard and number in it; None: no sample table."""
     return keys_of_all([(known, shards, rows)])[0]
 
 
 def keys_of_all(wanted: Sequence[tuple[KeysOfShards, Int64Array, Int64Array]]) -> list[list[str | None]]:
-    """Return the keys of samples of several sets, as :func:`keys_of` does, read side by side."""
+    """Return the keys of samples of several sets, as :func:`keys_of` does, read in parallel."""
     keys: list[list[str | None]] = [[None] * len(rows) for _, _, rows in wanted]
-    parts: list[tuple[int, int, Int64Array]] = []  # number of the set, shard, places of the samples in it
+    parts: list[tuple[int, int, Int64Array]] = []  # number of the set, shard, positions of its samples in the list
     for number, (_, shards, _) in enumerate(wanted):
         distinct, which = np.unique(shards, return_inverse=True)
         order = np.argsort(which, kind="stable")
@@ -163,9 +163,9 @@ def keys_of_all(wanted: Sequence[tuple[KeysOfShards, Int64Array, Int64Array]]) -
 
 
 def places_by_order(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
-    """Find shard and number of samples with a key if keys ascend from shard to shard; else, most likely, none.
+    """Find shard and number of samples with a key if keys ascend from shard to shard; otherwise it may find none.
 
-    Writers that number their samples leave ascending keys. About a dozen key columns then suffice to find the shard.
+    Writers that number their samples produce ascending keys. Reading about a dozen key columns then finds the shard.
 
     Raises:
         IndexMissingError: A shard has no sample table.
@@ -176,7 +176,7 @@ def places_by_order(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
 
 
 def all_places(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
-    """Find shard and number of all samples that have a key, reading all key columns.
+    """Find shard and number of all samples with a key, reading all key columns.
 
     Raises:
         IndexMissingError: A shard has no sample table.
@@ -190,13 +190,13 @@ def all_places(known: KeysOfShards, key: str) -> list[tuple[int, int]]:
 def _mapped(
     num_threads: int, function: Callable[[_G, AbstractContextManager[Any]], list[_T]], given: Sequence[_G]
 ) -> Iterator[list[_T]]:
-    """Call a function with each value and the semaphore held while keys are unpacked; yield results in order."""
+    """Call a function with each value and a semaphore to hold while unpacking keys; yield results in order."""
     turns = threading.Semaphore(num_cores())
     return map_threads(lambda one: function(one, turns), given, num_threads)
 
 
 def _by_order(known: KeysOfShards, wanted: bytes) -> int | None:
-    """Find the last shard whose first key is not greater than ``wanted``, if keys ascend from shard to shard."""
+    """Find the last shard whose first key is not greater than ``wanted``, assuming ascending keys."""
     filled = known.filled
     low, high = 0, len(filled)
     while low < high:
@@ -214,7 +214,7 @@ def _rows_in(
     known: KeysOfShards, shard: int, wanted: bytes, turns: AbstractContextManager[Any] | None = None
 ) -> list[int]:
     keys = _bytes(known.column(shard, turns=turns))
-    if not len(keys):  # pyarrow up to 18 dies of the question below about nothing
+    if not len(keys):  # pyarrow up to 18 crashes below on an empty array
         return []
     rows: list[int] = pc.indices_nonzero(pc.equal(keys, pa.scalar(wanted, keys.type))).to_pylist()
     return rows

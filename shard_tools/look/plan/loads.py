@@ -1,4 +1,4 @@
-"""Compute what one data rank reads and holds under a plan, with the planner that training uses."""
+"""Compute what one data rank reads and holds under a plan, using the planner of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streaming.types import SPAN_BYTES, Int64Array
 class RankLoad:
     """One data rank's part of an epoch.
 
-    Reads are upper bounds, without retries: training may find a chunk still in memory that it was free to drop.
+    Reads are upper bounds without retries: training may find a chunk in memory that it was free to drop.
 
     Attributes:
         dp_rank: The data-parallel rank.
@@ -29,13 +29,13 @@ class RankLoad:
         num_samples: Samples that it receives, without padding.
         num_chunks: Distinct chunks that it reads from.
         num_requests: Ranged GETs.
-        read_bytes: Bytes of these.
-        start_requests: Requests that the first batch waits for; at most, if there are many ranks (``Loads.of``).
-        start_bytes: Bytes of these.
+        read_bytes: Bytes of these requests.
+        start_requests: Requests that the first batch waits for; an upper bound if there are many ranks (``Loads.of``).
+        start_bytes: Bytes of the start requests.
         live_bytes: Maximum that must be in memory at the same time.
-        limit_bytes: The most that chunks may take, ``arena_limit_bytes`` of ``loader.metrics()``: live ones and
-            read-ahead, or all that the limit leaves for chunks.
-        held_bytes: What chunks take of it, ``arena_peak_bytes``: all that are read, if these are fewer.
+        limit_bytes: Upper bound for chunks, ``arena_limit_bytes`` of ``loader.metrics()``: live chunks and read-ahead,
+            or all memory that the limit leaves for chunks.
+        held_bytes: Memory that chunks use, ``arena_peak_bytes``: at most the bytes of all chunks read.
         keeps_all: All its chunks fit in memory: each is fetched once and kept for the next epoch.
         amplification: Bytes read per byte delivered (samples times their mean size).
         fetched: int64 [n], the chunk of each fetch; None if slices are read. Not in the JSON-able form.
@@ -68,10 +68,10 @@ class Loads:
     """Loads of the ranks of an epoch. Immutable, like its plans.
 
     Args:
-        plans: The plans of the epoch, one for each batch size in it.
-        reads: What is read of the chunks.
-        rooms: The memory for them.
-        run: The plans of a run without an end, of which the epoch is the first part; memory is made for all of it.
+        plans: The plans of the epoch, one per batch size.
+        reads: Bytes and requests per chunk.
+        rooms: The memory for chunks.
+        run: The plans of a run without end that begins with this epoch; memory is sized for the whole run.
     """
 
     def __init__(self, plans: Sequence[Plan], reads: Reads, rooms: ChunkMemory, run: Sequence[Plan] = ()) -> None:
@@ -84,7 +84,7 @@ class Loads:
         self.held = list(run) or self._in_chunks
 
     def _demand(self, plan: Plan, dp_rank: int) -> Demand:
-        """Return what a rank demands for a plan, found once."""
+        """Return the demand of a rank under a plan, computed once."""
         if (plan, dp_rank) not in self._demands:
             self._demands[plan, dp_rank] = self.rooms.demand(plan, dp_rank)
         return self._demands[plan, dp_rank]
@@ -96,18 +96,18 @@ class Loads:
 
     @property
     def unit(self) -> str:
-        """What one request fetches."""
+        """The unit of a request: ``"chunk"``, ``"slice"`` or both."""
         return " or ".join((["chunk"] if self._in_chunks else []) + (["slice"] if self._in_slices else []))
 
     @property
     def num_rows(self) -> int:
-        """Samples of the epoch that are delivered."""
+        """Number of delivered samples of the epoch."""
         last = self.plans[-1]
         return min(last.start + last.num_batches * last.global_batch_size, last.num_samples)
 
     @property
     def num_batches(self) -> int:
-        """Batches of the epoch."""
+        """Number of batches of the epoch."""
         return sum(plan.num_batches for plan in self.plans)
 
     def step_of(self, row: int) -> int:
@@ -131,7 +131,7 @@ class Loads:
     def of(self, dp_rank: int, ranks: tuple[int, ...], *, exact: bool = True) -> RankLoad:
         """Return the load of one rank; ``ranks`` are the processes that receive its share.
 
-        If not ``exact``, chunks that only the closed form counts are counted too: some ms less for each rank.
+        Unless ``exact``, the count includes chunks that only the closed form counts, which saves some ms per rank.
         """
         if not self._in_slices:
             return self._of_chunks(dp_rank, ranks, exact=exact)
@@ -153,28 +153,28 @@ class Loads:
         """Reject what training would reject, in this epoch or any other.
 
         Raises:
-            MemoryLimitError: What is needed at once does not fit; the message says what to do.
+            MemoryLimitError: The memory needed at once does not fit; the message says what to do.
         """
         for one in self._first:
             one.check()
 
     @cached_property
     def _first(self) -> list[Demand]:
-        """What is demanded at the start of the run, for each batch size: training is accepted by it."""
+        """The demand at the start of the run, per batch size; training accepts or refuses by it."""
         return [self.rooms.first_demand(plan) for plan in (*self._in_slices, *self.held)]
 
     @property
     def least_bytes(self) -> int:
-        """The least memory for chunks that training does not reject."""
+        """The smallest memory for chunks that training accepts."""
         return max(one.least_bytes for one in self._first)
 
     def shortage(self, load: RankLoad) -> str:
-        """Say that a rank needs more at once in this epoch than there is room for; "": it does not."""
+        """Explain that a rank needs more at once in this epoch than fits; "": it fits."""
         demands = (self._demand(plan, load.dp_rank) for plan in self.held)
         return next((one.shortage() for one in demands if one.is_short), "")
 
     def neediest(self, dp_rank: int) -> Plan:
-        """Return the plan of which a rank needs most at once."""
+        """Return the plan under which a rank needs the most memory at once."""
         if len(self.plans) == 1:
             return self.plan
         return max(self.plans, key=lambda plan: plan.live_bytes(self.rooms.room_bytes, dp_rank))
@@ -188,7 +188,7 @@ class Loads:
         chunk_ids = np.concatenate([one.chunk_ids for one in live])
         at_start = np.concatenate([one.first_batches == (0 if not number else -1) for number, one in enumerate(live)])
         different, first_seen = np.unique(chunk_ids, return_index=True)
-        # The same decision as in the loop: with room for all its chunks, a rank fetches each of them once.
+        # As in the loop: with room for all its chunks, a rank fetches each of them once.
         keeps_all = limit_bytes >= int(room_bytes[different].sum())
         fetched = np.sort(first_seen) if keeps_all else np.arange(len(chunk_ids))
         chunk_ids, at_start = chunk_ids[fetched], at_start[fetched]

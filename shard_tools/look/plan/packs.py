@@ -1,4 +1,4 @@
-"""Sum up what became of the documents of packed sets."""
+"""Sum up how packed sets use their documents."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackTotals(Report):
-    """The packs of a packed set, or of all sources of a mixture, which are alike.
+    """The packs of a packed set, or of all sources of a mixture, which share the same rules.
 
     Attributes:
-        length: Tokens per pack, or the budget of a padded one.
+        length: Tokens per pack, or the token budget of a padded one.
         padded: Packs are batches of documents of similar length.
-        unit: What lengths count: ``"tokens"``, or the column of whole samples.
+        unit: Unit of lengths: ``"tokens"``, or the column that measures whole samples.
         packs: Number of packs.
-        rows: If rows grow over a run: the first row of the run, tokens of a row, and rows of a global batch, of each
-            part of it.
-        counts: What became of the documents.
+        rows: If rows grow over a run, one entry per phase: its first row, tokens per row, and rows per global batch.
+        counts: Counts of used and dropped documents.
     """
 
     length: int
@@ -40,7 +39,7 @@ class PackTotals(Report):
 
     @classmethod
     def of(cls, planned: Any, sizes: Sizes) -> PackTotals:
-        """Sum up all sets of a packed dataset, in global batches of these sizes."""
+        """Sum up all sets of a packed dataset, for global batches of these sizes."""
         sets, items = [one for _, one in sets_of(planned)], planned.items
         changes = sorted({row for row, _ in (*items.changes, *sizes.steps)}) if items.changes else []
         each = {row: items.rows_each(row) for row in changes}
@@ -56,24 +55,24 @@ class PackTotals(Report):
 
     @property
     def fill(self) -> float:
-        """Part of all places that holds tokens, 0 to 1."""
+        """Fraction of all places that hold tokens, 0 to 1."""
         return self.counts.packed / self.counts.places
 
     def as_dict(self) -> dict[str, object]:
-        """Return the JSON-able form, with the counts beside the rest."""
+        """Return the JSON-able form, with the counts merged in."""
         found = {**asdict(self), "fill": round(self.fill, 3)}
         rows = found.pop("rows")
         return {**found, **found.pop("counts"), **({"rows": rows} if rows else {})}
 
     @property
     def rows_in_words(self) -> str:
-        """The rows of a global batch, by row of the run; "" if all are as long as a pack."""
+        """Describe the rows of a global batch by row of the run; "" if all are as long as a pack."""
         return ", ".join(
             f"{one['rows']:,} of {one['length']:,} {self.unit} from row {one['from']:,} on" for one in self.rows
         )
 
     def warnings(self, sizes: Mapping[int, int], num_ranks: int) -> list[str]:
-        """Return what training would refuse of global batches of these sizes, by row."""
+        """Return why training would refuse global batches of these sizes, by row."""
         most = max(sizes.values())
         if not self.padded or most <= num_ranks:
             return []
@@ -85,12 +84,12 @@ class PackTotals(Report):
         ]
 
     def in_words(self, sample_bytes: float) -> str:
-        """Describe the packs in a line, with the mean size of what one is made from."""
+        """Describe the packs in one line, given the mean size of their samples."""
         left_out = {name: getattr(self.counts, name) for name in ("split", "truncated", "dropped", "empty")}
-        told = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        dropped = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
         kind = "padded packs of at most" if self.padded else "packs of"
         what = "samples" if self.unit != "tokens" else "documents"
         return (
             f"{self.packs:,} {kind} {self.length:,} {self.unit} ({format_bytes(sample_bytes)}), "
-            f"{self.fill:.1%} filled, of {self.counts.documents:,} {what}{told}"
+            f"{self.fill:.1%} filled, of {self.counts.documents:,} {what}{dropped}"
         )

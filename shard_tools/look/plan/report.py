@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from streaming.sets.sources.mixed import AnySource, MixedSource
 
 MAX_SWEPT_RANKS = 4096
-"""Maximum number of data ranks that are computed; of more, this many equally spaced ones. Some milliseconds each."""
+"""Maximum number of data ranks to compute (some milliseconds each); of more ranks, equally spaced ones are computed."""
 _MAX_SWEPT_ROWS = 1 << 27
 """Limit on (rank, chunk) pairs: about ten seconds. If every rank reads every chunk, a few ranks are representative."""
 _LEAST_SWEPT = 8
 EXACT_RANKS = 64
-"""Of so many data ranks, the chunks that first batches use are found as in training; of more, at most as many."""
+"""Up to this number of data ranks, the chunks of first batches are exact as in training; above, an upper bound."""
 _MAX_SWEPT_CELLS = 1 << 27
 """Limit on (rank, source, lane) triples: each source of a mixture is dealt to all lanes to find those of some ranks."""
 _MUCH_AMPLIFICATION = 1.2
 _MANY_CHUNKS = 16
-"""With more chunks in a lane, those at its borders are not why bytes are read twice."""
+"""With more chunks per lane, border chunks do not explain repeated reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class PlanOptions:
     """A topology and the options of a loader. Defaults are the loader's.
 
     Attributes:
-        mesh: Sizes and order of the parallel axes; it may be any process's view.
-        global_batch_size: G, samples of one batch over all data ranks, or such sizes by row of the run.
-        shuffle: Whether to shuffle, or False: storage order; None: as the dataset says, like the next three.
+        mesh: Sizes and order of the parallel axes, as seen by any process.
+        global_batch_size: G, samples of one batch over all data ranks, or sizes by row of the run.
+        shuffle: Whether to shuffle; False: storage order; None: as the dataset sets it, like the next three.
         seed: Seed of the order.
         lanes: L.
         window: W in samples.
@@ -95,10 +95,10 @@ class PlanOptions:
 
 
 def parse_ramp(text: str) -> Schedule:
-    """Parse ``ROW:N,…``: a number from this row of the run on.
+    """Parse ``ROW:N,…``: from each row of the run on, the number N applies.
 
     Raises:
-        ConfigError: The text is no ramp.
+        ConfigError: The text is not a ramp.
     """
     try:
         pairs = [one.split(":") for one in text.split(",")]
@@ -115,7 +115,7 @@ def epoch_plans(
     chunk_samples: Int64Array, order: OrderSettings, options: PlanOptions, orders: Orders | None = None,
     num_samples: int | None = None,
 ) -> list[Plan]:  # fmt: skip
-    """Return the plans of the epoch, one for each batch size in it; ``num_samples``: of an epoch without an end.
+    """Return the plans of the epoch, one per batch size; ``num_samples``: size of an epoch without end.
 
     Raises:
         ConfigError: The epoch would be empty.
@@ -144,14 +144,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Which rank reads what in one epoch.
+    """Report on which rank reads what in one epoch.
 
     Attributes:
         num_shards: Shards of the dataset.
-        num_chunks: Its chunks.
-        num_samples: Its samples.
+        num_chunks: Chunks of the dataset.
+        num_samples: Samples of the dataset.
         num_bytes: Bytes of its chunks.
-        sample_bytes: Mean size of a sample, weighted as samples are drawn.
+        sample_bytes: Mean size of a sample, weighted by how often samples are drawn.
         axes: Size of every parallel axis, outermost first.
         data_world_size: Number of data ranks.
         replica_world_size: Number of processes that receive the same batches, per data rank.
@@ -162,25 +162,24 @@ class PlanReport:
         shuffle: Whether it is shuffled.
         lanes: L.
         window: W, in samples.
-        unit: What one request fetches: ``"chunk"``, or ``"slice"`` of a chunk (storage order; bytes are then estimated
-            from the mean size of a chunk's samples), or, if batch sizes change, ``"chunk or slice"``.
+        unit: Unit of a request: ``"chunk"``, ``"slice"`` of a chunk (storage order; bytes are then estimated from the
+            mean size of a chunk's samples), or, if batch sizes change, ``"chunk or slice"``.
         memory_limit_bytes: Memory limit of one rank.
-        needed_limit_bytes: A ``memory_limit`` with which each chunk is fetched once, in this epoch and, most likely, in
+        needed_limit_bytes: A ``memory_limit`` with which each chunk is fetched once, in this epoch and most likely in
             every other.
-        least_limit_bytes: One that training accepts, and that suffices for every epoch, although a rank may fetch
-            chunks again in some: the least one, or the least that is known without a look at sample tables if
-            ``memory_limit_bytes`` is no less.
-        mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch: how well it mixes.
+        least_limit_bytes: The smallest limit that training accepts; it suffices for every epoch, although some epochs
+            may fetch chunks again. It may be above the minimum if ``memory_limit_bytes`` is no less, because sample
+            tables are then not read.
+        mixed_chunks: Distinct chunks in the first rank's batch in the middle of the epoch, a measure of mixing.
         ramp: Batch sizes by row of the run; None: a constant size.
-        limits: What the parts of ``memory_limit`` are for: chunks, batches built ahead and, for packs, what they are
-            made from.
-        packs: For packs: how many there are, and what became of their documents.
-        loads: The data ranks that were computed, ascending.
-        sampled: Only some ranks were computed, equally spaced: totals are estimates.
-        filtered: A filter leaves bytes out: what is read is estimated.
-        warnings: What training would reject, and what costs more than necessary; each with its cure.
-        shares: For a mixture: what is drawn of each source.
-        has_end: False for a mixture without end, of which the first ``epoch_samples`` are shown.
+        limits: How ``memory_limit`` is divided: chunks, batches built ahead and, for packs, their documents.
+        packs: For packs: their number, and how documents are used.
+        loads: The computed data ranks, ascending.
+        sampled: Only some, equally spaced ranks were computed, so totals are estimates.
+        filtered: A filter leaves bytes out, so the bytes read are estimated.
+        warnings: Reasons for training to refuse this, and avoidable costs; each with its cure.
+        shares: For a mixture: the share of each source.
+        has_end: False for a mixture without end; the report then covers its first ``epoch_samples``.
     """
 
     num_shards: int
@@ -214,7 +213,7 @@ class PlanReport:
     has_end: bool = True
 
     def spread(self, name: str) -> Spread:
-        """Summarize one attribute of ``RankLoad`` over the ranks that were computed."""
+        """Summarize one attribute of ``RankLoad`` over the computed ranks."""
         values = [getattr(load, name) for load in self.loads]
         return Spread(least=min(values), mean=sum(values) / len(values), most=max(values))
 
@@ -282,12 +281,12 @@ def plan(urls: str | Sequence[str], *, options: PlanOptions, **opened: Any) -> P
 
 
 def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False) -> PlanReport:
-    """Compute which rank reads what of a dataset with this chunk table, whose spans are its chunks. Pure.
+    """Compute which rank reads what of a dataset with this chunk table, assuming one span per chunk. Pure.
 
     Args:
         table: The chunk table.
         options: The topology and the loader's options.
-        sliced: There are sample tables: in storage order, ranks read slices of chunks if that saves bytes.
+        sliced: Sample tables exist: in storage order, ranks read slices of chunks if that saves bytes.
 
     Raises:
         ConfigError: The epoch would be empty.
@@ -296,7 +295,7 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
 
 
 def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) -> PlanReport:
-    """Compute which rank reads what of an opened dataset of any kind; of a mixture without end, one pass of samples.
+    """Compute which rank reads what of an opened dataset; for a mixture without end, over one pass of samples.
 
     Raises:
         ConfigError: Training would reject this for a reason other than memory, such as an empty epoch.
@@ -327,7 +326,7 @@ def plan_opened(planned: AnySource | TableSet | Any, *, options: PlanOptions) ->
 
 
 def _rooms(planned: Any, options: PlanOptions) -> ChunkMemory:
-    """Return the memory of a loader without worker processes, which maps local files."""
+    """Return the chunk memory of a loader that maps local files and has no worker processes."""
     return ChunkMemory(planned, planned.items.budget(options.memory_limit_bytes))
 
 
@@ -372,7 +371,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
 
 
 def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """Return the processes that receive each share of the data, ``mesh.replicas_of`` for all shares at once."""
+    """Return the processes that receive each share of the data: ``mesh.replicas_of`` for all shares at once."""
     grid = np.array(mesh.ranks).reshape(mesh.shape)
     outer = [mesh.axis_names.index(name) for name in (*mesh.data_axes, *mesh.replica_axes)]
     shares = grid.transpose(outer).reshape(mesh.data_world_size, -1)
@@ -385,7 +384,7 @@ def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
 
 
 def _swept_ranks(whole: Plan, num_sets: int, *, sliced: bool) -> list[int]:
-    """Return the data ranks to compute: all, or some equally spaced ones that include the first and the last."""
+    """Return the data ranks to compute: all, or some equally spaced ones including the first and the last."""
     low, high = whole.rank_lanes(0)
     share = 1 / whole.dp_world_size if sliced else (high - low) / whole.settings.lanes
     rows = max(1, int(len(whole.chunk_samples) * share) * len(whole.passes))
@@ -439,9 +438,9 @@ def _lane_advice(report: PlanReport) -> str:
         per_lane, per_chunk = report.num_samples / lanes, report.num_samples / report.num_chunks
         if per_lane > _MANY_CHUNKS * per_chunk:
             return (
-                f"{said}: groups or filters take few samples of a chunk, and what lies between these is read, too. "
-                "Shards sorted by the column that they go by are read about once: shard_tools reshard SOURCE TARGET "
-                "--sort COLUMN"
+                f"{said}: groups or filters take few samples of a chunk, and the gaps between them are read, too. "
+                "Shards sorted by the column of the groups or filter are read about once: shard_tools reshard SOURCE "
+                "TARGET --sort COLUMN"
             )
         multiple = f" (a multiple of {ranks})" if ranks > 1 else ""
         return (

@@ -1,4 +1,4 @@
-"""Say what stands in the rows of a plan: in which of the sets that a run reads, where in its shards, by which keys."""
+"""Describe the rows of a plan: the set they are read from, their position in its shards, and their keys."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of steps, as the plan has them; int64 [n] each.
+    """Rows of steps as planned; int64 [n] each.
 
     Attributes:
         steps: Step of each row.
-        ranks: Data rank that gets it.
+        ranks: Data rank that receives it.
         chunk_ids: Chunk in the dataset.
-        offsets: Its number in the chunk.
+        offsets: Number of the row in its chunk.
         passes: Pass of the stream.
         seeds: Seed of the order.
         positions: Position in the stream.
-        lanes: Lane that it comes from.
-        places: Its place in the lane, in that pass.
+        lanes: Lane of the row.
+        places: Place of the row in its lane, in that pass.
     """
 
     steps: Int64Array
@@ -55,7 +55,7 @@ class StepRows:
 
     @classmethod
     def joined(cls, parts: Sequence[StepRows]) -> StepRows:
-        """Return the rows of several parts, one after the other."""
+        """Concatenate the rows of several parts."""
         empty = np.zeros(0, np.int64)
         return cls(
             **{
@@ -67,18 +67,18 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """What stands in a row: where it is stored, and the keys of the samples that it is made of.
+    """Description of a row: where it is stored, and the keys of its samples.
 
     Attributes:
-        leaf: Name of its set among those of the mixture; "": there is one set.
-        source: Its ``__source__`` in batches; None: they have none.
-        number: Its number in the dataset, or in the source.
+        leaf: Name of its set within the mixture; "": there is a single set.
+        source: Its ``__source__`` in batches; None: batches have none.
+        number: Number of the row in the dataset, or in the source.
         shard: URL of its shard.
         shard_number: Number of the shard in the set.
         chunk: Number of its chunk in the set.
-        keys: The key of each of its samples; None: the index has no sample table.
-        samples: The number in the shard of each.
-        pieces: Of documents in packs the first token, one past the last, and all of the document; else zeros.
+        keys: Key of each of its samples; None: the index has no sample table.
+        samples: Number of each sample in the shard.
+        pieces: Of a document in a pack: first token, one past the last, and length of the document; else zeros.
     """
 
     leaf: str
@@ -94,10 +94,10 @@ class Described:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSets:
-    """The sets that a run reads, one after the other. Reads sample tables for keys.
+    """The sets that a run reads, in order. Reads sample tables for keys.
 
     Attributes:
-        planned: What the run reads.
+        planned: The dataset or mixture that the run reads.
         keys: Returns the keys of a set's shards.
     """
 
@@ -106,18 +106,18 @@ class PlannedSets:
 
     @cached_property
     def each(self) -> list[tuple[str, Any]]:
-        """The sets by number, with their names; that of a single one is ""."""
+        """The sets by number, with their names; the name of a single set is ""."""
         return list(sets_of(self.planned))
 
     @cached_property
     def _shown_names(self) -> dict[str, str]:
-        """The ``__source__`` of each set in batches."""
+        """The ``__source__`` in batches of each set."""
         found: dict[str, str] = getattr(self.planned, "shown_names", {"": ""})
         return found
 
     @property
     def names(self) -> list[str]:
-        """Names of the sets, in the order of their numbers; that of a single one is ""."""
+        """Names of the sets, in the order of their numbers; the name of a single set is ""."""
         return [name for name, _ in self.each]
 
     @cached_property
@@ -127,7 +127,7 @@ class PlannedSets:
 
     @cached_property
     def has_samples(self) -> bool:
-        """Whether rows are samples, and not made of several."""
+        """Whether each row is a single sample."""
         return self.planned.items.first_numbers(self.planned.chunk_samples) is not None
 
     @property
@@ -138,7 +138,7 @@ class PlannedSets:
 
     @cached_property
     def _shard_numbers(self) -> list[dict[str, int]]:
-        """The number of each shard of each set, by its URL."""
+        """For each set, the number of each shard by URL."""
         return [{url: number for number, url in enumerate(one.urls)} for _, one in self.each]
 
     def places_of(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> Places:
@@ -150,10 +150,10 @@ class PlannedSets:
         return Places.of(self.planned, number_of, chunk_ids, offsets, passes, seed)
 
     def with_key(self, key: str, *, thorough: bool) -> tuple[list[tuple[int, int, int]], bool]:
-        """Find samples with a key: number of the set, shard, number in it; and whether only their order was used.
+        """Find samples with a key: set, shard, number in it; also return whether the search relied on key order.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: No sample has the key.
         """
         once: dict[int, tuple[KeysOfShards, list[int]]] = {}
         for number, (_, one) in enumerate(self.each):
@@ -167,11 +167,11 @@ class PlannedSets:
         raise NotFoundError(f"--key: no sample of {what} and its neighbors has the key {key!r}")
 
     def why_left_out(self, number: int, shard: int, row: int) -> str:
-        """Return why a sample of a set is never delivered, where the set knows; else ""."""
+        """Return why a sample of a set is never delivered, if the set knows; else ""."""
         return self.each[number][1].why_left_out(shard, row) or ""
 
     def why_key_left_out(self, key: str, places: Sequence[tuple[int, int, int]]) -> str:
-        """Return why samples that are there are not delivered."""
+        """Return why existing samples with the key are not delivered."""
         for number, shard, row in places:
             if why := self.why_left_out(number, shard, row):
                 return f"--key: {key!r} {why}"
@@ -181,10 +181,10 @@ class PlannedSets:
         )
 
     def described(self, rows: StepRows) -> list[Described]:
-        """Return what stands in rows; reads the keys of their samples, those of all sets side by side."""
-        told: list[Described | None] = [None] * len(rows.steps)
+        """Describe rows; reads the keys of their samples, in parallel over all sets."""
+        descriptions: list[Described | None] = [None] * len(rows.steps)
         sources = np.searchsorted(self.first_chunks, rows.chunk_ids, side="right") - 1
-        groups: list[tuple[int, Int64Array, Places]] = []  # number of the set, places among the rows, samples
+        groups: list[tuple[int, Int64Array, Places]] = []  # number of the set, positions among the rows, samples
         for seed in np.unique(rows.seeds).tolist():
             for source in np.unique(sources).tolist():
                 at = np.flatnonzero((sources == source) & (rows.seeds == seed))
@@ -194,13 +194,13 @@ class PlannedSets:
         wanted = [(self.keys(self.each[source][1]), one.shards, one.numbers) for source, _, one in groups]
         for (source, at, places), keys in zip(groups, keys_of_all(wanted), strict=True):
             for row, found in zip(at.tolist(), self._described(source, rows.where(at), places, keys), strict=True):
-                told[row] = found
-        return [one for one in told if one is not None]
+                descriptions[row] = found
+        return [one for one in descriptions if one is not None]
 
     def _described(
         self, source: int, rows: StepRows, places: Places, keys: Sequence[str | None]
     ) -> Iterator[Described]:  # fmt: skip
-        """Yield what stands in rows of one set, by the places and keys of their samples."""
+        """Describe rows of one set, given the places and keys of their samples."""
         name, one = self.each[source]
         shown = self._shown_names[name] or None
         owner = getattr(self.planned, "numbered", {}).get(name)

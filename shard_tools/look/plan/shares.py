@@ -1,4 +1,4 @@
-"""Report what a plan draws of each source of a mixture: shares, passes, requests, memory, cost of exact quotas."""
+"""Report the share of each source of a mixture under a plan: passes, requests, memory, cost of exact quotas."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from streaming.sets.sources.mixed import MixedSource
 
 _POINTS = 16
-"""Rows at which shares are counted: the ends of equal parts of the plan."""
+"""Number of equal parts of the plan; shares are counted at their ends."""
 _PASSES_TOLD = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceShare(Report):
-    """What a plan draws of one source. Requests and bytes are those of all data ranks.
+    """Planned use of one source. Requests and bytes are those of all data ranks.
 
     Attributes:
         name: Name of the source.
         num_samples: Samples of the source.
-        kept: Fraction of its stored samples that these are: less than 1 if a filter leaves some out.
+        kept: Fraction of its stored samples that a filter keeps.
         drawn: Samples that the plan draws.
-        target: Their share of all samples, by the weights, repeats or sizes.
-        realised: Their actual share of all samples.
-        strayed: Maximum deviation of the count from the target, in samples, at the rows that were checked.
-        passes: How many times all its samples are drawn.
-        begins: Step at which a pass begins, by the number of the pass from 1 on; the first few after pass 0.
+        target: Its target share of all samples, by the weights, repeats or sizes.
+        realised: Its actual share of all samples.
+        strayed: Maximum deviation of the count from the target, in samples, at the rows checked.
+        passes: Number of passes over its samples, with fractions.
+        begins: Step at which each pass begins, by the number of the pass from 1 on; only the first few.
         num_requests: Ranged GETs.
-        read_bytes: Bytes of these.
+        read_bytes: Bytes of these requests.
         amplification: Bytes read per byte of samples drawn.
         live_bytes: Its bytes in memory at once, on the rank that needs most.
         exact_unit_bytes: Size of its fetch units with ``quotas="exact"`` and ``exact_fetch_bytes``.
@@ -64,19 +64,19 @@ class SourceShare(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureShares(Report):
-    """What a plan draws of all sources of a mixture.
+    """Planned use of all sources of a mixture.
 
     Attributes:
         sources: Each source, by name.
-        rows: Numbers of samples of the plan after which the sources were counted.
+        rows: Rows of the plan at which the sources were counted.
         counts: Samples of each source up to each of these rows, in the order of ``sources``.
-        targets: The numbers that should have been drawn.
-        by_chunks: Shares hold to within about a chunk: quotas are not exact, and the mixture has no end.
-        exact_live_bytes: What ``quotas="exact"`` needs at once on the first rank without ``fetch_bytes``.
-        exact_fits: Whether there is room for that.
+        targets: Target number of samples at each of these rows.
+        by_chunks: Shares hold to within about a chunk, because quotas are not exact and the mixture has no end.
+        exact_live_bytes: Bytes that ``quotas="exact"`` needs at once on the first rank without ``fetch_bytes``.
+        exact_fits: Whether that fits.
         can_be_cut: Whether ``fetch_bytes`` can cut the chunks of all sources.
-        exact_fetch_bytes: A ``fetch_bytes`` with which it fits into ``memory_limit``; None: none does.
-        exact_num_requests: Requests of all ranks with these ``fetch_bytes``, or with the smallest units if none fits.
+        exact_fetch_bytes: A ``fetch_bytes`` with which it fits into ``memory_limit``; None: there is none.
+        exact_num_requests: Requests of all ranks with this ``fetch_bytes``, or with the smallest units if none fits.
     """
 
     sources: tuple[SourceShare, ...]
@@ -98,10 +98,10 @@ def shares_of(
 
     Args:
         mixture: The mixture.
-        ledger: Ledger of the run; that of a plan begins with the weights of the mixture.
+        ledger: Ledger of the run; the ledger of a plan begins with the weights of the mixture.
         loads: Loads of the plan.
         found: The loads of some or all ranks.
-        factor: Ratio of what all ranks read to what these ranks read.
+        factor: Ratio of the reads of all ranks to the reads of these ranks.
     """
     plan, covered = loads.plan, loads.num_rows
     begin = plan.epoch * plan.num_samples
@@ -159,7 +159,7 @@ def _targets(forecast: Forecast, names: Sequence[str], rows: Sequence[int]) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """What some ranks read of each source, and the most that one of them holds of it."""
+    """Reads of some ranks by source, and the most memory that one of them holds for each source."""
 
     num_requests: list[float]
     read_bytes: list[float]
@@ -171,7 +171,7 @@ class _Fetched:
         requests, read = np.zeros(count), np.zeros(count)
         whole = np.bincount(mixture.source_of(np.arange(len(loads.chunk_bytes))), loads.chunk_bytes, count)
         for load in found:
-            if load.fetched is None:  # slices, all along the storage order
+            if load.fetched is None:  # slices in storage order
                 requests += load.num_requests * whole / whole.sum()
                 read += load.read_bytes * whole / whole.sum()
             else:
@@ -197,7 +197,7 @@ class _Exact:
 
 
 def _exact_live_bytes(mixture: MixedSource, loads: Loads) -> int:
-    """Return what the first rank would need at once with exact quotas, by the arithmetic that training obeys."""
+    """Return the bytes that the first rank would need at once with exact quotas, computed as in training."""
     plan = (*loads.held, loads.plan)[0]
     deal = mixture.deal.exact if mixture.is_endless else mixture.deal
     made = replace(mixture.drawing, deal=deal)

@@ -1,4 +1,4 @@
-"""Open the source of a plan, the same object that training reads; estimate what is read of its chunks."""
+"""Open the source of a plan, the same object that training reads; estimate the reads of its chunks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MIXTURE_SUFFIX = ".json"
 
 
 class TableSet(OfTable):
-    """A dataset of which only the chunk table is known, and whose spans are its chunks.
+    """A dataset known by its chunk table only, with one span per chunk.
 
     Args:
         table: The chunk table.
-        sliced: There are sample tables: in storage order, ranks read slices of chunks if that saves bytes.
+        sliced: Sample tables exist: in storage order, ranks read slices of chunks if that saves bytes.
     """
 
     in_place = None
@@ -47,7 +47,7 @@ class TableSet(OfTable):
     @property
     def items(self) -> RowKind:
         """See ``ShardSet``: a row is a sample."""
-        from streaming.build.batches.build import Samples  # noqa: PLC0415  other commands start faster
+        from streaming.build.batches.build import Samples  # noqa: PLC0415  keeps other commands fast to start
 
         return Samples()
 
@@ -61,12 +61,12 @@ class TableSet(OfTable):
         return self if self._sliced else None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """See ``Source``: where chunks begin."""
+        """See ``Source``: starts of chunks."""
         return span_borders(self.table, room_bytes, samples_of=lambda _: None)
 
 
 def is_mixture_file(urls: Sequence[str]) -> bool:
-    """Tell whether URLs are the JSON file of a mixture."""
+    """Return whether URLs are the JSON file of a mixture."""
     return len(urls) == 1 and urls[0].partition("?")[0].endswith(MIXTURE_SUFFIX)
 
 
@@ -74,21 +74,21 @@ def open_planned(
     urls: str | Sequence[str], *, storage_options: Mapping[str, object] | None = None, subset: str | None = None,
     trust: bool | Sequence[str] | None = None, **options: Any,
 ) -> AnySource:  # fmt: skip
-    """Open what training reads: the mixture of a JSON file if that is the only URL, else a set.
+    """Open the data of a training run: the mixture of a JSON file if that is the only URL, else a set.
 
     Args:
         urls: URLs as users write them.
-        storage_options: For the set, and for sources of a mixture that give none.
+        storage_options: Options of the set, and of mixture sources without their own.
         subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
-        trust: What such a file may set beside data, as ``Mixture.from_file`` takes it; None: nothing.
-        options: What a source in such a file has beside its URL; None: not given.
+        trust: Settings beyond data that such a file may make, as for ``Mixture.from_file``; None: none.
+        options: Options of a source beside its URL, as in such a file; None: not given.
 
     Raises:
-        ConfigError: It cannot be opened with these options.
+        ConfigError: The data cannot be opened with these options.
         IndexMissingError: There is no index, and the dataset is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
     """
-    from streaming.sets.datasets.mixture import Mixture  # noqa: PLC0415  other commands start faster
+    from streaming.sets.datasets.mixture import Mixture  # noqa: PLC0415  keeps other commands fast to start
     from streaming.sets.datasets.mixture_file import open_described  # noqa: PLC0415
 
     listed = [urls] if isinstance(urls, str) else list(urls)
@@ -111,22 +111,22 @@ def open_planned(
 
 
 def sets_of(planned: AnySource | TableSet) -> Iterator[tuple[str, Any]]:
-    """Yield the sets of samples or packs in the order of their chunks, with their names; that of a single one is ""."""
+    """Yield the sets of samples or packs with their names, in chunk order; the name of a single set is ""."""
     leaves = getattr(planned, "leaves", None)
     yield from [("", planned)] if leaves is None else sorted(leaves.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Estimate what is read of each chunk of a dataset: all of it, or the spans that a filter needs.
+    """Estimate the reads of each chunk of a dataset: all of it, or the spans that a filter needs.
 
     If a share ``f`` of a chunk's samples is kept, at random, a span of ``s`` samples contains none of them with
     probability ``p = (1 - f)**s``. It is skipped if it lies in a run of such spans at least as long as the smallest gap
-    that is worth another request, ``h`` spans: with probability ``p**h * (h - (h - 1) * p)``.
+    worth another request, ``h`` spans: with probability ``p**h * (h - (h - 1) * p)``.
 
     Attributes:
         num_bytes: int64 [C], bytes read when a chunk is fetched.
-        num_requests: float64 [C], requests for them.
+        num_requests: float64 [C], requests for these bytes.
         sample_bytes: Mean size of a sample.
     """
 
@@ -138,9 +138,9 @@ class Reads:
     def of(
         cls, chunk_bytes: Int64Array, given: Int64Array, stored: Int64Array, drawn: Int64Array | None = None
     ) -> Reads:
-        """Estimate for chunks of these sizes, from the samples that they use and store, int64 [C] each.
+        """Estimate reads of chunks of these sizes, from the samples that they use and store, int64 [C] each.
 
-        With ``drawn``, so many rows are drawn from each chunk, which may be made of several samples.
+        ``drawn`` gives the rows drawn from each chunk; a row may consist of several samples.
         """
         mean = int(chunk_bytes.sum()) / max(int(stored.sum()), 1)
         if drawn is not None:
@@ -152,7 +152,7 @@ class Reads:
         empty = (1 - given / np.maximum(stored, 1)) ** per_span
         hole = np.ceil(FILTER_GAP_BYTES / (per_span * sizes))
         left_out = empty**hole * (hole - (hole - 1) * empty)
-        # Each run of bytes that is read begins after a gap, or at the beginning of the chunk if no gap is there.
+        # Each run of bytes read begins after a gap, or at the beginning of the chunk if there is no gap.
         runs = stored / per_span * (1 - empty) * empty**hole + 1 - empty**hole
         return cls(
             num_bytes=np.ceil(chunk_bytes * (1 - left_out)).astype(np.int64),
@@ -162,12 +162,12 @@ class Reads:
 
     @classmethod
     def of_set(cls, one: Any) -> Reads:
-        """Estimate for a set of samples or packs."""
+        """Estimate the reads of a set of samples or packs."""
         return cls.of(one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples)
 
     @classmethod
     def of_sets(cls, planned: AnySource | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:
-        """Estimate for all sets; the mean sample is that of the samples ``drawn`` of each."""
+        """Estimate the reads of all sets; the mean sample is weighted by the samples ``drawn`` from each."""
         sets = list(sets_of(planned))
         parts = [cls.of_set(one) for _, one in sets]
         weights = None if drawn is None else np.array([drawn[name] for name, _ in sets])

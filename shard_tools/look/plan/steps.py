@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from streaming.sets.sources.keys import KeysOfShards
     from streaming.sets.sources.mixed import AnySource, MixedSource
 
-_MAX_ROWS = 1 << 20  # maximum shown at once; a larger range of steps is surely a mistake
+_MAX_ROWS = 1 << 20  # maximum shown at once; a larger range is surely a mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class StepRow(Report):
 
     Attributes:
         step: Number of the global batch from the beginning of the run.
-        epoch: Its epoch.
-        batch: Its number in the epoch.
+        epoch: Epoch of the step.
+        batch: Number of the batch in its epoch.
         dp_rank: The data rank that receives the sample.
-        source: Its ``__source__`` in batches of a mixture; None: they have none.
+        source: Its ``__source__`` in batches of a mixture; None: batches have none.
         number: The sample's number in the dataset, or in the source: ``dataset[number]``.
         shard: URL of its shard.
-        key: Its key; None: the index has no sample table. For packs, not in the JSON-able form.
-        keys: The keys of a pack's documents; None: these are samples, and it is not in the JSON-able form.
-        num_rows: Rows of the batch that a pack makes; of samples, it is not in the JSON-able form.
+        key: Its key; None: the index has no sample table. Left out of the JSON-able form of packs.
+        keys: The keys of a pack's documents. None for samples, and left out of their JSON-able form.
+        num_rows: Rows of the batch that a pack fills. Left out of the JSON-able form of samples.
     """
 
     step: int
@@ -64,23 +64,23 @@ class StepRow(Report):
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        told = Report.as_dict(self)
+        values = Report.as_dict(self)
         for name in ("keys", "num_rows") if self.keys is None else ("key",):
-            del told[name]
-        return told
+            del values[name]
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(Report):
-    """The samples of some steps, or the steps of some samples, in the order of the steps.
+    """The samples of some steps, or the steps of some samples, ordered by step.
 
     Attributes:
-        at_step: The step that the state would perform next.
+        at_step: The next step of the state.
         batches_per_epoch: Steps of the state's epoch; None: the epoch has no end.
         rows: The samples found.
-        left_out: Epochs searched that do not deliver the sample, because it is in their tail.
+        left_out: Searched epochs that do not deliver the sample, because it is in their tail.
         looked_at: The steps searched for a key: the first, and one past the last; None if no key was searched for.
-        by_order: The places of keys were found by their order; ``--thorough`` reads all keys.
+        by_order: Keys were found by their order; ``--thorough`` reads all keys.
     """
 
     at_step: int
@@ -93,13 +93,13 @@ class StepReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """The steps of a run over a dataset, of a mixture with the state's ledger. Reads sample tables for keys.
+    """The steps of a run over a dataset, or over a mixture with the state's ledger. Reads sample tables for keys.
 
-    Batches before the state have the sizes that it records, those behind it the sizes that are given. Without a record,
-    earlier ones are taken to have had the given sizes, too; those of the state's epoch are then only known if they fit.
+    Batches before the state have the sizes that it records, later ones the given sizes. Without a record, earlier
+    batches are assumed to have the given sizes too; those of the state's epoch are then known only if they fit.
 
     Attributes:
-        planned: What the run reads.
+        planned: The dataset or mixture that the run reads.
         state: Determines the order; a changed seed applies from the next epoch on.
         global_batch_size: G.
         num_ranks: R, the number of data ranks.
@@ -131,7 +131,7 @@ class PlannedRun:
 
     @classmethod
     def begun(cls, planned: AnySource, shape: Shape, **more: Any) -> Self:
-        """Return a run that begins, in batches of a shape, of which there is no state; ``more`` as the class has it.
+        """Return a run that begins without a state, in batches of a shape; ``more`` are attributes of the class.
 
         Raises:
             ConfigError: Training would refuse the shape.
@@ -156,14 +156,14 @@ class PlannedRun:
 
     @property
     def mixture(self) -> MixedSource:
-        """What the run reads, where that is a mixture."""
+        """The mixture that the run reads."""
         mixture: Any = self.planned
         found: MixedSource = mixture
         return found
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of the global batches: with a single rank, they are that rank's."""
+        """The shape of the global batches; with a single rank, they are that rank's batches."""
         sizes, was = Sizes.of(self.global_batch_size), self.state.batch_sizes
         if was is not None:
             sizes = was.followed_by(sizes, self.state.epoch * self.num_samples + self.state.samples_seen)
@@ -173,30 +173,30 @@ class PlannedRun:
 
     @cached_property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples per epoch."""
         if self.state.epoch_size is not None:
             return self.state.epoch_size
         return self.orders.samples_per_pass
 
     @cached_property
     def steps(self) -> RunSteps:
-        """Where its steps stand."""
+        """The positions of the run's steps."""
         return self.shape.steps(self.num_samples, self.state.epoch, self.state.samples_seen)
 
     @cached_property
     def sets(self) -> PlannedSets:
-        """What stands in its rows."""
+        """The sets that describe its rows."""
         return PlannedSets(planned=self.planned, keys=self.keys)
 
     @property
     def is_endless(self) -> bool:
-        """Whether the one epoch has no end."""
+        """Whether the run is a single epoch without end."""
         return self.num_samples >= ENDLESS
 
     def plans_of(self, epoch: int) -> list[tuple[int, Plan]]:
         """Return the plans of one epoch with the number of their first batch, made once.
 
-        Of the state's epoch, if batches before its place had other sizes, only those behind it.
+        In the state's epoch, batches before the state may have had other sizes; then only later ones are returned.
         """
         if epoch not in self._plans:
             is_whole = self.steps.fits or epoch != self.state.epoch
@@ -216,7 +216,7 @@ class PlannedRun:
 
     @cached_property
     def orders(self) -> Orders:
-        """Return the orders, of a mixture with the state's ledger; one object: a mixture without end is one epoch."""
+        """Return the orders, with the state's ledger for a mixture; made once: a mixture without end is one epoch."""
         order, ledger = self.state.order, self.state.ledger
         return self.planned.orders(order) if ledger is None else self.mixture.orders(order, ledger)
 
@@ -235,28 +235,28 @@ class PlannedRun:
         if not steps or steps.start < 0 or len(steps) * self.shape.sizes.most > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
         self._check_known(steps.start)
-        return self._report(self._told(StepRows.joined([self.rows_of(step) for step in steps])))
+        return self._report(self._step_rows(StepRows.joined([self.rows_of(step) for step in steps])))
 
     def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
-        """Find the steps that contain the samples with this key; of a document in several packs, the step of each.
+        """Find the steps that contain the samples with this key; of a document in several packs, the step of each pack.
 
         Args:
             key: The key.
-            steps: Where to look. Default: the state's epoch and the next one; for a run without end, all steps up to
-                the state's (if sources were removed, only those after the rows they laid), and as many more as draw
-                each source that has the key once more.
-            thorough: Read all keys, even if ascending keys already gave the place.
+            steps: Steps to search. Default: the state's epoch and the next one; for a run without end, all steps up to
+                the state's (if sources were removed, only those after the rows that they determined), and enough
+                further steps to draw each source with the key once more.
+            thorough: Read all keys, even if ascending keys already gave a result.
 
         Raises:
-            NotFoundError: No sample has this key, or those that have it are left out.
-            IndexMissingError: A shard that could hold it has no sample table.
+            NotFoundError: No sample has this key, or all samples with it are left out.
+            IndexMissingError: A shard that could hold the sample has no sample table.
         """
         places, by_order = self.sets.with_key(key, thorough=thorough)
         looked_at = self.searched([number for number, *_ in places]) if steps is None else steps
         rows = self.rows_at(places, looked_at)
         if rows is None:
             raise NotFoundError(self.sets.why_key_left_out(key, places))
-        report = self._report(sorted(self._told(rows), key=lambda row: (row.step, row.dp_rank)))
+        report = self._report(sorted(self._step_rows(rows), key=lambda row: (row.step, row.dp_rank)))
         left_out: tuple[int, ...] = ()
         if steps is None and not (self.state.epoch_size or self.is_endless):
             epochs = range(self.state.epoch + bool(self.steps.unknown), self.state.epoch + 2)
@@ -264,11 +264,11 @@ class PlannedRun:
         return replace(report, left_out=left_out, looked_at=(looked_at.start, looked_at.stop), by_order=by_order)
 
     def rows_at(self, places: Sequence[tuple[int, int, int]], steps: range) -> StepRows | None:
-        """Return the rows of steps that hold some samples; None: none of them is ever delivered.
+        """Return the rows of steps that hold some samples; None: the samples are never delivered.
 
         Args:
-            places: Of each sample the number of its set, its shard, and its number there.
-            steps: Where to look.
+            places: Set, shard, and number in the shard of each sample.
+            steps: Steps to search.
 
         Raises:
             ConfigError: The steps lie before the state, in batches of another size.
@@ -283,8 +283,9 @@ class PlannedRun:
         """Return the default range of steps to search.
 
         Args:
-            numbers: Numbers of the sets in which samples are looked for.
-            is_whole: Of a run without end, from its first step on; else from about a pass of the sets before the state.
+            numbers: Numbers of the sets in which samples are searched.
+            is_whole: Search a run without end from its first step; else from about one pass of the sets before the
+                state.
         """
         if not self.is_endless:
             first = self.steps.first(self.state.epoch) + len(self.steps.unknown)
@@ -308,18 +309,18 @@ class PlannedRun:
         """Refuse steps of the state's epoch before its place if batches there had other sizes.
 
         Raises:
-            ConfigError: It is such a step.
+            ConfigError: The step is one of these.
         """
         unknown = self.steps.unknown
         if step in unknown:
             raise ConfigError(
-                f"--step {step}: the state stands at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
+                f"--step {step}: the state is at sample {self.state.samples_seen:,} of epoch {self.state.epoch}, "
                 f"where no batch of {self.shape.at(self.steps.row_of(self.state.epoch)).global_batch_size:,} ends: "
                 f"batches before it had another size. Give the size that they had, or steps from {unknown.stop:,} on"
             )
 
     def _rows_with(self, number: int, shard: int, row: int, steps: range) -> tuple[list[StepRows], bool]:
-        """Find the rows of steps that hold a sample of a set, and whether the set delivers it at all."""
+        """Find the rows of steps that hold a sample of a set; also return whether the set delivers it at all."""
         one = self.sets.each[number][1]
         within = one.chunk_with(shard, row)
         if within is None:
@@ -338,7 +339,7 @@ class PlannedRun:
         return rows, delivered or not steps
 
     def _stretches(self, steps: range) -> Iterator[tuple[int, Plan]]:
-        """Yield the plans that some steps are of, with the first step of each."""
+        """Yield the plans of some steps, with the first step of each."""
         epoch, first = self.steps.epoch_at(steps.start)
         while first < steps.stop:
             for number, plan in self.plans_of(epoch):
@@ -349,14 +350,14 @@ class PlannedRun:
                 return
 
     def _offsets(self, chunk: int, shard: int, row: int, plan: Plan, low: int, high: int) -> list[int]:
-        """Return the offsets of a chunk at which a sample may stand in some batches of a plan, in any pass."""
+        """Return the offsets of a chunk at which a sample may be in some batches of a plan, in any pass."""
         count, size = int(self.planned.chunk_samples[chunk]), plan.global_batch_size
         begin = plan.epoch * plan.num_samples + plan.start
         passes = range(
             (begin + low * size) // plan.samples_per_pass, (begin + high * size) // plan.samples_per_pass + 1
         )
         if self.sets.has_samples:
-            passes = passes[:1]  # samples stand where they are
+            passes = passes[:1]  # samples keep their storage order
         chunks, offsets = np.full(count, chunk), np.arange(count)
         found: set[int] = set()
         for number in passes:
@@ -366,14 +367,14 @@ class PlannedRun:
         return sorted(found)
 
     def _holds(self, rows: StepRows, shard: int, row: int) -> Any:
-        """Tell which rows of one chunk and one plan hold a sample, bool [n]."""
+        """Return a mask of the rows of one chunk and one plan that hold a sample, bool [n]."""
         seed = int(rows.seeds[0]) if len(rows.seeds) else 0
         places = self.sets.places_of(rows.chunk_ids, rows.offsets, rows.passes, seed)
         is_it = (places.shards == shard) & (places.numbers == row)
         return np.bincount(np.repeat(np.arange(len(rows.steps)), np.diff(places.splits)), is_it, len(rows.steps)) > 0
 
     def rows_of(self, step: int, dp_rank: int | None = None) -> StepRows:
-        """Return the rows of a global batch, without padding, in the order in which ranks get them; or those of one.
+        """Return the rows of a global batch without padding, ordered by rank; with ``dp_rank``, those of that rank.
 
         Raises:
             ConfigError: There is no such step, or it lies before the state, in batches of another size.
@@ -402,12 +403,12 @@ class PlannedRun:
 
     @cached_property
     def _lengths(self) -> Steps | None:
-        """Tokens of a row by row of the run, before the state as that records them; None: rows are no packs."""
+        """Tokens per row by row of the run, before the state as it records them; None: rows are not packs."""
         row = self.steps.row_of(self.state.epoch, self.state.samples_seen)
         return self.planned.items.facts(self.state, row).get("lengths")
 
     def rows_each(self, step: int) -> int:
-        """Return how many rows each pack of a step makes."""
+        """Return the number of rows that each pack of a step fills."""
         if self._lengths is None:
             return 1
         plan, number = self.plan_of(step)
@@ -417,7 +418,7 @@ class PlannedRun:
         per_epoch = None if self.is_endless else self.steps.count(self.state.epoch)
         return StepReport(at_step=self.steps.at, batches_per_epoch=per_epoch, rows=tuple(rows))
 
-    def _told(self, rows: StepRows) -> list[StepRow]:
+    def _step_rows(self, rows: StepRows) -> list[StepRow]:
         """Describe rows for reports."""
         return [self._row(rows, at, one) for at, one in enumerate(self.sets.described(rows))]
 
@@ -439,15 +440,15 @@ def _check_set(planned: AnySource, state: LoaderState) -> None:
         )
     if state.fingerprint != planned.fingerprint:
         raise StateError(
-            f"--state: it is of {state.num_samples} samples with fingerprint {state.fingerprint}, but what is given "
-            f"has {int(planned.chunk_samples.sum())} and {planned.fingerprint}: give the set that the run reads, with "
-            "its --where, --view, --subset, --exclude, --length or --packed (ranges such as dataset[a:b] are not "
+            f"--state: it belongs to {state.num_samples} samples with fingerprint {state.fingerprint}, but the given "
+            f"set has {int(planned.chunk_samples.sum())} and {planned.fingerprint}: give the set that the run reads, "
+            "with its --where, --view, --subset, --exclude, --length or --packed (ranges such as dataset[a:b] are not "
             "worked out here)"
         )
 
 
 def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
-    """Reject a mixture without a source about which the ledger says too little; additional sources do not matter.
+    """Reject a mixture that lacks a source that the ledger alone cannot replace; additional sources do not matter.
 
     Raises:
         StateError: Such a source is missing.
@@ -455,18 +456,18 @@ def _check_mixture(planned: AnySource, ledger: Ledger) -> None:
     if not planned.names:
         raise StateError(
             f"--state: it belongs to a mixture of {some_names(list(ledger.sources))}; give the JSON file that "
-            "describes it in place of a URL (docs/mixing.md), or, of one set's groups, --balanced or --curriculum"
+            "describes it instead of a URL (docs/mixing.md), or, of one set's groups, --balanced or --curriculum"
         )
     mixture: Any = planned
     there, quotas = planned.names, ledger.last.quotas
     elsewhere = ", or give a state that was saved since it was dropped"
-    missing, why = mixture.drawing.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
+    missing, why = mixture.drawing.needed(ledger), f"its chunks determine where the others are. Put it back{elsewhere}"
     if quotas is None and not missing:
         last = ledger.segments()[-1][1]
         missing = sorted(name for name in last if last[name] and name not in there)
         why = f"it is drawn from to the end of the run. Put it back{elsewhere}"
     if quotas is not None:
-        missing, why = sorted(set(quotas) - set(there)), "an epoch is laid of all of them. Put it back"
+        missing, why = sorted(set(quotas) - set(there)), "an epoch is made of all of them. Put it back"
     if missing:
         raise StateError(
             f"--state: it belongs to a mixture with the source {missing[0]!r}, which the file lacks; it has "
@@ -483,7 +484,7 @@ def read_state(url: str, storage: Storage) -> LoaderState:
     """Return a saved ``loader.state_dict()`` (JSON).
 
     Raises:
-        StateError: The file holds no state.
+        StateError: The file does not hold a state.
     """
     try:
         content = json.loads(bytes(storage.read(url)))
@@ -498,7 +499,7 @@ def open_run(planned: AnySource, state_url: str, *, storage: Storage, options: P
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
-        StateError: The file holds no state, or that of another dataset or mixture.
+        StateError: The file does not hold a state, or holds that of another dataset or mixture.
     """
     return PlannedRun(
         planned=planned,
@@ -525,9 +526,9 @@ def parse_steps(text: str) -> range:
 def show_steps(report: StepReport) -> None:
     """Print a line for each sample of each step."""
     every = (
-        "one epoch without end" if report.batches_per_epoch is None else f"{report.batches_per_epoch:,} steps an epoch"
+        "one epoch without end" if report.batches_per_epoch is None else f"{report.batches_per_epoch:,} steps per epoch"
     )
-    click.echo(f"{every}; the state goes on with step {report.at_step:,}")
+    click.echo(f"{every}; the state continues with step {report.at_step:,}")
     for row in report.rows:
         keys = [row.key] if row.keys is None else row.keys
         name = " + ".join("?" if key is None else ascii(key)[1:-1] for key in keys)

@@ -76,7 +76,7 @@ def save_plot(report: PlanReport, path: str) -> None:
 
 
 def _draw_shares(axes: Any, shares: MixtureShares) -> None:
-    """Draw the actual share of each source in each part of the plan, and, dashed, its target share."""
+    """Draw the actual share of each source in each part of the plan, and its target share as a dashed line."""
     rows = [0, *shares.rows]
     order = sorted(range(len(shares.sources)), key=lambda at: -shares.sources[at].target)
     for number, at in enumerate(order[:_SHOWN_SOURCES]):
@@ -133,17 +133,17 @@ def _show_sources(shares: MixtureShares) -> None:
         return
     units = sorted(one.exact_unit_bytes for one in shares.sources)
     total = shares.exact_fetch_bytes
-    told = f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} a rank'
+    needs = f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} per rank'
     if shares.exact_fits:
-        click.echo(f"{told}, which fits into the memory_limit.")
+        click.echo(f"{needs}, which fits into the memory_limit.")
         return
     if not shares.can_be_cut:
-        click.echo(f"{told}, which does not fit into the memory_limit, and fetch_bytes cannot cut these sources.")
+        click.echo(f"{needs}, which does not fit into the memory_limit, and fetch_bytes cannot cut these sources.")
         return
     named = "Even the smallest fetch_bytes" if total is None else f'With fetch_bytes="{shown_total(total)}" it'
     fits = "would not fit" if total is None else "would fit"
     click.echo(
-        f"{told}: chunks of each source in each lane. {named} {fits} into the memory_limit: "
+        f"{needs}: chunks of each source in each lane. {named} {fits} into the memory_limit: "
         f"{counted(shares.exact_num_requests, 'request')}, for units of {format_bytes(units[0])} to "
         f"{format_bytes(units[-1])}."
     )
@@ -163,7 +163,7 @@ def _summary(report: PlanReport) -> list[str]:
     limit, least = format_bytes(report.memory_limit_bytes), format_bytes(report.least_limit_bytes)
     once = format_bytes(report.needed_limit_bytes)
     thing = "sample" if report.packs is None else "pack"
-    size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} a data rank"
+    size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} per data rank"
     if report.ramp is not None:
         size = ", ".join(f"{counted(count, thing)} from row {row:,} on" for row, count in report.ramp.items())
     ranks = f"{counted(report.data_world_size, 'data rank')}, {counted(report.replica_world_size, 'process')}"
@@ -180,8 +180,8 @@ def _summary(report: PlanReport) -> list[str]:
     ]
     if report.packs is not None:
         lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")
-        if told := report.packs.rows_in_words:
-            lines.insert(2, f"rows      a batch has {told}")
+        if rows := report.packs.rows_in_words:
+            lines.insert(2, f"rows      a batch has {rows}")
     if report.replica_world_size > 1:
         every = format_bytes(total * report.replica_world_size)
         lines.insert(-2, f"replicas  {about}{every} if every process reads for itself, without a shared cache")

@@ -1,5 +1,5 @@
-"""Make pages of what the tools know: HTML by templates, plots as inline SVG from few numbers.
+"""Make pages from what the tools know: HTML by templates, plots as inline SVG from few numbers.
 
-No page asks another address for anything, and nothing that comes from data is markup or runs: templates escape it, and
-the policy of each page forbids scripts and requests.
+Pages request nothing from other addresses, and data never becomes markup or code: templates escape it, and each page's
+policy forbids scripts and requests.
 """

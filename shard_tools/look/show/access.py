@@ -1,4 +1,4 @@
-"""Decide who may ask the server: those who know its token, by its own address, and never another site's page."""
+"""Decide who may use the server: those who know its token, by its own address, and never another site's page."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from streaming.errors import ConfigError
 _log = logging.getLogger("shard_tools.look.show")
 
 COOKIE = "shardstream_show"
-"""Name of the cookie of a session."""
+"""Name of a session's cookie."""
 _MOST_SESSIONS = 1000
-_OWN_PAGES = ("same-origin", "none")  # of Sec-Fetch-Site: our own page, or the user
-_WIDEST = ("0.0.0.0", "::")  # noqa: S104  only named here
+_OWN_PAGES = ("same-origin", "none")  # values of Sec-Fetch-Site: our own page, or the user
+_WIDEST = ("0.0.0.0", "::")  # noqa: S104  only compared with
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
@@ -33,12 +33,12 @@ HEADERS: Mapping[str, str] = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "Vary": "Cookie, Authorization",
 }
-"""Headers of every answer."""
+"""Headers of every response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a request is refused, with its status."""
+    """The reason to refuse a request, with its status."""
 
     status: int
     message: str
@@ -46,10 +46,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A browser that was let in.
+    """A browser that was admitted.
 
     Attributes:
-        name: Secret part of the addresses of its pages.
+        name: Secret part of its page addresses.
         cookie: Secret that the browser sends to these addresses only.
     """
 
@@ -58,42 +58,42 @@ class Session:
 
     @property
     def home(self) -> str:
-        """What its addresses begin with, and the path of its cookie."""
+        """The prefix of its addresses, and the path of its cookie."""
         return f"/s/{self.name}"
 
 
 class Sessions:
-    """The browsers that were let in. Thread-safe.
+    """The admitted browsers. Thread-safe.
 
     A browser sends cookies to all ports of a machine, and another user may listen at one. So the cookie is not the
-    token, and belongs to a path that nobody can guess: at another port it is not sent, and without the path it opens
-    nothing. Command lines are seen by all users, too: what a browser is started with lets in once.
+    token, and it belongs to a secret path: at another port it is not sent, and without the path it opens nothing. All
+    users see command lines, too: the address on a browser's command line admits only once.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _sessions, _invited
         self._sessions: dict[str, Session] = {}
-        self._invited: dict[str, str] = {}  # the session that each invitation has opened; "": none so far
+        self._invited: dict[str, str] = {}  # the session opened by each invitation; "": none so far
 
     def invite(self) -> str:
-        """Return a secret that lets in once."""
+        """Return a secret that admits one browser, once."""
         made = secrets.token_urlsafe(24)
         with self._lock:
-            # An invitation is known from here on, also when it has been used.
+            # From here on the invitation is known, even after its use.
             self._invited[made] = ""
         return made
 
     def has_invited(self, given: str) -> bool:
-        """Tell whether this is an invitation, used or not."""
+        """Return whether this is an invitation, used or not."""
         with self._lock:
-            # None is ever forgotten.
+            # Invitations are never forgotten.
             return given in self._invited
 
     def open(self, invitation: str = "") -> Session | None:
-        """Let a browser in; None: the invitation was used before, and whoever came by it is out again."""
+        """Admit a browser; None: the invitation was used before, and the session that used it is closed."""
         made = Session()
         with self._lock:
-            # Of two that use an invitation neither is let in, whichever comes first.
+            # If two browsers use one invitation, neither stays admitted, whichever comes first.
             used = self._invited.get(invitation, "")
             if used:
                 self._sessions.pop(used, None)
@@ -105,26 +105,26 @@ class Sessions:
                     self._invited[invitation] = made.name
         if used:
             _log.warning(
-                "the address that the browser was started with was asked for twice: another program of this machine "
+                "the address that the browser was started with was requested twice: another program of this machine "
                 "may have read it. Its pages are closed. Open the address above"
             )
             return None
         return made
 
     def knows(self, name: str, cookies: Mapping[str, str]) -> bool:
-        """Tell whether these cookies belong to the session of this name."""
+        """Return whether these cookies belong to the session of this name."""
         with self._lock:
-            # A session that is closed is not there.
+            # Closed sessions are not in the table.
             found = self._sessions.get(name)
         return found is not None and _is_same(cookies.get(COOKIE, ""), found.cookie)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may ask.
+    """Rules of access.
 
     Attributes:
-        host: Address that the server listens at.
+        host: Address at which the server listens.
         port: Its port.
         token: The secret in the address that the terminal shows.
         sessions: Browsers that were let in.
@@ -137,11 +137,11 @@ class Access:
 
     @property
     def address(self) -> str:
-        """Where the user begins."""
+        """The address to start with."""
         return self._with(self.token)
 
     def address_for_browser(self) -> str:
-        """Return an address that lets in once, for a command line, which other users of this machine see."""
+        """Return an address that admits once, for a command line, which other users of this machine can see."""
         return self._with(self.sessions.invite())
 
     def _with(self, token: str) -> str:
@@ -149,7 +149,7 @@ class Access:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/?token={token}"
 
     def opens(self, method: str, headers: Mapping[str, str], given: str) -> bool:
-        """Tell whether a request that is not refused begins a session: that of a browser, not of a program."""
+        """Return whether an accepted request begins a session: a browser's request does, a program's does not."""
         if method != "GET" or not given:
             return False
         mode = headers.get("sec-fetch-mode")
@@ -157,7 +157,7 @@ class Access:
         return self.sessions.has_invited(given) or is_page
 
     def let_in(self, given: str) -> Session | Refusal:
-        """Return a new session for who has the token, or an invitation that was not used."""
+        """Return a new session for a caller with the token or an unused invitation."""
         made = self.sessions.open(given if self.sessions.has_invited(given) else "")
         return made or _refused(
             HTTPStatus.UNAUTHORIZED,
@@ -168,15 +168,15 @@ class Access:
         self, method: str, headers: Mapping[str, str], cookies: Mapping[str, str], given: str, *, session: str = "",
         is_open: bool,
     ) -> Refusal | None:  # fmt: skip
-        """Return why a request is refused; None: it is not.
+        """Return why a request is refused; None: it is accepted.
 
         Args:
             method: Its method.
             headers: Its headers, by names in lower case.
             cookies: Its cookies.
-            given: The token in its address, or an invitation, which is good for :meth:`let_in` alone.
+            given: The token in its address, or an invitation, which only :meth:`let_in` accepts.
             session: The session in its address.
-            is_open: It asks for what holds no data, such as the style.
+            is_open: The request is for something without data, such as the style.
         """
         if method not in {"GET", "HEAD"}:
             return _refused(
@@ -192,7 +192,7 @@ class Access:
         site = headers.get("sec-fetch-site", "none")
         goes_there = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         if site not in _OWN_PAGES and not goes_there:
-            return _refused(HTTPStatus.FORBIDDEN, f"a page of another site asked ({site[:20]}); only own pages may")
+            return _refused(HTTPStatus.FORBIDDEN, f"a page of another site sent this ({site[:20]}); only own pages may")
         if is_open or self._knows(given, headers) or self.sessions.knows(session, cookies):
             return None
         if method == "GET" and not session and self.sessions.has_invited(given):
@@ -205,11 +205,11 @@ class Access:
 
     def _knows(self, given: str, headers: Mapping[str, str]) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        told = (given, bearer.strip() if scheme.lower() == "bearer" else "")
-        return any(_is_same(one, self.token) for one in told)
+        candidates = (given, bearer.strip() if scheme.lower() == "bearer" else "")
+        return any(_is_same(one, self.token) for one in candidates)
 
     def _is_ours(self, host: str) -> bool:
-        """Tell whether a header ``Host`` names this server; a name of another site would, by DNS, lead here, too."""
+        """Return whether a ``Host`` header names this server; by DNS, a name of another site could lead here, too."""
         name, colon, port = host.rpartition(":")
         if not colon or port != str(self.port):
             return False
@@ -217,7 +217,7 @@ class Access:
         names = {self.host.lower(), "localhost"} if is_loopback(self.host) else {self.host.lower()}
         if self.host in _WIDEST:
             names |= {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
-            return name in names or _ip(name) is not None  # a number needs no DNS that could lie
+            return name in names or _ip(name) is not None  # a numeric address involves no DNS
         return name in names
 
 
@@ -237,16 +237,16 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether only this machine can reach an address."""
     found = _ip(host)
     return host == "localhost" or (found is not None and found.is_loopback)
 
 
 def check_host(host: str, *, exposed: bool) -> None:
-    """Refuse to listen where other machines reach the server, unless that is what the user says.
+    """Refuse to listen where other machines reach the server, unless the user asked for it.
 
     Raises:
-        ConfigError: They do and it is not said; or it is said and they do not.
+        ConfigError: They reach it without ``exposed``; or ``exposed`` is set and they do not reach it.
     """
     if is_loopback(host):
         if exposed:

@@ -1,4 +1,4 @@
-"""Write pages into one file that asks for nothing: pictures are in it, links lead to its own parts."""
+"""Write pages into one self-contained file: pictures are embedded, links lead to its own parts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOST_PICTURE_BYTES = 1 << 20
 
 
 def page_file(subject: Subject, pages: Sequence[Page], media: Sequence[Media]) -> str:
-    """Return those pages that belong into a file, below one another.
+    """Return the pages that belong in a file, below one another.
 
     Raises:
         ConfigError: None of them has anything to show.
-        ShardstreamError: Of whatever kind a page raises.
+        ShardstreamError: Any kind that a page raises.
     """
     mine = [page for page in pages if page.fits(subject) and page.in_file(subject)]
     if not mine:
@@ -33,7 +33,7 @@ def page_file(subject: Subject, pages: Sequence[Page], media: Sequence[Media]) -
 
 @dataclass(frozen=True)
 class _Inside:
-    """What pages of a file refer to: its parts, by their addresses as pages, and pictures in it."""
+    """Targets of references in a file: its parts, by their addresses as pages, and embedded pictures."""
 
     subject: Subject
     anchors: Mapping[str, str]
@@ -49,12 +49,12 @@ class _Inside:
             parts=[(part.template, found.parts[part.name]) for part in page.parts],
         )  # fmt: skip
 
-    def to(self, path: str, /, **given: object) -> str:  # noqa: ARG002  as `address` has it
-        """Return the place of a page in the file."""
+    def to(self, path: str, /, **given: object) -> str:  # noqa: ARG002  the signature of `address`
+        """Return the link to a page within the file."""
         return "#" + self.anchors.get(path, "")
 
     def src(self, address: str) -> str:
-        """Return a picture as part of the file; "": it cannot be shown."""
+        """Return a picture as a data URL; "": it cannot be shown."""
         path, _, text = address.partition("?")
         media = next((one for one in self.media if one.path == path), None)
         if media is None:

@@ -1,4 +1,4 @@
-"""Put pages into their frames: served ones link to each other, those of a file stand below one another."""
+"""Put pages into their frames: served pages link to each other, pages of a file stand below one another."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shard_tools.look.show.base.render import template
 from shard_tools.look.show.base.subject import Subject
 
 _OWN = re.compile(r'\b(?:href|src|action)="(?=/(?!show\.))')
-"""Before an address of ours, other than those of styles and scripts, which are open."""
+"""Prefix of our addresses, except those of styles and scripts, which are open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a page and its parts answered."""
+    """The answers of a page and its parts."""
 
     answer: Answer
     parts: Mapping[str, Answer]
@@ -30,17 +30,17 @@ class Answered:
 
 
 def answered(page: Page, subject: Subject, query: Query) -> Answered:
-    """Ask a page and its parts.
+    """Query a page and its parts.
 
     Raises:
-        ShardstreamError: Of whatever kind the page raises.
+        ShardstreamError: Any kind that the page raises.
     """
     answer = page.answer(subject, query)
     return Answered(answer, {part.name: part.answer(subject, query, answer) for part in page.parts})
 
 
 def as_text(value: Any) -> str:
-    """Return JSON as every parser takes it: numbers that are not finite are texts."""
+    """Return JSON that every parser accepts: numbers that are not finite become texts."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str)
 
 
@@ -56,12 +56,12 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Frame pages that a server shows: with the navigation, the stylesheet and the script at their addresses."""
+    """Frame pages of a server: with the navigation, the stylesheet and the script at their addresses."""
 
     subject: Subject | None
     pages: Sequence[Page]
     home: str = ""
-    """What addresses of a session begin with."""
+    """Prefix of a session's addresses."""
 
     def html(self, page: Page, query: Query, found: Answered) -> str:
         """Return a page."""

@@ -1,4 +1,4 @@
-"""Make the page of ``shard_tools stats``: one file that needs no other, and asks for none."""
+"""Make the page of ``shard_tools stats``: one self-contained file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shard_tools.look.stats.sketches import Distribution, Top
 from streaming.common.arguments import counted, format_bytes
 from streaming.storage import redact_text
 
-_SHOWN = 12  # words of a plot
+_SHOWN = 12  # words per plot
 _SHOWN_CLASSES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A plot of words: the most frequent ones, and how many others there are."""
+    """A plot of words: the most frequent ones, and the number of others."""
 
     name: str
     rows: tuple[Row, ...]
@@ -110,8 +110,8 @@ def _column_cards(report: StatsReport) -> list[Card]:
 def _histogram(name: str, spread: Distribution, *, in_bytes: bool = False) -> Histogram | None:
     if not spread.num:
         return None
-    told = spread.told()
-    shown = {what: _bytes(number) if in_bytes else _number(number) for what, number in told.items()}
+    numbers = spread.told()
+    shown = {what: _bytes(number) if in_bytes else _number(number) for what, number in numbers.items()}
     middle = f"half up to {shown['p50']}, mean {shown['mean']}"
     return histogram(name, spread.bins(), least=shown["min"], most=shown["max"], middle=middle)
 

@@ -1,4 +1,4 @@
-"""Serve the pages on this machine: the only module that knows Starlette and uvicorn. It knows pages as values only."""
+"""Serve the pages on this machine: the only module that knows Starlette and uvicorn. It treats pages as values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _JSON, _HTML = "application/json; charset=utf-8", "text/html; charset=utf-8"
 _ASSETS = {"/show.css": "text/css; charset=utf-8", "/show.js": "text/javascript; charset=utf-8"}
 _ASSETS |= {"/show.svg": "image/svg+xml"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-_OPEN_RANGE_BYTES = 4 << 20  # of "all from here on": players ask again for more, and seldom watch to the end
+_OPEN_RANGE_BYTES = 4 << 20  # of an open-ended range: players request more later, and seldom play to the end
 _STATUS = (
     (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST),
     (DataError, HTTPStatus.UNPROCESSABLE_ENTITY),
@@ -42,10 +42,10 @@ _WORDS = {
 
 
 def need_server() -> None:
-    """Check that what serves pages is installed.
+    """Check that the packages of the server are installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: A package is missing.
     """
     jinja("shard_tools show", "show")
     try:
@@ -57,7 +57,7 @@ def need_server() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Site:
-    """What is served: pages and media over a subject, to those who have access."""
+    """The site: pages and media over a subject, for callers with access."""
 
     subject: Subject
     access: Access
@@ -72,7 +72,7 @@ class _Site:
         endpoints: dict[str, Callable[[Any], Any]] = {page.path: self._guarded(self._page, page) for page in self.pages}
         endpoints |= {one.path: self._guarded(self._media, one) for one in self.media}
         endpoints["/{rest:path}"] = self._guarded(self._nothing, None)
-        within = {f"/s/{{session}}{path}": endpoint for path, endpoint in endpoints.items()}  # a browser's own
+        within = {f"/s/{{session}}{path}": endpoint for path, endpoint in endpoints.items()}  # a browser's session
         assets = {path: self._guarded(self._asset, path, is_open=True) for path in _ASSETS}
         methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
         every = (assets | within | endpoints).items()
@@ -81,7 +81,7 @@ class _Site:
     def _guarded(
         self, answer: Callable[[Any, Any, Query], Any], what: Any, *, is_open: bool = False
     ) -> Callable[[Any], Any]:
-        """Return an endpoint that first decides who asks, and turns errors into answers."""
+        """Return an endpoint that first checks access, and turns errors into responses."""
 
         def endpoint(request: Any) -> Any:  # not async: on a thread of its own
             pairs = parse_qsl(request.url.query, keep_blank_values=True, encoding="utf-8", errors="surrogateescape")
@@ -101,7 +101,7 @@ class _Site:
                 notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
                 message = "\n".join([redact_text(str(error)), *notes])
                 response = self._failed(Refusal(status=status, message=message), query, session=session)
-            except Exception:  # noqa: BLE001  the border of the thread: the log has it, the page only that
+            except Exception:  # noqa: BLE001  the border of the thread: details go to the log, not to the page
                 _log.exception("%s", request.url.path)
                 message = "a fault of this program; its terminal shows where. Please report it"
                 response = self._failed(Refusal(status=500, message=message), query, session=session)
@@ -110,7 +110,7 @@ class _Site:
         return endpoint
 
     def _let_in(self, token: str, where: str, query: Query) -> Any:
-        """Begin a session, and lead the browser to what it asked for there."""
+        """Begin a session, and redirect the browser to the requested page in it."""
         made = self.access.let_in(token)
         if isinstance(made, Refusal):
             return self._failed(made, query, knows=False)
@@ -120,7 +120,7 @@ class _Site:
         return response
 
     def _page(self, request: Any, page: Page, query: Query) -> Any:
-        if page.path == "/" and not page.fits(self.subject):  # where the printed address leads
+        if page.path == "/" and not page.fits(self.subject):  # the target of the printed address
             page = next((one for one in self.pages if one.in_navigation and one.fits(self.subject)), page)
         query.check(page.path, page.asks)
         is_json = query.choice("format", "html", "json") == "json"
@@ -145,9 +145,9 @@ class _Site:
                 f'attachment; filename="{re.sub(r"[^A-Za-z0-9._-]", "_", found.file_name)}"'
             )
         status, start, stop = HTTPStatus.OK, 0, found.num_bytes
-        asked = _RANGE.fullmatch(request.headers.get("range", ""))
-        if asked and any(asked.groups()):
-            status, start, stop = _ranged(asked[1], asked[2], found.num_bytes)
+        requested = _RANGE.fullmatch(request.headers.get("range", ""))
+        if requested and any(requested.groups()):
+            status, start, stop = _ranged(requested[1], requested[2], found.num_bytes)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{found.num_bytes}"
             if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 headers["Content-Range"] = f"bytes */{found.num_bytes}"
@@ -155,21 +155,21 @@ class _Site:
         pieces = iter(()) if request.method == "HEAD" else found.read(start, stop)
         return StreamingResponse(pieces, status, headers, media_type=found.media_type)
 
-    def _asset(self, request: Any, path: str, query: Query) -> Any:  # noqa: ARG002  as all that answer
+    def _asset(self, request: Any, path: str, query: Query) -> Any:  # noqa: ARG002  the signature of all endpoints
         if path.endswith(".css"):
             return self._response("".join(template(one).render() for one in STYLES), _ASSETS[path])
         with open(os.path.join(FILES, path[1:]), encoding="utf-8") as file:
             return self._response(file.read(), _ASSETS[path])
 
-    def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  as all that answer
+    def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  the signature of all endpoints
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))
         raise NotFoundError(f"no page {request.url.path[:80]!r}; there are {there}")
 
     def _failed(self, refused: Refusal, query: Query, *, session: str = "", knows: bool = True) -> Any:
-        """Return an error as the caller wants it; who has no token learns nothing of what is shown."""
+        """Return an error in the caller's format; a caller without a token learns nothing about the subject."""
         if query.given.get("format") == "json":
-            told = {"ok": False, "error": {"status": int(refused.status), "message": refused.message}}
-            return self._response(as_text(told), _JSON, refused.status)
+            body = {"ok": False, "error": {"status": int(refused.status), "message": refused.message}}
+            return self._response(as_text(body), _JSON, refused.status)
         title = _WORDS.get(HTTPStatus(refused.status), "Not possible")
         served = self._served(session) if knows else Served(None, ())
         return self._response(served.error(title, refused.message), _HTML, refused.status)
@@ -189,7 +189,7 @@ def _caching(content: Content) -> str:
 
 
 def _ranged(first: str, last: str, num_bytes: int) -> tuple[HTTPStatus, int, int]:
-    """Return the status and the bytes that a header ``Range`` asks for."""
+    """Return the status and the bytes that a ``Range`` header requests."""
     if first:
         start = int(first)
         stop = min(int(last) + 1, num_bytes) if last else min(start + _OPEN_RANGE_BYTES, num_bytes)
@@ -201,10 +201,10 @@ def _ranged(first: str, last: str, num_bytes: int) -> tuple[HTTPStatus, int, int
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0: at a free one.
+    """Return a listening socket; port 0 picks a free port.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot listen there.
     """
     try:
         return socket.create_server(
@@ -219,14 +219,14 @@ def serve(
     subject: Subject, listening: socket.socket, access: Access, *, pages: Sequence[Page], media: Sequence[Media],
     began: Callable[[Callable[[], None]], None],
 ) -> None:  # fmt: skip
-    """Serve until SIGINT or SIGTERM; on another thread than the main one, which gets signals, until it is stopped.
+    """Serve until SIGINT or SIGTERM; on a thread other than the main one, which gets no signals, until stopped.
 
     Args:
-        subject: What is shown.
+        subject: The subject.
         listening: The socket.
-        access: Who may ask.
+        access: Rules of access.
         pages: The pages.
-        media: What they show.
+        media: The media that pages show.
         began: Called once, with a function that stops the server, before it accepts connections.
     """
     import uvicorn  # noqa: PLC0415  an extra
@@ -238,11 +238,11 @@ def serve(
     )  # fmt: skip
 
     class Server(uvicorn.Server):
-        """Ends with 0 at a signal: uvicorn would raise it again."""
+        """Exit with 0 at a signal, which uvicorn would raise again."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Ask the server to end at a signal, while it runs."""
+            """Ask the server to end at a signal while it runs."""
             mine = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
             before = {one: signal.signal(one, self.handle_exit) for one in mine}
             began(self.stop)
@@ -253,7 +253,7 @@ def serve(
                     signal.signal(one, handler)
 
         def stop(self) -> None:
-            """End soon."""
+            """Ask the server to end soon."""
             self.should_exit = True
 
     Server(config).run(sockets=[listening])

@@ -1,4 +1,4 @@
-"""List the pages: a new one costs its module and a row here."""
+"""List the pages: a new page needs its module and a row here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shard_tools.look.show.order import pages as order
 from shard_tools.look.show.run import page as run
 
 OF_A_SAMPLE = (PagePart(name="steps", template="coming.html", answer=order.coming_part),)
-"""What is told of one sample, beside what is stored."""
+"""Parts of a sample's page in addition to the stored data."""
 
 PAGES: tuple[Page, ...] = (
     Page(path="/", title="Samples", template="gallery.html", answer=gallery.gallery, asks=gallery.ASKS, in_file=always),
@@ -37,4 +37,4 @@ PAGES: tuple[Page, ...] = (
 """All pages, in the order of the navigation and of ``--html``."""
 
 MEDIA: tuple[Media, ...] = (Media(path="/value", answer=values.value, asks=values.ASKS),)
-"""The bytes that they show."""
+"""The media that pages show."""

@@ -1,4 +1,4 @@
-"""Look at one value of a field: sizes, modes, lengths, types, from headers alone; pixels and sounds are not decoded."""
+"""Inspect one value of a field: sizes, modes, lengths, types, from headers only; pixels and sounds are not decoded."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from streaming.build.decode.values import unpacked_head
 from streaming.common.arguments import unpacked_name
 
 HEAD_BYTES: Final = 32 << 10  # holds the header of most images and arrays
-TEXT_BYTES: Final = 1 << 20  # of a text or JSON that is longer, the rest is not read
+TEXT_BYTES: Final = 1 << 20  # the part of a text or JSON that is read
 _HEADS: Final = {"image": HEAD_BYTES, "audio": 4096, "tensor": 4096, UNKNOWN: 512}
 _WHOLE: Final = ("text", "json", "class", "number")
 _WORD_CHARACTERS = 64
 _JSON_KEYS = 64
-_DEEPEST = 64  # dimensions of an array
+_DEEPEST = 64  # most dimensions of an array
 _WEBP_EXIF: Final = 0x08
 _UNREADABLE_IMAGES: Final = frozenset({"avif", "heic", "heif", "jp2", "jxl"})
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one value shows: numbers and words, by name."""
+    """Facts of one value: numbers and words, by name."""
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     words: Mapping[str, Word] = field(default_factory=dict)
@@ -40,26 +40,26 @@ class Seen:
 
 
 class CutError(ValueError):
-    """The beginning of a value does not suffice."""
+    """The beginning of a value does not suffice to inspect it."""
 
 
 def head_bytes(kind: str) -> int:
-    """Return how many bytes of a value of this kind are looked at; 0: none."""
+    """Return the number of bytes of a value of this kind to inspect; 0: none."""
     return TEXT_BYTES if kind in _WHOLE else _HEADS.get(kind, 0)
 
 
 def look(kind: str, field_name: str, data: bytes, num_bytes: int) -> Seen:
-    """Return what a value shows of itself.
+    """Return the facts of a value.
 
     Args:
         kind: The kind of the field.
         field_name: The field.
-        data: The beginning of its bytes, :func:`head_bytes` of them or more.
+        data: The beginning of its bytes, at least :func:`head_bytes` bytes of them.
         num_bytes: Size of the whole value.
 
     Raises:
-        CutError: More of its bytes are needed to tell.
-        Exception: It is broken; of any library.
+        CutError: More of its bytes are needed.
+        Exception: The value is broken; the error may come from any library.
     """
     found = _LOOKS.get(kind)
     if found is None:
@@ -100,7 +100,7 @@ def _image_seen(kind: str, mode: str, width: int, height: int, orientation: int)
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int, str] | None:
-    """Return width, height and mode of a WebP by its first chunk; None if it is none."""
+    """Return width, height and mode of a WebP by its first chunk; None if the data is not a WebP."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
     if len(data) < 30:
@@ -157,7 +157,7 @@ def _shape(dtype: str, shape: Any) -> str:
     return _short(f"{dtype} [{', '.join(str(one) for one in list(shape)[:_DEEPEST])}]")
 
 
-def _audio(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  as all looks
+def _audio(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  the signature of all these functions
     if data[:4] != b"RIFF":
         return Seen()
     with wave.open(io.BytesIO(data)) as sound:
@@ -166,7 +166,7 @@ def _audio(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  as all
     return Seen(numbers={"seconds": seconds}, words={"sound": f"{rate} Hz, {channels} channels"})
 
 
-def _class(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  as all looks
+def _class(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  the signature of all these functions
     text = data.decode().strip()
     try:
         return Seen(words={"value": int(text) if len(text) < 19 else _short(text)})
@@ -174,7 +174,7 @@ def _class(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  as all
         return Seen(words={"value": _short(text)})
 
 
-def _number(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  as all looks
+def _number(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  the signature of all these functions
     return Seen(numbers={"value": float(data)})
 
 

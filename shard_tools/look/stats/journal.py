@@ -19,22 +19,22 @@ from streaming.storage import Storage, join_url
 
 _FORMAT, _VERSION = "shardstream-stats", 1
 _log = logging.getLogger(__name__)
-_SHARE = 20  # writing takes a twentieth of the time at most, however large the totals are
+_SHARE = 20  # writing takes at most 1/20 of the time, regardless of the size of the totals
 
 
 @dataclass(slots=True, kw_only=True)
 class TotalsJournal:
-    """Totals of the first shards of a set, written from time to time, and deleted when all are done.
+    """Totals of the first shards of a set, written from time to time, and deleted when the work is done.
 
-    The file is named after the work (content of the shards, filter, columns, options), so that runs of other work do
-    not meet it. It is written atomically.
+    The file name identifies the work (content of the shards, filter, columns, options), so that different runs do not
+    share a file. Writes are atomic.
 
     Attributes:
-        folder: Folder or prefix where it is kept.
-        storage: Its store.
-        work: What is summed up.
-        is_needed: Whether the run fails if it cannot be written.
-        every_s: Seconds between two writings, or more if they take long; 0: write always.
+        folder: Folder or prefix of the file.
+        storage: Store of the file.
+        work: Identity of the work.
+        is_needed: Whether the run fails if the file cannot be written.
+        every_s: Seconds between two writes, or more if they take long; 0: write every time.
     """
 
     folder: str
@@ -45,17 +45,17 @@ class TotalsJournal:
     _next_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begin to wait."""
+        """Start the clock of the first write."""
         self._next_s = time.monotonic() + self.every_s
 
     @property
     def url(self) -> str:
-        """Where the file is."""
+        """URL of the file."""
         digest = hashlib.sha256(json.dumps(self.work, sort_keys=True).encode()).hexdigest()[:16]
         return join_url(self.folder, f"stats-{digest}.json")
 
     def load(self) -> tuple[int, Totals]:
-        """Return the number of shards that are done, and their totals; none if there is no file, or it is damaged."""
+        """Return the number of finished shards, and their totals; zero if there is no file, or it is damaged."""
         missing = NotFoundError if self.is_needed else StorageError
         with suppress(missing, AccessDeniedError, ValueError, KeyError, TypeError, RecursionError):
             content = self.storage.read_parsed(self.url, lambda data, _: read_document(data), is_sealed)
@@ -64,7 +64,7 @@ class TotalsJournal:
         return 0, Totals()
 
     def note(self, num_shards: int, totals: Totals) -> None:
-        """Write the totals of so many shards if the last time is long enough ago."""
+        """Write the totals of ``num_shards`` shards if the last write is long enough ago."""
         begun_s = time.monotonic()
         if begun_s >= self._next_s:
             content = {"format": _FORMAT, "version": _VERSION, "work": self.work, "num_shards": num_shards}
@@ -74,13 +74,13 @@ class TotalsJournal:
                 if self.is_needed:
                     error.add_note("--journal names another place for the progress of this run")
                     raise
-                _log.warning("%s; if this run is stopped, the next one begins anew. See --journal", error)
+                _log.warning("%s; if this run is stopped, the next one starts over. See --journal", error)
                 self._next_s = math.inf
                 return
             now_s = time.monotonic()
             self._next_s = now_s + (max(self.every_s, _SHARE * (now_s - begun_s)) if self.every_s else 0)
 
     def close(self) -> None:
-        """Delete the file: the work is done."""
+        """Delete the file, since the work is done."""
         with suppress(NotFoundError if self.is_needed else StorageError):
             self.storage.delete(self.url)

@@ -1,4 +1,4 @@
-"""Tell what kind of content a field has: by its extension, and otherwise by what its values look like."""
+"""Determine the kind of content of a field: by its extension, or else by its values."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from streaming.common.arguments import unpacked_name
 from streaming.shards.schema.kinds import kind_by_name
 
 _WORDS: Final = {"array": "tensor", "integer": "number", "float": "number"}
-"""Kinds that are called by other names here than in a schema."""
+"""Kinds with other names here than in a schema."""
 _OTHERS: Final = {
     **dict.fromkeys(("cls", "cls2"), "class"),
     "tok": "tokens",
     **dict.fromkeys(("msgpack", "mp", "msg"), "msgpack"),
     **dict.fromkeys(("pyd", "pickle", "pkl", "pth", "pt"), "pickle"),
 }
-"""Extensions whose kind is told more closely here, or which a schema does not tell."""
+"""Extensions whose kind is more specific here than in a schema, or absent there."""
 CLASS_NAMES: Final = frozenset(
     {"cls", "cls2", "class", "class_name", "classes", "label", "labels", "category", "target"}
 )
-"""Last parts of names, in lower case, of columns that hold a class."""
+"""Last parts of the names (in lower case) of columns that hold a class."""
 UNKNOWN: Final = "bytes"
 
 
 def kind_of(field: str) -> str:
-    """Return the kind that the name of a field says, of a gzip field that of what it holds; ``"bytes"`` if none."""
+    """Return the kind that the field's name implies (for a gzip field, that of the inner name); ``"bytes"`` if none."""
     inner = unpacked_name(field)
     extension = (field if inner is None else inner).lower().rpartition(".")[2]
-    if inner is not None and extension == "tok":  # tokens are read from shards in place
+    if inner is not None and extension == "tok":  # tokens are read in place, from shards
         return UNKNOWN
     kind = kind_by_name(extension)
     return _OTHERS.get(extension) or _WORDS.get(kind, kind) or UNKNOWN
 
 
 def kind_of_value(data: bytes, *, is_cut: bool) -> str:
-    """Return the kind that a value of no known name looks like, from its beginning."""
+    """Return the kind of a value of no known name, judged by its beginning."""
     found = file_type(data)
     if found:
         return kind_of(found)
@@ -49,5 +49,5 @@ def kind_of_value(data: bytes, *, is_cut: bool) -> str:
 
 
 def is_class(column: str) -> bool:
-    """Tell whether a column of this name holds a class."""
+    """Return whether a column of this name holds a class."""
     return column.lower().rpartition(".")[2] in CLASS_NAMES

@@ -1,4 +1,4 @@
-"""Say what the totals are, for people, programs and pages."""
+"""Present the totals for people, programs and pages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shard_tools.look.stats.totals import ColumnTotals, FieldTotals, Totals
 from streaming.common.arguments import counted
 from streaming.storage import redact_text
 
-_TOP = 20  # values told of a column
-_CLASSES = 1000  # of a field or column of classes
+_TOP = 20  # reported values of a column
+_CLASSES = 1000  # reported values of a field or column of classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StatsReport:
-    """What is in a set.
+    """The contents of a set.
 
     Attributes:
         url: The set.
-        num_bytes: Bytes of its shards; of a filtered set, of the samples that are left.
-        num_shards: Shards that hold them.
-        num_chunks: Chunks that hold them.
+        num_bytes: Bytes of its shards; of a filtered set, bytes of the samples that are left.
+        num_shards: Shards that hold these samples.
+        num_chunks: Chunks that hold these samples.
         totals: The totals.
         kinds: Kind of each field.
-        found: What will surprise.
-        seed: Seed of the choice of samples that were read.
+        found: Surprises for training.
+        seed: Seed of the choice of samples to read.
         selected: The filter in words; "": all samples.
     """
 
@@ -45,18 +45,18 @@ class StatsReport:
 
     @property
     def num_samples(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return self.totals.num_samples
 
     @property
     def compared(self) -> str | None:
-        """The field whose contents were compared; None: none has any."""
+        """The field whose contents were compared; None: no field was compared."""
         name = content_field(self.totals, self.kinds)
         return name if name and self.totals.fields[name].repeats.num else None
 
     @property
     def read_words(self) -> str:
-        """How many samples were read, in words."""
+        """The number of samples read, in words."""
         if self.totals.num_read >= self.num_samples:
             return "all samples"
         return (
@@ -65,7 +65,7 @@ class StatsReport:
         )
 
     def classes(self) -> dict[str, Top]:
-        """Return how often each class occurs: by fields, and by columns, which have all samples."""
+        """Return the counts of classes: by field, and by column; columns cover all samples."""
         found = {
             name: one.words["value"] for name, one in self.totals.fields.items()
             if self.kinds[name] == "class" and "value" in one.words
@@ -103,7 +103,7 @@ class StatsReport:
 
 
 def kinds_of(totals: Totals) -> dict[str, str]:
-    """Return the kind of each field: by its name, otherwise what most of its values look like."""
+    """Return the kind of each field: by its name, or else the most frequent kind among its values."""
     found = {name: kind_of(name) for name in totals.fields}
     for name, kind in found.items():
         seen = totals.fields[name].words.get("kind", Top()).most_common(1)
@@ -121,5 +121,5 @@ def _field(one: FieldTotals, kind: str) -> dict[str, Any]:
 
 def _column(one: ColumnTotals, num_samples: int) -> dict[str, Any]:
     ends = one.numbers.told() if one.numbers.num else {"min": one.least, "max": one.most}
-    told = {"type": one.type, "late": one.is_late, "missing": num_samples - one.num, **ends}
-    return told | one.top.told(_TOP)
+    facts = {"type": one.type, "late": one.is_late, "missing": num_samples - one.num, **ends}
+    return facts | one.top.told(_TOP)

@@ -27,25 +27,25 @@ from streaming.storage import Storage, join_url, redact
 from streaming.types import Int64Array
 
 DEFAULT_LIMIT = 2000
-"""Samples whose bytes are read: a share is then right within 2 points, and what one in 500 has is seen with 98 %."""
+"""Default number of samples to read: shares are within 2 points, and a 1 in 500 case is seen with probability 98 %."""
 JOURNALS = "~/.cache/shardstream/stats"
-_RUN = 4  # samples side by side: neighbors show the order, and cost no further request
+_RUN = 4  # adjacent samples: neighbors show the order, and cost no further request
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsOptions:
-    """What is summed up.
+    """Options of the command ``stats``.
 
     Attributes:
         where: Only samples that meet this condition.
         view: Only samples of this saved view.
         subset: A range of the stored samples.
-        limit: Samples whose bytes are read; None: all.
+        limit: Number of samples whose bytes are read; None: all.
         seed: Seed of their choice.
-        journal: Folder or prefix where a run over all bytes keeps its progress; "": nowhere.
-        save_every_s: Seconds between two writings of it.
-        workers: Shards in parallel.
+        journal: Folder or prefix in which a run over all bytes keeps its progress; "": none is kept.
+        save_every_s: Seconds between two writes of the progress.
+        workers: Number of shards read in parallel.
     """
 
     where: str | None = None
@@ -68,11 +68,11 @@ def stats(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> StatsReport:
-    """Return what is in a set, and what will surprise in training.
+    """Return the contents of a set, and what will surprise in training.
 
-    Sizes, keys and columns are those of all samples, from the index; a small set without one is read for them. What
-    only bytes tell (modes of images, lengths of texts, classes without a column, contents that occur again) comes from
-    ``limit`` samples in runs of four, one from each of as many equal parts of the set.
+    Sizes, keys and columns cover all samples, from the index; a small set without an index is read for them. Facts that
+    only bytes show (modes of images, lengths of texts, classes without a column, repeated contents) come from ``limit``
+    samples in runs of four: the set is divided into equal parts, and each part gives one run.
 
     Memory: the sample tables and requests of ``2 * workers`` shards, and summaries that do not grow with the set.
 
@@ -80,14 +80,14 @@ def stats(
         urls: Shards, as for ``StreamingDataset``.
         storage: Their store.
         index_url: Location of the index, if not beside the shards.
-        options: What is summed up.
-        allow_unfinished: Take what is there of a set that is not whole.
-        executor: Executor on which shards are read, such as a cluster, instead of on threads.
+        options: Options of the command.
+        allow_unfinished: Use the finished part of an unfinished set.
+        executor: Executor that reads the shards, such as a cluster, instead of threads.
         progress: Receives shards and bytes.
 
     Raises:
-        ConfigError: A mixture is given; a column or the view does not exist, or no sample is kept; or the executor is
-            on a machine that does not see these files.
+        ConfigError: A mixture is given; a column or the view does not exist; no sample is kept; or the executor is on a
+            machine that cannot see these files.
         IndexMissingError: There is no index and the set is too large to read for this.
         IndexFormatError: A sample table is damaged.
         NotFoundError: Nothing matches ``urls``.
@@ -118,7 +118,7 @@ def stats(
         unlike=tuple(shards.unlike(storage)),
         gone=tuple(shards_unlike_index(shards, urls, storage)) if shards.scanned is None else (),
     )  # fmt: skip
-    asked = {"where": options.where, "view": options.view, "subset": options.subset}
+    filters = {"where": options.where, "view": options.view, "subset": options.subset}
     return StatsReport(
         url=" ".join(map(redact, urls)),
         num_bytes=int(facts.shard_bytes.sum()) if kept is None else int(totals.sizes.total),
@@ -128,12 +128,12 @@ def stats(
         kinds=kinds,
         found=surprises(facts),
         seed=options.seed,
-        selected=", ".join(f"{name} {value}" for name, value in asked.items() if value is not None),
+        selected=", ".join(f"{name} {value}" for name, value in filters.items() if value is not None),
     )
 
 
 def choose(num_samples: int, limit: int | None, seed: int) -> Int64Array | None:
-    """Choose ``limit`` of so many samples, in runs of four, one run from each of as many equal parts; None: all.
+    """Choose ``limit`` of ``num_samples`` samples, in runs of four, one run per equal part of the set; None: all.
 
     Returns:
         int64 ``[limit]``, ascending numbers.
@@ -162,7 +162,7 @@ def _refuse_mixtures(urls: Sequence[str]) -> None:
 
 
 def _late_columns(shards: OpenSet, storage: Storage) -> tuple[list[LateColumn], tuple[str, ...]]:
-    """Return the late columns, and why they cannot be read, if so."""
+    """Return the late columns, or the reasons why they cannot be read."""
     try:
         return list(shards.late_columns(storage).values()), ()
     except DataError as error:
@@ -180,7 +180,7 @@ def _token_bytes(shards: OpenSet, storage: Storage) -> Mapping[str, Mapping[str,
 
 
 def _samples_of_shards(shards: OpenSet, kept: Selection | None) -> Int64Array:
-    """Return how many samples of each shard count, int64 [S]."""
+    """Return the number of counted samples per shard, int64 [S]."""
     if kept is None:
         return np.array([shard.num_samples for shard in shards.chunks.shards], np.int64)
     table = kept.table
@@ -189,13 +189,13 @@ def _samples_of_shards(shards: OpenSet, kept: Selection | None) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """What is read of each shard.
+    """The parts of shards to read.
 
     Attributes:
         shards: The set.
-        kept: Which of its samples count; None: all.
-        counts: How many of each shard count, int64 ``[S]``.
-        chosen: Ascending numbers, among the samples that count, of those whose bytes are read; None: all.
+        kept: The samples to count; None: all.
+        counts: Number of counted samples per shard, int64 ``[S]``.
+        chosen: Ascending numbers, among the counted samples, of those whose bytes are read; None: all.
     """
 
     shards: OpenSet
@@ -204,7 +204,7 @@ class _Parts:
     chosen: Int64Array | None
 
     def behind(self, num_done: int) -> Iterator[StatsPart]:
-        """Yield those of all shards but the first ones."""
+        """Yield the parts of all shards after the first ``num_done``."""
         offsets, numbers = np.concatenate(([0], np.cumsum(self.counts))), None
         for position in range(num_done, len(self.counts)):
             if self.chosen is not None:
@@ -218,7 +218,7 @@ class _Parts:
 
 
 def _sum_up(reader: ShardReader, parts: _Parts, options: StatsOptions, calls: Calls) -> Totals:
-    """Return the totals of all shards, going on after those that a journal has."""
+    """Return the totals of all shards, continuing after those in a journal."""
     journal, shards = None, parts.shards
     done, totals = 0, Totals()
     if options.journal and reader.reads_all:

@@ -1,4 +1,4 @@
-"""Take the facts of one shard: from its sample table, and of some samples from their bytes."""
+"""Collect the facts of one shard: from its sample table, and from the bytes of some samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
-_GAP_BYTES = 64 << 10  # below it, reading what lies between costs less than another request
+_GAP_BYTES = 64 << 10  # a gap up to this size costs less to read than another request
 _REQUEST_BYTES = 8 << 20
 _MOST_BYTES = 16 << 20  # of one value, if its beginning does not suffice
 _NOT_COMPARED = ("class", "number")
@@ -33,15 +33,15 @@ _NOT_COMPARED = ("class", "number")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StatsPart:
-    """What of one shard counts, and what is read of it.
+    """The samples of one shard that count, and those to read.
 
     Attributes:
         position: Number of the shard in its set.
         url: The shard.
         chunks: Its rows of the chunk table.
         scanned: Its sample table, if it was read because there is no index.
-        rows: Ascending rows of the samples that count; None: all.
-        numbers: Ascending numbers, among the samples that count, of those whose bytes are read; None: all.
+        rows: Ascending rows of the counted samples; None: all.
+        numbers: Ascending numbers, among the counted samples, of those whose bytes are read; None: all.
     """
 
     position: int
@@ -53,21 +53,21 @@ class StatsPart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of its samples counts."""
+        """Whether no sample of the shard counts."""
         return not (self.chunks.total_samples if self.rows is None else self.rows.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardReader:
-    """Take the facts of the shards of a set, one by one, anywhere; the same arguments give the same facts.
+    """Collect the facts of shards, on any thread or machine; equal arguments give equal facts.
 
     Attributes:
         storage: Store of the set.
         index_url: Location of its index, if not beside the shards.
         late: Late columns.
-        token_bytes: Width of the tokens of a field, where the set says it, by directory of the index.
-        reads_all: Whether the bytes of all samples are read, and so small values are compared.
-        seed: Seed of all that is random.
+        token_bytes: Width of the tokens of a field, where the set states it, by directory of the index.
+        reads_all: Whether the bytes of all samples are read, so that small values are compared too.
+        seed: Seed of everything random.
     """
 
     storage: Storage
@@ -78,11 +78,11 @@ class ShardReader:
     seed: int
 
     def read(self, part: StatsPart, progress: Progress) -> Totals:
-        """Return the facts of one shard.
+        """Collect the facts of one shard.
 
         Raises:
             IndexMissingError, IndexFormatError: Its sample table is missing or damaged.
-            AccessDeniedError, StorageError: The store refuses, or fails, other than by lacking the bytes.
+            AccessDeniedError, StorageError: The store refuses, or fails for a reason other than missing bytes.
         """
         totals = Totals()
         if not part.is_empty:
@@ -103,7 +103,7 @@ class ShardReader:
     def _add_table(
         self, totals: Totals, part: StatsPart, table: SampleTable, rows: Int64Array, draw: np.random.Generator
     ) -> None:
-        """Add what the sample table and late columns say of some rows."""
+        """Add the facts that the sample table and late columns have for some rows."""
         sizes = np.diff(table.record_starts)[rows]
         totals.sizes.add(sizes, draw)
         largest = int(np.argmax(sizes))
@@ -111,9 +111,9 @@ class ShardReader:
         whole = len(rows) == table.num_samples
         totals.add_keys(table.keys if whole else [table.keys[row] for row in rows.tolist()])
         late: dict[str, Values] = {}
-        for asked in self.late:
+        for late_column in self.late:
             try:
-                late[asked.name] = read_values(self.storage, part.url, self.index_url, part.chunks, asked)
+                late[late_column.name] = read_values(self.storage, part.url, self.index_url, part.chunks, late_column)
             except DataError as error:
                 totals.late_errors = [*totals.late_errors, str(error)][:EXAMPLES]
         taken = pa.array(rows)
@@ -137,7 +137,7 @@ class ShardReader:
                 one.numbers.setdefault("tokens", Distribution()).add(of_field // width, draw)
 
     def _token_bytes(self, field: str, url: str, table: SampleTable, rows: Int64Array) -> int:
-        """Return the width of the tokens of a field; 0: it holds none, or nothing says."""
+        """Return the width of the tokens of a field; 0: the field has no tokens, or their width is unknown."""
         said = self.token_bytes.get(home_of(url, self.index_url), {})
         if field in said or kind_of(field) != "tokens" or "tokens" not in table.columns:
             return said.get(field, 0)
@@ -147,7 +147,7 @@ class ShardReader:
         return width if width in {2, 4} else 0
 
     def _look(self, values: _Values, rows: Int64Array, numbers: Int64Array) -> None:
-        """Read the values of rows ``rows[numbers]`` as far as they tell something, and take it in."""
+        """Read the values of rows ``rows[numbers]`` as far as needed, and add their facts."""
         values.totals.num_read = len(numbers)
         for first, stop, wanted in _requests(list(self._wanted(values.table, rows, numbers))):
             data = values.bytes_of(first, stop, len({one.row for one in wanted}))
@@ -159,7 +159,7 @@ class ShardReader:
                 values.take(one, bytes(data[one.start - first : one.stop - first]))
 
     def _wanted(self, table: SampleTable, rows: Int64Array, numbers: Int64Array) -> Iterator[_Wanted]:
-        """Yield what is read of each value."""
+        """Yield the bytes to read of each value."""
         columns = {*table.columns, *(column.name for column in self.late)}
         for name, (all_starts, all_sizes) in table.fields.items():
             kind = kind_of(name)
@@ -180,7 +180,7 @@ class ShardReader:
 
 
 class _Wanted(NamedTuple):
-    """The beginning of one value: its bytes in the shard, its row there and number among those that count."""
+    """The beginning of one value: its bytes in the shard, its row there and its number among the counted samples."""
 
     start: int
     stop: int
@@ -193,7 +193,7 @@ class _Wanted(NamedTuple):
 
 
 def _requests(wanted: list[_Wanted]) -> Iterator[tuple[int, int, list[_Wanted]]]:
-    """Yield runs of bytes that are read at once, and what is wanted of each."""
+    """Yield runs of bytes to read with one request, and the wanted bytes in each."""
     wanted.sort()
     first = stop = 0
     some: list[_Wanted] = []
@@ -211,7 +211,7 @@ def _requests(wanted: list[_Wanted]) -> Iterator[tuple[int, int, list[_Wanted]]]
 
 @dataclass(slots=True)
 class _Values:
-    """Values of one shard, looked at one by one."""
+    """Inspect values of one shard, one by one."""
 
     reader: ShardReader
     totals: Totals
@@ -241,7 +241,7 @@ class _Values:
         return data
 
     def take(self, one: _Wanted, data: bytes) -> None:
-        """Look at a value, whole if its beginning does not suffice."""
+        """Inspect a value, completely if its beginning does not suffice."""
         field = self.totals.fields[one.field]
         field.num_read += 1
         if one.is_compared:
@@ -255,7 +255,7 @@ class _Values:
                 seen = look(one.kind, one.field, b"" if more is None else bytes(more), one.size)
         except (StorageError, MemoryError):
             raise
-        except Exception as error:  # noqa: BLE001  of any library, about bytes of any origin: counted
+        except Exception as error:  # noqa: BLE001  any library may fail on untrusted bytes: counted
             field.add_broken(f"{self.table.keys[one.row]}: {type(error).__name__}: {error}"[:300])
             return
         for name, number in seen.numbers.items():

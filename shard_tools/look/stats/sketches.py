@@ -1,7 +1,7 @@
-"""Summarize any number of values in bounded memory: quantiles, most frequent values, how many occur again.
+"""Summarize any number of values in bounded memory: quantiles, most frequent values, number of repeats.
 
-Each summary takes arrays, merges with another of its kind, and can be written as JSON and read again. Up to its
-capacity it is exact; beyond that it says that it estimates.
+Each summary takes arrays, merges with another of its kind, and can be written as JSON and read back. It is exact up to
+its capacity; beyond that it says that it estimates.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Floats: TypeAlias = "npt.NDArray[np.float64]"
 Word: TypeAlias = "str | int | float | bool"
 
 VALUES = 1 << 16
-"""Values that a ``Distribution`` keeps, 1 MiB: a quantile of more is off by 0.2 % of the ranks (standard deviation)."""
+"""Values that a ``Distribution`` keeps, 1 MiB; with more, quantile ranks are off by 0.2 % (standard deviation)."""
 WORDS = 4096
-"""Different values that a ``Top`` counts; of ``n`` values, one that occurs more than ``n / 4096`` times is kept."""
+"""Distinct values that a ``Top`` counts; of ``n`` values, one that occurs more than ``n / 4096`` times is kept."""
 WORD_CHARACTERS = 128
-"""Of longer texts, only the beginning tells them apart."""
+"""Longer texts are compared by their beginning only."""
 HASHES = 1 << 21
-"""Different hashes that ``Repeats`` keeps: 32 MiB, and four times as much while they are counted."""
+"""Distinct hashes that ``Repeats`` keeps: 32 MiB, and four times as much while counting."""
 _BINS = 24
 _HASH_BITS = 63
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Numbers: how many, their sum, range and quantiles; missing and infinite ones are counted apart.
+    """Numbers: count, sum, range and quantiles; missing and infinite ones are counted separately.
 
-    Beyond ``VALUES`` numbers, quantiles are those of a sample drawn without preference: each number gets a random
-    priority, and the lowest are kept, so that summaries can be merged in any order.
+    Beyond ``VALUES`` numbers, quantiles are those of a uniform sample: each number gets a random priority, and the
+    lowest priorities are kept, so that summaries can be merged in any order.
     """
 
     num: int = 0
@@ -52,7 +52,7 @@ class Distribution:
     _values: Floats = field(default_factory=lambda: np.empty(0))
 
     def add(self, values: npt.NDArray[Any], draw: np.random.Generator) -> None:
-        """Take numbers in; ``draw`` gives their priorities."""
+        """Add numbers; ``draw`` gives their priorities."""
         finite = values if values.dtype.kind in "iu" else values[np.isfinite(values)]
         self.num_not_finite += len(values) - len(finite)
         if len(finite):
@@ -60,7 +60,7 @@ class Distribution:
             self._join(len(finite), total, low, high, draw.random(len(finite)), finite.astype(np.float64))
 
     def merge(self, other: Distribution) -> None:
-        """Take all numbers of another summary in."""
+        """Add all numbers of another summary."""
         self.num_not_finite += other.num_not_finite
         if other.least is not None and other.most is not None:
             self._join(other.num, other.total, other.least, other.most, other._priorities, other._values)
@@ -77,7 +77,7 @@ class Distribution:
             self._priorities, self._values = self._priorities[kept], self._values[kept]
 
     def quantile(self, share: float) -> float | None:
-        """Return the number below which this share of them lies; None without numbers."""
+        """Return the number below which this share of the numbers lies; None without numbers."""
         return _plain(float(np.quantile(self._values, share))) if self.num else None
 
     def told(self) -> dict[str, float | None]:
@@ -87,9 +87,9 @@ class Distribution:
         return {"min": next(ends), "p50": self.quantile(0.5), "max": next(ends), "mean": mean}
 
     def bins(self) -> list[tuple[float, float, float]]:
-        """Return a histogram: (from, to, share) of each bin, of equal width, or of equal ratio if numbers span more.
+        """Return a histogram: (from, to, share) per bin, with bins of equal width, or of equal ratio for a wide range.
 
-        Up to ``_BINS`` bins; whole numbers that are few get a bin each.
+        It has up to ``_BINS`` bins; if there are few distinct whole numbers, each gets a bin.
         """
         if not self.num or self.least is None or self.most is None:
             return []
@@ -109,13 +109,13 @@ class Distribution:
         return [(float(a), float(b), float(c)) for a, b, c in zip(edges, edges[1:], shares, strict=False)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, JSON-able."""
+        """Return the complete state, JSON-able."""
         found = {name: getattr(self, name) for name in ("num", "total", "least", "most", "num_not_finite")}
         return {**found, "priorities": _packed(self._priorities), "values": _packed(self._values)}
 
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Distribution:
-        """Return the inverse of :meth:`as_dict`."""
+        """Restore from the result of :meth:`as_dict`."""
         given = {name: content[name] for name in ("num", "total", "least", "most", "num_not_finite")}
         priorities, values = (_unpacked(content[name], np.float64) for name in ("priorities", "values"))
         return cls(**given, _priorities=priorities, _values=values)
@@ -123,9 +123,9 @@ class Distribution:
 
 @dataclass(slots=True)
 class Top:
-    """Values and how often they occur, the most frequent ones first (Misra and Gries, 1982).
+    """Values and their counts, most frequent first (Misra and Gries, 1982).
 
-    If more than ``WORDS`` different ones come, counts are too low by at most ``lost``, and rarer values go.
+    With more than ``WORDS`` distinct values, counts are too low by at most ``lost``, and rarer values are dropped.
     """
 
     num: int = 0
@@ -133,13 +133,13 @@ class Top:
     counts: dict[Word, int] = field(default_factory=dict)
 
     def add(self, values: pa.Array) -> None:
-        """Take values in, without nulls; texts of more than ``WORD_CHARACTERS`` are cut."""
+        """Add values other than null; texts longer than ``WORD_CHARACTERS`` are cut."""
         if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
             values = pc.utf8_slice_codeunits(values, 0, WORD_CHARACTERS)
         found = pc.value_counts(values)
         words, counts = found.field("values"), found.field("counts").to_numpy()
         self.num += len(values)
-        if len(counts) > WORDS:  # before any of them becomes an object
+        if len(counts) > WORDS:  # before values become Python objects
             less = int(np.partition(counts, -WORDS - 1)[-WORDS - 1])
             words, counts = words.filter(pa.array(counts > less)), counts[counts > less] - less
             self.lost += less
@@ -148,14 +148,14 @@ class Top:
         self._cut()
 
     def count(self, words: Iterable[Word]) -> None:
-        """Take words in, one by one."""
+        """Count words, one by one."""
         for word, count in Counter(words).items():
             self.counts[word] = self.counts.get(word, 0) + count
             self.num += count
         self._cut()
 
     def merge(self, other: Top) -> None:
-        """Take all values of another summary in."""
+        """Add all values of another summary."""
         for value, count in other.counts.items():
             self.counts[value] = self.counts.get(value, 0) + count
         self.num += other.num
@@ -170,15 +170,15 @@ class Top:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all values are counted, exactly."""
+        """Whether all values are counted exactly."""
         return not self.lost
 
     def most_common(self, num: int | None = None) -> list[tuple[Word, int]]:
-        """Return (value, count), most frequent first, equal ones by value."""
+        """Return (value, count) pairs, most frequent first; ties are ordered by value."""
         return sorted(self.counts.items(), key=lambda item: (-item[1], str(item[0])))[:num]
 
     def told(self, num: int | None = None) -> dict[str, Any]:
-        """Return the JSON-able summary: ``distinct`` is null if there are more values than are counted."""
+        """Return the JSON-able summary; ``distinct`` is null if there are more values than are counted."""
         top = [[value, count] for value, count in self.most_common(num)]
         return {"distinct": len(self.counts) if self.is_exact else None, "top": top}
 
@@ -187,21 +187,21 @@ class Top:
         return sum((count / self.num) ** 2 for count in self.counts.values()) if self.num else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, JSON-able."""
+        """Return the complete state, JSON-able."""
         return {"num": self.num, "lost": self.lost, "counts": [[value, count] for value, count in self.counts.items()]}
 
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Top:
-        """Return the inverse of :meth:`as_dict`."""
+        """Restore from the result of :meth:`as_dict`."""
         return cls(content["num"], content["lost"], dict(content["counts"]))
 
 
 @dataclass(slots=True)
 class Repeats:
-    """Hashes of 63 bits: how many occur again.
+    """Count repeated hashes of 63 bits.
 
-    Beyond ``HASHES`` different ones, only those below a bound that is halved again and again are kept (Gibbons, 2001):
-    a sample in which each value comes with all its repetitions.
+    Beyond ``HASHES`` distinct hashes, only those below a bound are kept, and the bound is halved as needed (Gibbons,
+    2001). The result is a sample in which each value comes with all its repetitions.
     """
 
     num: int = 0
@@ -212,12 +212,12 @@ class Repeats:
     _num_waiting: int = 0
 
     def add(self, hashes: Int64Array) -> None:
-        """Take hashes in, of 0 to 2**63 - 1."""
+        """Add hashes from 0 to 2**63 - 1."""
         self.num += len(hashes)
         self._put(hashes, np.ones(len(hashes), np.int64))
 
     def merge(self, other: Repeats) -> None:
-        """Take all hashes of another summary in."""
+        """Add all hashes of another summary."""
         other._count()
         self.num += other.num
         self.level = max(self.level, other.level)
@@ -235,7 +235,7 @@ class Repeats:
         return found
 
     def _count(self) -> None:
-        """Join what waits, and halve the bound while there is too much."""
+        """Join the waiting hashes, and halve the bound while there are too many."""
         parts = [(self._hashes, self._counts), *self._waiting]
         hashes, counts = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         self._hashes, places = np.unique(hashes, return_inverse=True)
@@ -255,19 +255,19 @@ class Repeats:
 
     @property
     def num_again(self) -> int:
-        """How many of the values occurred before; beyond the capacity an estimate."""
+        """Number of values that occurred before; an estimate beyond the capacity."""
         self._count()
         return int((self._counts - 1).sum()) << self.level
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, JSON-able."""
+        """Return the complete state, JSON-able."""
         self._count()
         packed = {"hashes": _packed(self._hashes), "counts": _packed(self._counts)}
         return {"num": self.num, "level": self.level, **packed}
 
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Repeats:
-        """Return the inverse of :meth:`as_dict`."""
+        """Restore from the result of :meth:`as_dict`."""
         hashes, counts = (_unpacked(content[name], np.int64) for name in ("hashes", "counts"))
         return cls(content["num"], content["level"], hashes, counts)
 

@@ -1,4 +1,4 @@
-"""Find what will surprise in training: each rule looks at the totals, and says what, why it matters, and the cure."""
+"""Find surprises for training: each rule looks at the totals, and states the fact, why it matters, and the cure."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from streaming.types import Int64Array
 _GIANT_TIMES, _GIANT_BYTES = 64, 1 << 20
 _SMALL_CHUNK, _LARGE_CHUNK, _FEW_CHUNKS = 256 << 10, 64 << 20, 8
 _UNEVEN_TIMES = 2
-_MORE_ALIKE = 0.2  # of the way from random order to one class after the other
-_SURE = 6.0  # standard deviations
+_MORE_ALIKE = 0.2  # 0: random order; 1: sorted by class
+_SURE = 6.0  # in standard deviations
 _FEW_PAIRS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surprise:
-    """What will surprise.
+    """One surprise.
 
     Attributes:
-        kind: A short name, for our own use.
-        what: What is there.
+        kind: A short name, for internal use.
+        what: The fact.
         why: Why it matters.
         cure: What to do about it.
     """
@@ -48,19 +48,19 @@ class Surprise:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """What the rules look at.
+    """The input of the rules.
 
     Attributes:
         urls: The set.
-        totals: Of its samples.
+        totals: Totals of its samples.
         kinds: Kind of each field.
         shard_bytes: int64 ``[S]``, sizes of the shards, in their order.
         chunk_bytes: int64 ``[C]``, sizes of the chunks.
-        chunk_samples: int64 ``[C]``, their samples.
+        chunk_samples: int64 ``[C]``, samples of the chunks.
         has_index: Whether there is a stored index.
-        unfinished: Why the set is not whole, if it is not.
+        unfinished: Why the set is unfinished, if it is.
         beside: What cannot be read beside the index.
-        unlike: What several sets among them do not mean alike.
+        unlike: Differences in the meaning of several sets.
         gone: Shards that are missing, or have another size than the index says.
     """
 
@@ -88,7 +88,7 @@ class Facts:
 
     @property
     def reshard(self) -> str:
-        """The command that writes the set anew."""
+        """The command that rewrites the set."""
         return f"shard_tools reshard {self.place if len(self.urls) == 1 else 'SOURCE'} TARGET"
 
     def of_kind(self, kind: str) -> Iterator[tuple[str, FieldTotals]]:
@@ -97,14 +97,14 @@ class Facts:
 
 
 def surprises(facts: Facts) -> tuple[Surprise, ...]:
-    """Return everything that the rules find, in their order."""
+    """Return the surprises of all rules, in their order."""
     return tuple(found for rule in _RULES for found in rule(facts))
 
 
 def _not_whole(facts: Facts) -> Iterator[Surprise]:
     for what in facts.unfinished:
         yield Surprise(
-            kind="unfinished", what=f"unfinished set: {what}", why="the numbers are those of what is there so far",
+            kind="unfinished", what=f"unfinished set: {what}", why="the numbers cover only the part written so far",
             cure="run the command again that writes this set",
         )  # fmt: skip
     if not facts.has_index:
@@ -118,7 +118,7 @@ def _not_whole(facts: Facts) -> Iterator[Surprise]:
         yield Surprise(
             kind="gone",
             what=f"{counted(len(facts.gone), 'shard')} not as the index says: {redact(first.shard)}: {first.what}",
-            why="training refuses such a set, or passes over the samples of a shard that was cut off", cure=first.cure,
+            why="training refuses such a set, or skips the samples of a truncated shard", cure=first.cure,
         )  # fmt: skip
     for one in facts.unlike:
         yield Surprise(
@@ -136,7 +136,7 @@ def _unread(facts: Facts) -> Iterator[Surprise]:
     if totals.num_unread:
         yield Surprise(
             kind="unread", what=f"{counted(totals.num_unread, 'sample')} cannot be read: {totals.unread[0]}",
-            why="the shards are not those of the index: missing, or cut off; training will pass over the samples",
+            why="the shards are not those of the index: missing, or truncated; training will skip the samples",
             cure=f"`shard_tools verify {facts.place}` says what; restore the shards",
         )  # fmt: skip
 
@@ -185,7 +185,7 @@ def _giant(facts: Facts) -> Iterator[Surprise]:
 def _uneven(facts: Facts) -> Iterator[Surprise]:
     sizes = facts.shard_bytes
     if len(sizes) > 2 and sizes[-1] == sizes.min():
-        sizes = sizes[:-1]  # the rest of a division into equal shards
+        sizes = sizes[:-1]  # the last shard of equal ones holds the remainder
     if len(sizes) < 2:
         return
     typical = float(np.sort(sizes)[(len(sizes) - 1) // 2])
@@ -231,10 +231,10 @@ def _partial_fields(facts: Facts) -> Iterator[Surprise]:
     some = {name: one.num for name, one in facts.totals.fields.items() if one.num < total}
     if some:
         rarest = sorted(some, key=lambda name: (some[name], name))
-        told = ", ".join(f"{name} {some[name] / total:.1%}" for name in rarest[:8])
+        shares = ", ".join(f"{name} {some[name] / total:.1%}" for name in rarest[:8])
         yield Surprise(
             kind="partial",
-            what=f"fields that only some samples have: {told}",
+            what=f"fields that only some samples have: {shares}",
             why="a batch needs the same fields of all its samples; others fail, or are substituted",
             cure=f"fields= with those that all have; or `{facts.reshard} --drop-missing {shell_word(rarest[-1])}`",
         )
@@ -244,11 +244,11 @@ def _missing_values(facts: Facts) -> Iterator[Surprise]:
     total = facts.totals.num_samples
     some = {name: total - one.num for name, one in facts.totals.columns.items() if 0 < one.num < total}
     if some:
-        told = ", ".join(f"{name} {num / total:.1%}" for name, num in sorted(some.items())[:8])
+        shares = ", ".join(f"{name} {num / total:.1%}" for name, num in sorted(some.items())[:8])
         yield Surprise(
             kind="missing",
-            what=f"columns without a value in some samples: {told}",
-            why="a condition on such a column is not true for them: where= leaves them out, whatever it asks",
+            what=f"columns without a value in some samples: {shares}",
+            why="a condition on such a column is not true for them: where= leaves them out, whatever the condition",
             cure="`column IS NULL OR …` in the condition keeps them",
         )
     odd = [name for name, one in facts.totals.columns.items() if one.numbers.num_not_finite]
@@ -264,9 +264,9 @@ def _missing_values(facts: Facts) -> Iterator[Surprise]:
 def _empty(facts: Facts) -> Iterator[Surprise]:
     some = {name: one.num_empty for name, one in facts.totals.fields.items() if one.num_empty}
     if some:
-        told = ", ".join(f"{name} in {counted(num, 'sample')}" for name, num in sorted(some.items())[:8])
+        counts = ", ".join(f"{name} in {counted(num, 'sample')}" for name, num in sorted(some.items())[:8])
         yield Surprise(
-            kind="empty", what=f"empty values: {told}",
+            kind="empty", what=f"empty values: {counts}",
             why="an image, array or number of 0 bytes does not decode; an empty text trains on nothing",
             cure=f"`shard_tools verify {facts.place} --decode --write-bad bad.jsonl` lists what does not decode, and "
             f"`{facts.reshard} --drop bad.jsonl` leaves it out",
@@ -309,9 +309,9 @@ def _image_modes(facts: Facts) -> Iterator[Surprise]:
         if color:  # gray images alone are no surprise
             odd |= {mode: num for mode, num in modes.items() if mode not in {"RGB", "RGBA", "P"}}
         if odd and modes.get("RGB", 0) + modes.get("RGBA", 0) + modes.get("P", 0):
-            told = ", ".join(f"{_MODES.get(mode, mode)} {num / total:.1%}" for mode, num in odd.items())
+            shares = ", ".join(f"{_MODES.get(mode, mode)} {num / total:.1%}" for mode, num in odd.items())
             yield Surprise(
-                kind="modes", what=f"gray or CMYK among RGB images: field {name}: {told}",
+                kind="modes", what=f"gray or CMYK among RGB images: field {name}: {shares}",
                 why="decoded as rgb8, gray becomes three equal channels, and CMYK is converted without its profile; "
                 "other readers give one channel, or four",
                 cure='keep decode="rgb8" (the default) everywhere, also where the model is used; or leave these out',
@@ -349,9 +349,9 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
             )  # fmt: skip
         formats = one.words.get("format", Top())
         if len(formats.counts) > 1:
-            told = ", ".join(f"{kind} {num / formats.num:.1%}" for kind, num in formats.most_common(8))
+            shares = ", ".join(f"{kind} {num / formats.num:.1%}" for kind, num in formats.most_common(8))
             yield Surprise(
-                kind="formats", what=f"images of several formats in field {name}: {told}",
+                kind="formats", what=f"images of several formats in field {name}: {shares}",
                 why="decoders here look at the content; other tools go by the name",
                 cure="none needed here",
             )  # fmt: skip
@@ -359,10 +359,10 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
 
 def _odd_keys(facts: Facts) -> Iterator[Surprise]:
     if facts.totals.num_odd:
-        told = ", ".join(map(ascii, facts.totals.odd))
+        first = ", ".join(map(ascii, facts.totals.odd))
         yield Surprise(
             kind="odd keys",
-            what=f"keys with odd characters: {facts.totals.num_odd:,}, first {told}",
+            what=f"keys with odd characters: {facts.totals.num_odd:,}, first {first}",
             why="spaces, quotes, control characters, paths upwards and bytes that are not UTF-8 break scripts, lists "
             "of keys and unpacked files; letters of two spellings (not NFC) do not match in joins",
             cure="rename them where the set is written: `shard_tools convert … --key number`",
@@ -396,7 +396,7 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
 
 
 def content_field(totals: Totals, kinds: Mapping[str, str]) -> str | None:
-    """Return the field whose values tell samples apart: of the first kind that half of them have, the largest field."""
+    """Return the field whose values identify samples: of the first kind that half of them have, the largest field."""
     usual = [name for name, one in totals.fields.items() if one.num * 2 >= totals.num_samples]
     for some in _TELLING:
         found = [name for name in usual if kinds[name] in some]

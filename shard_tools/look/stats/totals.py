@@ -1,4 +1,4 @@
-"""Add up what is known of samples: sizes, columns, keys, and what their values show. Totals of shards can be merged."""
+"""Sum up the facts of samples: sizes, columns, keys, and contents. Totals of shards can be merged."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from streaming.shards.index.where import is_comparable
 from streaming.types import Int64Array
 
 EXAMPLES = 3
-_PLAIN_KEY = r"^[\pL\pN\pM_.+=@:,~#%/-]*$"  # letters and digits of any script, and what file names usually have
+_PLAIN_KEY = r"^[\pL\pN\pM_.+=@:,~#%/-]*$"  # letters and digits of any script, and usual characters of file names
 _ODD_START = r"^(/|\.\.?/)|/\.\./"
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class Adjacent:
-    """Pairs of samples that follow each other in a shard: how many there are, and how many agree."""
+    """Pairs of adjacent samples in a shard: their number, and the number of equal pairs."""
 
     num: int = 0
     num_equal: int = 0
 
     def add(self, values: pa.Array) -> None:
-        """Take values in storage order in."""
+        """Add values in storage order."""
         if len(values) > 1:
             equal = pc.equal(values[1:], values[:-1]).drop_null()
             self.num += len(equal)
             self.num_equal += pc.sum(equal).as_py() or 0
 
     def merge(self, other: Adjacent) -> None:
-        """Take all pairs of another summary in."""
+        """Add all pairs of another summary."""
         self.num += other.num
         self.num_equal += other.num_equal
 
 
 @dataclass(slots=True)
 class ColumnTotals:
-    """A column: its type, the samples that have a value, their range, and the most frequent ones."""
+    """A column: its type, the number of samples with a value, the range, and the most frequent values."""
 
     type: str = "null"
     is_late: bool = False
@@ -58,7 +58,7 @@ class ColumnTotals:
     adjacent: Adjacent = field(default_factory=Adjacent)
 
     def add(self, name: str, values: pa.Array, draw: np.random.Generator) -> None:
-        """Take the values of some samples in."""
+        """Add the values of some samples."""
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()
         there = values.drop_null()
@@ -66,7 +66,7 @@ class ColumnTotals:
             return
         self._join_type(str(there.type))
         self.num += len(there)
-        if not is_comparable(there.type):  # of another writer: nothing more is told of it
+        if not is_comparable(there.type):  # of another writer: only the count is reported
             return
         if pa.types.is_integer(there.type) or pa.types.is_floating(there.type):
             self.numbers.add(there.to_numpy(zero_copy_only=False), draw)
@@ -89,7 +89,7 @@ class ColumnTotals:
         self.most = most if self.most is None else max(self.most, most)
 
     def merge(self, other: ColumnTotals) -> None:
-        """Take all values of another summary in."""
+        """Add all values of another summary."""
         if other.num:
             self._join_type(other.type)
         if other.least is not None and other.most is not None:
@@ -103,17 +103,17 @@ class ColumnTotals:
 
 @dataclass(slots=True)
 class FieldTotals:
-    """A field: sizes of all values, and what those that were read show.
+    """A field: sizes of all values, and facts of the values that were read.
 
     Attributes:
         num_empty: Values of 0 bytes.
         sizes: Bytes of the values.
-        num_read: Values that were looked at.
-        num_broken: Those of them that are not what their name says.
-        broken: The first of them, in words.
-        numbers: Numbers that values show, by name: ``width``, ``characters``, …
-        words: Words that they show, by name: ``mode``, ``format``, …
-        adjacent: Pairs of values of a field that holds a class.
+        num_read: Values that were inspected.
+        num_broken: Inspected values that do not match the type in their name.
+        broken: The first broken values, in words.
+        numbers: Numeric facts of values, by name: ``width``, ``characters``, …
+        words: Facts in words, by name: ``mode``, ``format``, …
+        adjacent: Adjacent values, for a field that holds a class.
         repeats: Contents that were compared.
     """
 
@@ -128,7 +128,7 @@ class FieldTotals:
     repeats: Repeats = field(default_factory=Repeats)
 
     def merge(self, other: FieldTotals) -> None:
-        """Take all values of another summary in."""
+        """Add all values of another summary."""
         self.num_empty += other.num_empty
         self.num_read += other.num_read
         self.num_broken += other.num_broken
@@ -143,24 +143,24 @@ class FieldTotals:
 
     @property
     def num(self) -> int:
-        """Samples that have the field."""
+        """Number of samples that have the field."""
         return self.sizes.num
 
     @property
     def num_looked(self) -> int:
-        """Values that were looked at and are not broken."""
+        """Number of values that were inspected and are not broken."""
         return self.num_read - self.num_broken
 
     def shown_words(self) -> list[tuple[str, Top]]:
-        """Return the words that are told of a field: not its kind, nor its classes, which are told apart."""
+        """Return the facts in words to show, without kind and classes, which are shown separately."""
         return [(name, top) for name, top in sorted(self.words.items()) if name not in {"kind", "value"}]
 
     def add_checksums(self, sizes: Int64Array, sums: Int64Array) -> None:
-        """Take contents in by size and CRC32C."""
+        """Add contents by size and CRC32C."""
         self.repeats.add(stable_hash(pa.array(sizes << 32 ^ sums)).to_numpy())
 
     def add_broken(self, what: str) -> None:
-        """Count a value that is broken."""
+        """Count a broken value."""
         self.num_broken += 1
         if len(self.broken) < EXAMPLES:
             self.broken.append(what)
@@ -168,21 +168,21 @@ class FieldTotals:
 
 @dataclass(slots=True)
 class Totals:
-    """What is known of some samples.
+    """Facts of some samples.
 
     Attributes:
         sizes: Bytes of records: fields with headers and padding.
-        largest: Size, key and shard of the largest.
+        largest: Size, key and shard of the largest sample.
         keys: Keys.
-        num_odd: Keys with characters that other programs may stumble over.
-        odd: The first of them.
-        fields: By name.
-        columns: By name.
-        num_read: Samples whose values were looked at.
-        num_bytes_read: Bytes that this took.
-        late_errors: Why late columns could not be read, the first reasons.
-        num_unread: Samples that should have been, but the shard could not be read there.
-        unread: The first reasons.
+        num_odd: Number of keys with characters that may trouble other programs.
+        odd: The first of these keys.
+        fields: Fields, by name.
+        columns: Columns, by name.
+        num_read: Samples whose values were inspected.
+        num_bytes_read: Bytes read for this.
+        late_errors: The first reasons why late columns could not be read.
+        num_unread: Samples to inspect that could not be read from the shard.
+        unread: The first reasons why not.
     """
 
     sizes: Distribution = field(default_factory=Distribution)
@@ -200,11 +200,11 @@ class Totals:
 
     @property
     def num_samples(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return self.sizes.num
 
     def add_keys(self, keys: Sequence[str]) -> None:
-        """Take keys in."""
+        """Add keys."""
         array = texts = key_array(keys)
         odd: list[str] = []
         if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):  # not all UTF-8
@@ -217,7 +217,7 @@ class Totals:
         self.odd = [*self.odd, *odd][:EXAMPLES]
 
     def merge(self, other: Totals) -> None:
-        """Take all samples of another summary in."""
+        """Add all samples of another summary."""
         self.sizes.merge(other.sizes)
         self.largest = max(self.largest, other.largest, key=lambda one: one[0])
         self.keys.merge(other.keys)
@@ -234,15 +234,15 @@ class Totals:
             self.columns.setdefault(name, ColumnTotals()).merge(column)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, JSON-able."""
+        """Return the complete state, JSON-able."""
         return _written(self)  # type: ignore[no-any-return]
 
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Totals:
-        """Return the inverse of :meth:`as_dict`.
+        """Restore from the result of :meth:`as_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: It is none.
+            KeyError, TypeError, ValueError: The content is not such a result.
         """
         given = dict(content)
         fields = {name: _read(FieldTotals, one) for name, one in given.pop("fields").items()}
@@ -283,7 +283,7 @@ def _is_utf8(key: str) -> bool:
 
 
 def _odd_of(keys: pa.Array) -> list[str]:
-    """Return the keys with characters, or a beginning, that other programs may stumble over."""
+    """Return the keys with characters, or a first character, that may trouble other programs."""
     plain = pc.and_not(pc.match_substring_regex(keys, _PLAIN_KEY), pc.match_substring_regex(keys, _ODD_START))
     composed = pc.equal(pc.utf8_normalize(keys, form="NFC"), keys)
     found: list[str] = keys.filter(pc.invert(pc.and_(plain, composed))).to_pylist()
@@ -292,7 +292,7 @@ def _odd_of(keys: pa.Array) -> list[str]:
 
 @dataclass(slots=True)
 class Looked:
-    """What values of one shard show, collected before it is summed up."""
+    """Facts of values of one shard, collected before they are summed up."""
 
     numbers: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     words: dict[tuple[str, str], list[Word]] = field(default_factory=lambda: defaultdict(list))
@@ -300,7 +300,7 @@ class Looked:
     hashes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def sum_up(self, totals: Totals, draw: np.random.Generator) -> None:
-        """Add everything to the totals of the shard."""
+        """Add all facts to the totals of the shard."""
         for (name, what), numbers in sorted(self.numbers.items()):
             totals.fields[name].numbers.setdefault(what, Distribution()).add(np.array(numbers), draw)
         for (name, what), words in self.words.items():
@@ -313,7 +313,7 @@ class Looked:
 
 
 def _runs(found: Iterable[tuple[int, str]]) -> list[list[str]]:
-    """Return the values of samples that follow each other, run by run."""
+    """Return the values of adjacent samples, run by run."""
     runs: list[list[str]] = []
     before = -2
     for number, value in found:

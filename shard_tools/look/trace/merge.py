@@ -1,4 +1,4 @@
-"""Join the traces of several ranks in one file, their clocks aligned by the steps that they took together."""
+"""Join the traces of several ranks into one file, with clocks aligned by their common steps."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RankReport(Report):
     Attributes:
         rank: The rank.
         steps: Number of its steps.
-        unfinished: How many of them were not over when they failed, or when the file was written.
-        shift_us: What was added to its times.
-        is_same_clock: Whether its clock is that of the first rank, so that nothing had to be added.
-        spread_us: How far apart the ends of steps are after it, at most; None: there is nothing to compare with.
+        unfinished: Steps that had not ended at a failure, or when the file was written.
+        shift_us: Shift that was added to its times.
+        is_same_clock: Whether its clock is that of the first rank, so that no shift is needed.
+        spread_us: Maximum difference between the ends of common steps after the shift; None: nothing to compare.
         seconds: The consumer's time by cause.
-        is_cut_off: There was more to record than a trace holds.
+        is_cut_off: More events occurred than a trace holds.
     """
 
     rank: int
@@ -48,14 +48,14 @@ class RankReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestWait(Report):
-    """What a step waited for longest.
+    """The longest wait of a step.
 
     Attributes:
-        epoch: Its epoch.
-        samples_seen: Samples of the epoch that come before it.
+        epoch: Epoch of the step.
+        samples_seen: Samples of the epoch before the step.
         rank: The rank that waited longest.
-        cause: What for.
-        seconds: How long.
+        cause: What it waited for.
+        seconds: Duration of the wait.
     """
 
     epoch: int
@@ -67,13 +67,13 @@ class LongestWait(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport(Report):
-    """What was merged.
+    """Result of merging.
 
     Attributes:
-        path: The merged file; None: none was asked for.
+        path: The merged file; None: none was requested.
         world_size: Ranks of the job.
-        ranks: Those whose traces were given.
-        steps: Steps that all of them took.
+        ranks: Ranks whose traces were given.
+        steps: Steps that all of these ranks took.
     """
 
     path: str | None
@@ -83,7 +83,7 @@ class MergeReport(Report):
 
     @property
     def worst(self) -> tuple[int, str, int] | None:
-        """The rank and cause that were waited for longest in all, and in how many steps; None without steps."""
+        """The rank and cause with the longest total wait, and the number of its steps; None without steps."""
         found = {(step.rank, step.cause): 0.0 for step in self.steps}
         for step in self.steps:
             found[step.rank, step.cause] += step.seconds
@@ -94,15 +94,15 @@ class MergeReport(Report):
 def merge_traces(paths: Sequence[str], out: str | None = None) -> MergeReport:
     """Join the traces of ranks of one job.
 
-    Times of a rank on another machine are shifted by a constant, such that its steps end when those of the lowest rank
-    do (the median over all steps that both took): ranks of a job wait for each other in every step.
+    Times of a rank on another machine are shifted by a constant, so that its steps end when those of the lowest rank
+    end (the median over their common steps): ranks of a job wait for each other in every step.
 
     Args:
-        paths: Files of ``loader.trace``, one of each rank.
-        out: The file to write, with its name once it is whole; None: none.
+        paths: Files of ``loader.trace``, one per rank.
+        out: The file to write; it gets its name when it is complete. None: write nothing.
 
     Raises:
-        ConfigError: A file is no trace, two are of one rank, or they are not of the same job and steps.
+        ConfigError: A file is not a trace, two files are from one rank, or they belong to different jobs or steps.
         DataError: A file is damaged.
     """
     if not paths or len(paths) > MOST_FILES:
@@ -143,7 +143,7 @@ def _ends(trace: Trace) -> dict[Key, float]:
 
 
 def _aligned_by(first: Trace, trace: Trace) -> set[Key]:
-    """Return the common steps that show the traces to be of the same time; another clock needs their ends."""
+    """Return the common steps that prove the traces to be of the same time; with another clock, their ends decide."""
     if _is_same_clock(first, trace):
         return {step.key for step in first.steps} & {step.key for step in trace.steps}
     return _ends(first).keys() & _ends(trace).keys()
@@ -175,7 +175,7 @@ def _rank_report(first: Trace, trace: Trace, shift_us: float, causes: list[dict[
 
 
 def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -> tuple[LongestWait, ...]:
-    """Return, for each step that all ranks took, who waited longest for what."""
+    """Return, for each step that all ranks took, the rank that waited longest, and the cause."""
     of = {
         trace.rank: dict(zip((step.key for step in trace.steps), causes[trace.rank], strict=True)) for trace in traces
     }

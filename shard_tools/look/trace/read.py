@@ -1,4 +1,4 @@
-"""Read a trace file and check it: whoever wrote it, nothing of it is believed unseen."""
+"""Read a trace file and validate it fully: a file from any source is untrusted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from streaming.errors import ConfigError, DataError
 from streaming.watch.tracing.chrome import FORMAT
 
 MOST_BYTES = 512 << 20
-"""A trace of the most events that are recorded takes about 60 MB."""
+"""A trace with the maximum number of events takes about 60 MB."""
 MOST_RANK = 1 << 20
 
 Key = tuple[int, int]
-"""Epoch and samples seen: names a step on all ranks."""
+"""Epoch and samples seen: identify a step on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,11 @@ class TracedStep:
     """A step of one rank, in microseconds of its clock.
 
     Attributes:
-        key: Its name on all ranks.
-        asked_us: When its batch was asked for.
-        received_us: When it was handed over.
-        ended_us: When the next one was asked for.
-        is_over: Whether that happened, before a failure or the end of the file.
+        key: Its identity on all ranks.
+        asked_us: Time when its batch was requested.
+        received_us: Time when the batch was delivered.
+        ended_us: Time when the next batch was requested.
+        is_over: Whether the step ended before a failure or the end of the file.
     """
 
     key: Key
@@ -46,8 +46,8 @@ class Trace:
         path: The file.
         rank: The rank.
         world_size: Ranks of the job.
-        clock: Tells machines apart that have a clock each; "": unknown.
-        is_cut_off: There was more to record than a trace holds.
+        clock: Identifies machines with separate clocks; "": unknown.
+        is_cut_off: More events occurred than a trace holds.
         steps: Its steps, in order.
         events: All events.
     """
@@ -65,8 +65,8 @@ def read_trace(path: str) -> Trace:
     """Read one file.
 
     Raises:
-        ConfigError: It cannot be opened, is too large, or no trace of a rank.
-        DataError: It is damaged.
+        ConfigError: The file cannot be opened, is too large, or is not the trace of a rank.
+        DataError: The file is damaged.
     """
     try:
         size = os.path.getsize(path)
@@ -122,7 +122,7 @@ def _step(path: str, step: dict[str, Any]) -> TracedStep:
         _damaged(path, f"a step whose times do not follow each other: {step}")
     return TracedStep(
         key=(int(epoch), int(seen)), asked_us=asked_us, received_us=received_us, ended_us=ended_us,
-        is_over=bool(step.get("is_over", True)),  # older releases wrote only those that were
+        is_over=bool(step.get("is_over", True)),  # older releases wrote only steps that had ended
     )  # fmt: skip
 
 

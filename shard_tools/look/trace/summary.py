@@ -1,4 +1,4 @@
-"""Divide the consumer's time of each step by what it waited for."""
+"""Divide the consumer's time of each step by cause of waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAUSES = (
     STEP, "wait for bytes", "wait for a builder", "wait for a batch", "wait for the device", "build", "exchange",
     "copy", "plan", OTHER,
 )  # fmt: skip
-"""Names of what the consumer does, as they stand in the file."""
+"""Names of the consumer's activities, as in the file."""
 
 
 def by_cause(trace: Trace) -> list[dict[str, float]]:
@@ -33,13 +33,13 @@ def by_cause(trace: Trace) -> list[dict[str, float]]:
 
 
 def total(found: list[dict[str, float]]) -> dict[str, float]:
-    """Return the sums over all steps, the largest first."""
+    """Return the sums over all steps, largest first."""
     sums = {cause: sum(one.get(cause, 0.0) for one in found) for cause in CAUSES}
     return dict(sorted(((cause, seconds) for cause, seconds in sums.items() if seconds), key=lambda one: -one[1]))
 
 
 def slowest(causes: dict[str, float]) -> tuple[str, float]:
-    """Return what the consumer waited for longest in a step, and how long."""
+    """Return the cause that the consumer waited for longest in a step, and the duration."""
     return max(((cause, seconds) for cause, seconds in causes.items() if cause != STEP), key=lambda one: one[1])
 
 

@@ -18,7 +18,7 @@ from streaming.errors import ConfigError
 Ids: TypeAlias = npt.NDArray[np.uint32]
 """Token ids of one text, ``[num_tokens]``."""
 
-_UNKNOWN = "\ufffd"  # in place of a token without text
+_UNKNOWN = "\ufffd"  # replaces a token without text
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
 _CL100K += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -31,7 +31,7 @@ ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
     "cl100k_base": (_CL100K, {"<|endoftext|>": 100257, "<|endofprompt|>": 100276}),
     "o200k_base": (_O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
 }
-"""What a file of tiktoken ranks omits: how text is split before merging, and special tokens (of tiktoken 0.14)."""
+"""Data missing from files of tiktoken ranks: the split before merging, and special tokens (of tiktoken 0.14)."""
 
 
 class Tokenizer(Protocol):
@@ -45,17 +45,17 @@ class Tokenizer(Protocol):
         """Return the ids of each text."""
 
     def pieces(self, ids: Ids) -> list[str]:
-        """Return the text of each token, for people: joined, they are the text if no character is cut into tokens."""
+        """Return the text of each token, for people. Joined, they are the text if tokens cut no character."""
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its name, None if there is none."""
+        """Return the id of a token by its name, or None if there is none."""
 
     def ends(self) -> tuple[str | None, str | None]:
         """Return the names of the beginning and end tokens, as far as the file specifies them."""
 
 
 class BytesTokenizer:
-    """Every byte of the UTF-8 text is a token, 0 to 255; needs no file and no package."""
+    """Use every byte of the UTF-8 text as a token, 0 to 255; needs no file and no package."""
 
     SPECIAL = {"<bos>": 256, "<eos>": 257, "<pad>": 258}  # noqa: RUF012  (a constant)
 
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(self._vocabulary.values(), default=-1) + 1
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, using as many threads as the library does."""
+        """Return the ids of each text, with as many threads as the library uses."""
         encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [_of_list(one.ids) for one in encoded]
 
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer:
         return self._vocabulary.get(token)
 
     def ends(self) -> tuple[str | None, str | None]:
-        """Return the usual names, if the file has such special tokens."""
+        """Return the usual names, if the file has these special tokens."""
         there = {token.content for token in self._library.get_added_tokens_decoder().values() if token.special}
         return next(filter(there.__contains__, self._BOS), None), next(filter(there.__contains__, self._EOS), None)
 
@@ -157,7 +157,7 @@ class SentencePieceTokenizer:
         return [_of_list(ids) for ids in self._library.encode(list(texts), out_type=int, num_threads=1)]
 
     def pieces(self, ids: Ids) -> list[str]:
-        """Return each piece, with spaces in place of the model's mark."""
+        """Return each piece, with spaces instead of the model's mark."""
         known = (self._library.id_to_piece(one) if one < self.vocab_size else _UNKNOWN for one in ids.tolist())
         return [piece.replace("\u2581", " ") for piece in known]
 
@@ -174,12 +174,12 @@ class SentencePieceTokenizer:
 
 
 class RanksTokenizer:
-    """A file of tiktoken ranks: a line for each token, its bytes in base64 and its rank.
+    """A file of tiktoken ranks: one line per token, with its bytes in base64 and its rank.
 
     Args:
         content: The file.
-        special: Whether names of special tokens in texts are these tokens.
-        name: Name of the file without its extension, which may be one of ``ENCODINGS``.
+        special: Whether names of special tokens in texts become these tokens.
+        name: Name of the file without its extension; may be one of ``ENCODINGS``.
         pattern: One of ``ENCODINGS``, or the regular expression that splits text before merging; default: by ``name``.
     """
 

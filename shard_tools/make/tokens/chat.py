@@ -1,13 +1,13 @@
-"""Turn conversations into text by a chat template, and tell what the assistant says in them.
+"""Turn conversations into text by a chat template, and find the assistant's words in it.
 
 The loss mask is found in one of two ways, depending on the template. ``{% generation %}`` … ``{% endgeneration %}``
-marks what the assistant says. A template without these is rendered again for every answer: the text of all messages
-before it, with the generation prompt, is what precedes the answer, and the text with the answer shows where it ends.
-That holds only if each text begins with the previous one (a prefix); if a template rewrites earlier text, say by
-leaving out old reasoning, the conversation is rejected, by name.
+marks the assistant's words. A template without these tags is rendered again for every answer: the text of all earlier
+messages, with the generation prompt, precedes the answer, and the text with the answer shows where it ends. This
+requires that each text begins with the previous one. If a template rewrites earlier text, for example by dropping old
+reasoning, the conversation is rejected, by name.
 
-Text is split where the mask changes and each piece is encoded by itself: no token belongs to both sides. At these
-borders ids may differ from those of the whole text, unless a special token is there (as in usual templates).
+The text is split where the mask changes, and each piece is encoded by itself, so no token belongs to both sides. At
+these borders ids may differ from those of the whole text, unless a special token is there (as in usual templates).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shard_tools.running.templates import Template, jinja
 from streaming.errors import ConfigError
 
 Pieces: TypeAlias = list[tuple[str, bool]]
-"""The text of a conversation in pieces, each with whether the assistant says it."""
+"""The text of a conversation in pieces, each with a flag whether the assistant says it."""
 
-_START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which no text contains
+_START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which texts do not contain
 _OPEN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
-_PART = re.compile(r"""\.text\b|\[\s*['"]text['"]\s*\]""")  # what only a template that reads parts of contents has
+_PART = re.compile(r"""\.text\b|\[\s*['"]text['"]\s*\]""")  # occurs only in templates that read parts of contents
 _CLOSE = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A chat template in the form of Hugging Face's tokenizers: Jinja, run in a sandbox that can change nothing.
+    """A chat template in the form of Hugging Face's tokenizers: Jinja, in a sandbox without side effects.
 
     It is the user's file, like code. It receives ``messages``, ``tools``, ``add_generation_prompt``, ``bos_token``,
-    ``eos_token`` and ``raise_exception``, but no clock: the same conversation gives the same text.
+    ``eos_token`` and ``raise_exception``, but no clock, so the same conversation gives the same text.
 
     Attributes:
         source: The template.
@@ -81,19 +81,19 @@ class ChatTemplate:
         return [*pieces, (whole[done:], False)]
 
     def unused(self, keys: Iterable[str]) -> list[str]:
-        """Return those of the keys (of messages, or ``tools``) that are lost because the template mentions no such."""
+        """Return the keys (of messages, or ``tools``) that are lost because the template does not mention them."""
         return sorted(key for key in keys if not re.search(rf"\b{re.escape(key)}\b", self.source))
 
     def _without_marks(self, conversation: Conversation, whole: str) -> str:
         """Return the text without the marks of messages that carry no loss."""
-        for number in sorted(conversation.muted, reverse=True):  # what precedes a message stays as it is
+        for number in sorted(conversation.muted, reverse=True):  # in this order, text before a message does not change
             begin, end = self._span(conversation, number, whole)
             said = "".join(text for text, _ in _marked(whole[begin:end]))
             whole = whole[:begin] + said + whole[end:]
         return whole
 
     def _span(self, conversation: Conversation, number: int, whole: str, *, prompt: bool = False) -> tuple[int, int]:
-        """Return where a message lies in the whole text: from the end of the text of the messages before it."""
+        """Return the range of a message in the whole text: it starts at the end of the previous messages' text."""
         before = self._render(conversation, conversation.messages[:number], prompt=prompt)
         after = self._render(conversation, conversation.messages[: number + 1])
         if not (after.startswith(before) and whole.startswith(after)):
@@ -124,7 +124,7 @@ class ChatTemplate:
 
 
 def _marked(text: str) -> Pieces:
-    """Split a text at the marks that stand for ``{% generation %}``."""
+    """Split a text at the marks that replace ``{% generation %}``."""
     first, *rest = text.split(_START)
     pieces: Pieces = []
     for part in (f"{_STOP}{first}", *rest):

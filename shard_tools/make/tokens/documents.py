@@ -1,4 +1,4 @@
-"""Extract the document from a record, report why there is none, and tell which set it belongs to."""
+"""Extract the document of a record, or report why there is none, and assign it to a set."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HASHES = 2**64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The documents of one set: those whose hash lies in ``[start, stop)`` of 2**64.
+    """The documents of one set: those with a hash in ``[start, stop)`` of 2**64.
 
     Attributes:
-        name: Name of the set; ``""``: the only one.
+        name: Name of the set; ``""``: the only set.
         start: The first hash.
         stop: One past the last hash.
     """
@@ -38,15 +38,15 @@ class Share:
 
     @property
     def takes_rest(self) -> bool:
-        """Whether everything that belongs to no other set belongs to this one."""
+        """Whether this set also takes records that belong to no other set."""
         return self.stop == _HASHES
 
 
 def parse_shares(specs: Sequence[str]) -> tuple[Share, ...]:
-    """Return the sets requested by ``name=share`` (``val=0.5%`` or ``val=1/200``), and ``train``, which gets the rest.
+    """Return the sets of ``name=share`` specifications (``val=0.5%`` or ``val=1/200``), and ``train``, the rest.
 
-    Hashes are allocated from 0 in the order given, so that a share that grows keeps its documents, if it is the first
-    or only one.
+    Hashes are allocated from 0 in the given order, so that a growing share keeps its documents if it is the first or
+    only one.
 
     Raises:
         ConfigError: A share is invalid, a name repeats, or nothing is left for ``train``.
@@ -76,7 +76,7 @@ def _fraction(spec: str, text: str) -> Fraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One document, not yet tokens.
+    """One document, before tokenization.
 
     Attributes:
         number: Number of its record in the source.
@@ -93,16 +93,16 @@ class Document:
 
 @dataclass(slots=True)
 class SetTally:
-    """What one run found in one set; changed only by the thread that reads.
+    """The counts of one run for one set; changed only by the thread that reads.
 
     Attributes:
         num_documents: Documents written.
-        num_tokens: Their tokens.
-        longest: Tokens of the longest one.
-        num_differing: Conversations whose tokens are not those of their whole text.
+        num_tokens: Tokens of these documents.
+        longest: Tokens of the longest document.
+        num_differing: Conversations whose tokens differ from those of their whole text.
         rejected: Number of records without tokens, by reason.
         keys: Keys of messages that were compared with the template.
-        waiting: Number and reason of rejected records, for the next document that is written.
+        waiting: Number and reason of rejected records, to be attached to the next document written.
     """
 
     num_documents: int = 0
@@ -114,12 +114,12 @@ class SetTally:
     waiting: list[tuple[int, str]] = field(default_factory=list)
 
     def reject(self, number: int, reason: str) -> None:
-        """Count a record."""
+        """Count a rejected record."""
         self.rejected[reason] += 1
         heapq.heappush(self.waiting, (number, reason))
 
     def left_out_before(self, number: int | None) -> list[str]:
-        """Return the reasons for records before a document, or all, that were not returned yet."""
+        """Return the reasons for records before a document (None: all) that were not returned yet."""
         found = []
         while self.waiting and (number is None or self.waiting[0][0] < number):
             found.append(heapq.heappop(self.waiting)[1])
@@ -128,7 +128,7 @@ class SetTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a document is found in a record.
+    """The rule that finds a document in a record.
 
     Attributes:
         text_field: Location of its text: a column, a field of a tar, or a path into one, such as ``json.text``. Exactly
@@ -136,8 +136,8 @@ class Reading:
         messages_field: Location of its messages instead.
         tokens_field: Location of its tokens instead.
         mask_field: Location of the loss mask of these tokens.
-        group_field: Field that is hashed; None: the document itself.
-        share: Documents with other hashes belong to another set.
+        group_field: Field to hash; None: the document itself.
+        share: The set to read; documents with other hashes belong to other sets.
     """
 
     text_field: str | None = None
@@ -151,7 +151,7 @@ class Reading:
         """Return the document of a record, or None if it belongs to another set.
 
         Raises:
-            RejectedError: The record contains none.
+            RejectedError: The record contains no document.
         """
         if record.problem is not None:
             utf8 = isinstance(record.problem.__cause__, UnicodeError)
@@ -191,12 +191,12 @@ class Reading:
 
 
 def dump(value: object) -> bytes:
-    """Write compact JSON with sorted keys: equal values, whatever the order of their keys, give equal bytes."""
+    """Write compact JSON with sorted keys, so that equal values give equal bytes regardless of the order of keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
 def _text(value: object, name: str) -> tuple[str, bytes]:
-    """Return a text and its UTF-8."""
+    """Return a text and its UTF-8 bytes."""
     try:
         if isinstance(value, (bytes, memoryview)):
             value = bytes(value).decode()

@@ -1,4 +1,4 @@
-"""Encode batches of documents where the processors are: in processes of this machine, on a cluster, or right here."""
+"""Encode batches of documents: in processes of this machine, on a cluster, or in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from shard_tools.make.tokens.tokenizer import Ends, TokenizerFile, open_tokenize
 
 
 class Encoded(NamedTuple):
-    """A document as tokens, or why it has none. A tuple, since one is sent between processes for every document.
+    """A document as tokens, or why it has none. A tuple, because one is sent between processes for every document.
 
     Attributes:
         tokens: The ids, little-endian.
-        mask: For conversations, a byte for each token: 1 where the assistant speaks.
+        mask: For conversations, a byte per token: 1 where the assistant speaks.
         reason: Why there are no tokens; ``""`` if there are.
         what: Details of the reason.
-        differs: For conversations, whether the ids are not those of the whole text: a piece is encoded by itself.
+        differs: For conversations, whether the ids differ from those of the whole text, because pieces are encoded
+            separately.
     """
 
     tokens: bytes = b""
@@ -34,7 +35,7 @@ class Encoded(NamedTuple):
 
 
 class DocumentEncoder(Protocol):
-    """Turn documents into tokens: the function that executors run. Pure, so it may be repeated anywhere."""
+    """Turn documents into tokens; executors run this function. Pure, so it may be repeated anywhere."""
 
     @property
     def ends(self) -> Ends:
@@ -50,7 +51,7 @@ class DocumentEncoder(Protocol):
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The template of conversations."""
+        """The template of conversations, if any."""
 
     def __call__(self, batch: Sequence[Any]) -> list[Encoded]:
         """Return the tokens of each document of a batch."""
@@ -63,7 +64,7 @@ class Encoder:
     Attributes:
         file: The tokenizer.
         ends: The tokens before and after every document, and the width of tokens.
-        template: For conversations.
+        template: Chat template, for conversations.
     """
 
     file: TokenizerFile
@@ -111,7 +112,7 @@ def with_ends(ids: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None, ends: E
     tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
     if mask is None:
         return Encoded(tokens=tokens)
-    # Tokens that nobody said do not count towards the loss.
+    # Begin and end tokens belong to no speaker and carry no loss.
     said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
     return Encoded(tokens=tokens, mask=said)
 

@@ -1,4 +1,4 @@
-"""Take documents that are token ids already, with their loss masks, as tables of other tools hold them."""
+"""Read documents that are already token ids, with their loss masks, as tables of other tools store them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class TokenIds:
     def of(cls, value: object, name: str, mask: object = None, mask_name: str | None = None) -> TokenIds:
         """Read ids and mask from the values of a record: lists, arrays in ``.npy``, or JSON text.
 
-        A mask holds 0 and 1 (or booleans); or it holds labels: -100 where a token carries no loss, else the token.
+        A mask holds 0 and 1 (or booleans), or labels: -100 where a token carries no loss, else the token itself.
 
         Raises:
-            RejectedError: They are no whole numbers, or the mask is not of these tokens.
+            RejectedError: The values are not whole numbers, or the mask does not match the tokens.
         """
         ids = _whole_numbers(value, name)
         if not ids.size:
@@ -61,7 +61,7 @@ def _whole_numbers(value: object, name: str) -> npt.NDArray[np.int64]:
     """Return a list of whole numbers as int64 [n].
 
     Raises:
-        RejectedError: It is something else.
+        RejectedError: The value is something else.
     """
     try:
         if isinstance(value, (bytes, memoryview)) and bytes(value[:6]) == b"\x93NUMPY":
@@ -81,7 +81,7 @@ def _whole_numbers(value: object, name: str) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdEncoder:
-    """Write ids as tokens: what :class:`shard_tools.make.tokens.encode.Encoder` is for texts.
+    """Write ids as tokens: the counterpart of :class:`shard_tools.make.tokens.encode.Encoder` for texts.
 
     Attributes:
         ends: Tokens to add before and after every document, and the bound of ids.
@@ -95,7 +95,7 @@ class IdEncoder:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """None: a mask is given."""
+        """None, because a mask is given."""
         return None
 
     def __call__(self, batch: Sequence[str | Conversation | TokenIds]) -> list[Encoded]:

@@ -1,7 +1,7 @@
-"""Read the messages of a conversation, in the shapes in which they are published, and tell which of them to learn.
+"""Read the messages of a conversation, in the published formats, and determine which of them to learn.
 
-Messages are objects with ``role`` and ``content``, or with ``from`` and ``value`` (ShareGPT). Whatever would be lost or
-written as garbage is rejected, by name: content that is no text, speakers that are unknown, weights other than 0 and 1.
+Messages are objects with ``role`` and ``content``, or with ``from`` and ``value`` (ShareGPT). Content that would be
+lost or garbled is rejected, by name: content that is not text, unknown speakers, weights other than 0 and 1.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TypeAlias
 from streaming.errors import DataError
 
 Message: TypeAlias = dict[str, object]
-"""One message: ``role``, ``content`` (text, a list of parts with ``text``, or None beside calls of tools), and more."""
+"""One message: ``role``, ``content`` (text, a list of parts with ``text``, or None beside tool calls), and more."""
 
 _SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
 }  # fmt: skip
-"""Roles by what ``from`` says."""
+"""Roles by the value of ``from``."""
 _CALLS = ("tool_calls", "function_call")
 ASSISTANT = "assistant"
 
 
 class RejectedError(DataError):
-    """A record that gives no tokens, or no exact mask; ``reason`` is the category that is counted."""
+    """A record without tokens, or without an exact mask; ``reason`` is the category for counting."""
 
     def __init__(self, reason: str, what: str) -> None:
         super().__init__(what)
@@ -36,7 +36,7 @@ class Conversation:
     """The content of one document of instruction data.
 
     Attributes:
-        messages: The messages. Keys that are null are left out, as tables have them for all messages if one has them.
+        messages: The messages, without keys that are null: a table gives every message a key that any message has.
         tools: Tools that the template may describe.
         muted: Numbers of the assistant's messages that carry no loss.
     """
@@ -53,10 +53,10 @@ class Conversation:
 
 
 def read_conversation(values: Sequence[Mapping[str, object]], tools: object = None) -> Conversation:
-    """Return messages in one shape, and which of the assistant's carry no loss (``weight: 0`` or ``train: false``).
+    """Return messages in one format, and those of the assistant without loss (``weight: 0`` or ``train: false``).
 
     Raises:
-        RejectedError: A message cannot be read, or none is to be learned.
+        RejectedError: A message cannot be read, or there is none to learn.
     """
     shapes = {"from" in value and "role" not in value for value in values}
     if len(shapes) > 1:
@@ -72,7 +72,7 @@ def read_conversation(values: Sequence[Mapping[str, object]], tools: object = No
 
 
 def with_joined_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, the parts of each content joined to one text."""
+    """Return the messages, with the parts of each content joined to one text."""
     return [
         {**message, "content": "".join(str(part["text"]) for part in content)}
         if isinstance(content := message.get("content"), list)
@@ -126,10 +126,10 @@ def _content(what: str, content: object) -> object:
 
 
 def _is_learned(number: int, message: Message) -> bool:
-    """Return whether a message is to be learned if the assistant says it: it does not say otherwise.
+    """Return whether a message is to be learned if the assistant says it: unless the message denies it.
 
     Raises:
-        RejectedError: It says something between, or of a message of others that it is to be learned.
+        RejectedError: The weight is between 0 and 1, or a message of another role demands to be learned.
     """
     said = {name: message[name] for name in ("weight", "train") if name in message}
     for name, value in said.items():

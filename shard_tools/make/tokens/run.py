@@ -1,4 +1,4 @@
-"""Bring a source's documents through a tokenizer into shards: the verb ``convert --tokenizer``."""
+"""Tokenize a source's documents into shards: the verb ``convert --tokenizer``."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeOptions(RecordOptions):
-    """How documents become tokens, and tokens shards, in addition to ``RecordOptions``.
+    """Options of tokenization, in addition to ``RecordOptions``.
 
-    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep theirs. ``columns`` are
-    added to ``tokens`` and ``document``.
+    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep their keys. ``columns``
+    are added to ``tokens`` and ``document``.
 
     Attributes:
         tokenizer: A ``tokenizer.json``, a directory with one, a sentencepiece model, a file of tiktoken ranks, or
-            ``"bytes"``. With ``tokens_field`` it is not run: its vocabulary bounds the ids. None: they have 32 bits, or
-            16 if the table says that theirs do.
-        pattern: How text is split before tiktoken merges: the name of an encoding, or a regular expression.
+            ``"bytes"``. With ``tokens_field`` it is not run, but its vocabulary bounds the ids; None: ids have 32 bits,
+            or 16 if the table declares 16.
+        pattern: Split of texts before tiktoken merges: the name of an encoding, or a regular expression.
         text_field: Location of the text; None: ``text``, or ``txt`` in tars.
         messages_field: Location of messages instead, which a chat template turns into text and a mask.
         tokens_field: Location of token ids instead, such as ``input_ids``: a list of whole numbers.
-        mask_field: Location of a loss mask beside them: 0 and 1, or labels with -100.
+        mask_field: Location of a loss mask beside the ids: 0 and 1, or labels with -100.
         chat_template: File of the template; None: that of ``tokenizer_config.json`` beside the tokenizer.
-        bos: Token before each document: a name, an id, ``"none"``; None: the tokenizer's own, unless it is also the
-            end token. With messages none: the template provides it.
-        eos: Token after each document, likewise.
+        bos: Token before each document: a name, an id, or ``"none"``; None: the tokenizer's own, unless it is also the
+            end token. With messages, None means no token, because the template provides it.
+        eos: Token after each document, with the same values.
         keep: Columns to keep in the field ``json``; for tars: fields to keep.
-        split: Sets with their shares, such as ``("val=0.5%",)``: each goes into a directory of its name, the rest into
-            ``train``.
+        split: Sets with their shares, such as ``("val=0.5%",)``: each set goes into a directory of its name, the rest
+            into ``train``.
         group_field: Split by the hash of this column; None: by that of the document.
         documents: The unit of text that is a document: ``"line"``, ``"blank-line"`` or ``"file"``.
         on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: it is counted.
@@ -101,7 +101,7 @@ class TokenizeOptions(RecordOptions):
         """Reject options that contradict each other.
 
         Raises:
-            ConfigError: They do.
+            ConfigError: Options contradict each other.
         """
         RecordOptions.__post_init__(self)
         given = [name for name in ("text", "messages", "tokens") if getattr(self, f"{name}_field") is not None]
@@ -130,17 +130,17 @@ class TokenSet(Report):
     Attributes:
         name: ``train``, ``val``, …; ``""`` if there is only one.
         target: Location of its shards.
-        num_shards: Shards there now.
-        num_documents: Documents there now.
-        num_tokens: Their tokens.
-        longest: Tokens of the longest one.
+        num_shards: Shards in the set now.
+        num_documents: Documents in the set now.
+        num_tokens: Tokens of these documents.
+        longest: Tokens of the longest document.
         num_bytes: Bytes of all shards.
         num_resumed_documents: Documents that an earlier run had written.
-        num_differing: Conversations of this run whose tokens are not those of their whole text (docs/text.md, Token
+        num_differing: Conversations of this run whose tokens differ from those of their whole text (docs/text.md, Token
             boundaries).
         was_complete: An earlier run had written everything, so that this one wrote nothing.
-        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
-        rejected: Records that are left out, by reason; by earlier runs, too.
+        changed: Inputs that changed since an earlier run; their documents and all later ones are written again.
+        rejected: Records left out, by reason, including those of earlier runs.
     """
 
     name: str
@@ -207,21 +207,22 @@ def tokenize(
     ``mask`` (uint8: 1 where the assistant speaks), and the fields in ``keep``. The sample table has ``tokens`` (their
     number) and ``document`` (the number of the record in the source). Deterministic: the same source, tokenizer and
     options give the same bytes, whether or not the work was interrupted and resumed. With ``split`` the source is read
-    once for each set; a document is encoded once.
+    once per set; a document is encoded once.
 
     Args:
         source: File, directory, pattern or URL of the data; or several of one layout.
         target: Directory or prefix for the shards; with ``split``, for a directory per set.
-        options: What to do.
-        storage_options: How to reach the stores of source, target and tokenizer.
-        executor: Where to encode: processes of this machine (:class:`shard_tools.running.processes.ProcessExecutor`),
-            or a cluster. None: in a thread of this process. Reading and writing stay here.
+        options: Options of the tokenization.
+        storage_options: Options of the stores of source, target and tokenizer.
+        executor: Executor of the encoding: processes of this machine
+            (:class:`shard_tools.running.processes.ProcessExecutor`), or a cluster. None: a thread of this process.
+            Reading and writing stay in this process.
         progress: Called with documents and bytes of text.
 
     Raises:
         TargetNotEmptyError: The target holds shards of other work.
         ConfigError: Options do not fit the source or the tokenizer.
-        DataError: A record gives no tokens, with ``on_error="raise"``; names file and line.
+        DataError: A record gives no tokens, with ``on_error="raise"``; the message names file and line.
         StorageError: A store fails.
     """
     started = time.monotonic()
@@ -276,7 +277,7 @@ def tokenize(
 
 
 def open_id_encoder(options: TokenizeOptions, reader: Source, storage: Storage) -> DocumentEncoder:
-    """Determine the bound of ids: that of the tokenizer, else that of the column's type."""
+    """Determine the bound of ids: from the tokenizer, else from the column's type."""
     if options.tokenizer is not None:
         file = find_tokenizer(options.tokenizer, storage, special=True, pattern=options.pattern)
         ends = find_ends(file, load_config(file, storage), bos=options.bos, eos=options.eos, by_default=False)
@@ -296,8 +297,8 @@ def open_encoder(options: TokenizeOptions, storage: Storage, executor: Executor 
     config = load_config(file, storage)
     ends = find_ends(file, config, bos=options.bos, eos=options.eos, by_default=not chat)
     if not chat and ends.eos is None and options.eos is None:
-        told = redact(options.tokenizer or "")
-        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", told)
+        shown = redact(options.tokenizer or "")
+        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", shown)
     template = _template(options, file, config, storage) if chat else None
     if isinstance(executor, ProcessPoolExecutor) and is_local(file.url) and file.url != BYTES:
         file = replace(file, content=None)  # processes of this machine read it themselves, once
@@ -380,7 +381,7 @@ def _packing(
     documents: TokenSource, place: Destination, source: str | Sequence[str], options: TokenizeOptions,
     storage_options: Mapping[str, object] | None,
 ) -> PackingRun:  # fmt: skip
-    """Look at the target of one set, whose schema describes its tokens."""
+    """Examine the target of one set, whose schema describes its tokens."""
     tokens = describe(documents.encoder)
     share = documents.reading.share
     return PackingRun(
@@ -432,7 +433,7 @@ def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> Tok
 
 
 def _earlier_counts(place: Destination, packed: PackedTarget, storage: Storage) -> Iterator[int]:
-    """Yield the numbers of tokens of the documents that an earlier run had written: those of the first shards."""
+    """Yield the number of tokens of each document that an earlier run had written: those of the first shards."""
     left = packed.num_resumed_samples
     for shard in read_chunks(storage, place.directory).shards if left else ():
         if left <= 0:
@@ -444,7 +445,7 @@ def _earlier_counts(place: Destination, packed: PackedTarget, storage: Storage) 
 
 
 class _OwnCounts:
-    """Pass on the totals, but not the bytes that the writer counts: text is counted where it is read."""
+    """Pass on the totals, but not the writer's byte counts: text is counted where it is read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

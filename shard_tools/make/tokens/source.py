@@ -23,9 +23,9 @@ from streaming.errors import ConfigError, DataError
 from streaming.shards.schema.value import Schema, SchemaField, TokenizerKey, TokenMeaning
 
 TOKENS_FIELD, MASK_FIELD = "tok", "mask"
-FIELDS_ALONE = ("tars", "files")  # kinds whose records have fields, and no columns of a table
+FIELDS_ALONE = ("tars", "files")  # kinds whose records have fields, but no table columns
 TOKENS_COLUMN, POSITION_COLUMN = "tokens", "document"
-_BATCH_BYTES = 1 << 20  # text of one call: some tenths of a second for a tokenizer
+_BATCH_BYTES = 1 << 20  # text per call: a tokenizer takes some tenths of a second
 _BATCH_DOCUMENTS = 4096
 _log = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ class TokenSource:
 
     Attributes:
         below: The underlying source of records.
-        reading: How a document is found in a record, and which belong to this set.
-        encoder: Turns them into tokens.
-        executor: Where to encode.
-        ahead: Batches in progress at once.
-        keep: Columns that go into the field ``json``; for tars: fields that are kept as they are.
-        fields_kept: Fields of the records that are kept as they are.
+        reading: Finds the document in a record, and decides which documents belong to this set.
+        encoder: Turns documents into tokens.
+        executor: Executor of the encoding.
+        ahead: Number of batches in progress.
+        keep: Columns that go into the field ``json``; for tars: fields that are kept unchanged.
+        fields_kept: Fields of the records that are kept unchanged.
         columns: Additional columns of the sample table.
         on_error: ``"raise"``: a record without tokens is an error, unless it is empty; ``"skip"``: it is counted.
         progress: Called with bytes of text.
-        tally: Counts what this run finds.
+        tally: Counts of this run.
     """
 
     below: Source
@@ -67,7 +67,7 @@ class TokenSource:
 
     @property
     def num_records(self) -> int | None:
-        """Unknown before reading: records may be rejected, or belong to another set."""
+        """None: unknown before reading, since records may be rejected, or belong to another set."""
         return None
 
     @property
@@ -77,12 +77,12 @@ class TokenSource:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What the underlying source left out."""
+        """Inputs that the underlying source left out."""
         return self.below.skipped
 
     @property
     def fields(self) -> Mapping[str, bool]:
-        """The tokens of every document, and what is kept of those that have it."""
+        """The token fields of every document, and kept fields, which some documents may lack."""
         rows = self.below.kind not in FIELDS_ALONE
         kept = (*self.fields_kept, *(("json",) if rows and self.keep else () if rows else self.keep))
         always = (TOKENS_FIELD, MASK_FIELD) if self.encoder.masked else (TOKENS_FIELD,)
@@ -113,10 +113,10 @@ class TokenSource:
                 else:
                     yield self._record(document, encoded)
         if start == 0 and not self.tally.num_documents:
-            told = ", ".join(f"{reason} {count:,}" for reason, count in self.tally.rejected.items())
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.tally.rejected.items())
             share = f"of the set {self.reading.share.name!r} " if self.reading.share.name else ""
             raise DataError(
-                f"no document {share}yields tokens (left out: {told or 'none'}); check the source and options"
+                f"no document {share}yields tokens (left out: {reasons or 'none'}); check the source and options"
             )
 
     def _documents(self, records: Iterator[Record], start: int) -> Iterator[Document]:
@@ -132,7 +132,7 @@ class TokenSource:
                 yield document
 
     def _name_unused(self, document: Document) -> None:
-        """Name, once, each key of messages that nobody reads: it may have been meant to change what is learned."""
+        """Log, once per key, unread keys of messages: they may have been meant to change what is learned."""
         template, content = self.encoder.template, document.content
         if template is None or not isinstance(content, Conversation):
             return
@@ -207,7 +207,7 @@ def check_kept(names: tuple[str, ...]) -> None:
     """Reject keeping a field under a name that the tokens use.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such a field.
     """
     taken = {TOKENS_FIELD, MASK_FIELD} & {*names}
     if taken:
@@ -249,7 +249,7 @@ def key_of(file: TokenizerFile) -> dict[str, object]:
 
 
 def meaning_of(encoder: DocumentEncoder) -> Schema:
-    """Return what the tokens mean, as the schema of a set says it."""
+    """Return the meaning of the tokens, for the schema of a set."""
     template, file, ends = encoder.template, encoder.file, encoder.ends
     made = None if file is None else TokenizerKey(kind=file.kind, sha256=file.sha256, pattern=file.pattern or "")
     tokens = TokenMeaning(

@@ -1,4 +1,4 @@
-"""Open the tokenizer that the user names: its file, its kind, and which tokens begin and end a document."""
+"""Open the tokenizer that the user names: its file, its kind, and the tokens that begin and end a document."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class TokenizerFile:
         url: Location of the file; ``"bytes"`` for the tokenizer of bytes.
         kind: ``"huggingface"``, ``"sentencepiece"``, ``"tiktoken"`` or ``"bytes"``.
         sha256: Digest of the file.
-        special: Whether names of special tokens in texts are these tokens, as chat templates need. Else they are plain
-            text, so that no document can end itself.
-        pattern: How text is split before tiktoken merges, if the user specifies it.
+        special: Whether names of special tokens in texts become these tokens, as chat templates need. Otherwise they
+            are plain text, so that no document can end itself.
+        pattern: Split of texts before tiktoken merges, if the user specifies it.
         content: The file; None: read it from ``url``, a path of this machine.
     """
 
@@ -86,7 +86,7 @@ def _kind_of(content: bytes) -> str:
     return "tiktoken" if _RANK.match(content) else "sentencepiece"
 
 
-@functools.lru_cache(maxsize=2)  # a worker is asked for the same one repeatedly
+@functools.lru_cache(maxsize=2)  # a worker opens the same one repeatedly
 def open_tokenizer(file: TokenizerFile) -> Tokenizer:
     """Make the tokenizer, ready to encode.
 
@@ -111,10 +111,10 @@ def open_tokenizer(file: TokenizerFile) -> Tokenizer:
 
 
 def load_config(file: TokenizerFile, storage: Storage) -> dict[str, object]:
-    """Return ``tokenizer_config.json`` beside a ``tokenizer.json``, with the template beside it; else nothing.
+    """Return ``tokenizer_config.json`` beside a ``tokenizer.json``, and the template beside it; {} if there is neither.
 
     Raises:
-        ConfigError: It exists, but is not JSON.
+        ConfigError: The file exists, but is not JSON.
     """
     if file.kind != "huggingface":
         return {}
@@ -142,7 +142,7 @@ class Ends:
 
     @property
     def width(self) -> int:
-        """Bytes of a token: 2, or 4 if an id needs them."""
+        """Bytes per token: 2, or 4 if an id needs them."""
         return 2 if self.vocab_size <= 2**16 else 4
 
     @property
@@ -159,9 +159,10 @@ def find_ends(
     Args:
         file: The tokenizer.
         config: The content of ``tokenizer_config.json``.
-        bos: A name, an id, ``"none"``, or None: the default.
-        eos: The same.
-        by_default: Whether there is a default: the tokenizer's own. A beginning that is also the end is left out.
+        bos: A name, an id, ``"none"``, or None for the default.
+        eos: The same for the end.
+        by_default: Whether the default is the tokenizer's own tokens; a begin token that is also the end token is left
+            out. Otherwise the default is none.
 
     Raises:
         ConfigError: There is no such token, or the vocabulary does not fit 32 bits.
@@ -193,7 +194,7 @@ def token_name(config: dict[str, object], name: str, otherwise: str | None) -> s
 
 
 def id_below(bound: int, option: str, given: str | None) -> int | None:
-    """Return the id that an option gives without a tokenizer that could name it; None: none.
+    """Return the id that an option gives without a tokenizer to look up names; None: none.
 
     Raises:
         ConfigError: It is not an id below ``bound``.

@@ -1,4 +1,4 @@
-"""Write shards: the writer, what it records for the index, and how values are encoded.
+"""Write shards: the writer, its index recorder, and the encoding of values.
 
 Knows no source and no command; any code that has samples can use it.
 """

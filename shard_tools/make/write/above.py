@@ -1,4 +1,4 @@
-"""Find the sets above a target, whose readers will read what is written there, and let both meet."""
+"""Find the sets above a target, whose readers will read it as a part, and compare their meanings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from streaming.shards.schema.meeting import RESHARD, contradiction, met
 from streaming.shards.schema.value import Schema
 from streaming.storage import Storage, local_path, redact, scheme_of, split_url
 
-_MOST_ABOVE = 4  # folders above a target that may be a set
+_MOST_ABOVE = 4  # number of folders above a target to check
 _log = logging.getLogger(__name__)
 
 
 def sets_above(directory: str, storage: Storage) -> Iterator[tuple[str, Schema]]:
-    """Yield the folders above a target that say what they mean, and what that is; the nearest first."""
+    """Yield the folders above a target that have a schema, with that schema; the nearest first."""
     place = os.path.abspath(local_path(directory)) if scheme_of(directory) == "file" else directory.rstrip("/")
     for _ in range(_MOST_ABOVE):
         above = split_url(place)[0]
@@ -26,7 +26,7 @@ def sets_above(directory: str, storage: Storage) -> Iterator[tuple[str, Schema]]
         place = above
         try:
             schema = read_schema(storage, place)
-        except StorageError:  # what a store says of a place above its buckets
+        except StorageError:  # raised for a place above the store's buckets
             return
         if schema:
             yield place, schema
@@ -37,20 +37,20 @@ def meet_above(directory: str, schema: Schema, storage: Storage, *, is_whole: bo
 
     Args:
         directory: The target.
-        schema: What will be written there.
+        schema: Schema of the data to write.
         storage: The store.
-        is_whole: Whether ``schema`` is all that the set will say, even if that is nothing; what it does not say and
-            the set above does is logged. Otherwise its writer adds the fields that it sees.
+        is_whole: Whether ``schema`` is the complete schema of the set, even if it is empty; fields that only the set
+            above describes are then logged. Otherwise the set's writer adds the fields that it sees.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: It contradicts a set above.
     """
     for place, known in sets_above(directory, storage) if schema or is_whole else ():
         met({redact(place): known, redact(directory): schema}, cure=f"Give another target; {RESHARD}")
 
 
 def tell_above(directory: str, storage: Storage) -> None:
-    """Log what was written that contradicts a set above, and was not known before."""
+    """Log contradictions with a set above that were found only after writing."""
     schema = read_schema(storage, directory)
     for place, known in sets_above(directory, storage) if schema else ():
         conflict = contradiction({redact(place): known, redact(directory): schema})

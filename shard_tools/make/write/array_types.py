@@ -1,4 +1,4 @@
-"""Read which type of numbers the ``.npy`` fields of a directory hold, for its schema."""
+"""Read the number types of the ``.npy`` fields in a directory, for its schema."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from streaming.storage import Storage
 
 
 def is_npy(field: str) -> bool:
-    """Tell whether a field's name says that it is a ``.npy`` file."""
+    """Return whether a field's name declares a ``.npy`` file."""
     return field.lower().rpartition(".")[2] == "npy"
 
 
 def without_array_types(schema: Schema) -> Schema:
-    """Return a schema that says nothing of the types of ``.npy`` fields: these are read from shards that are there."""
+    """Return a schema without the types of ``.npy`` fields, which are read from existing shards."""
     said = {name: replace(one, dtype="") if is_npy(name) else one for name, one in schema.fields.items()}
     return replace(schema, fields=said)
 
@@ -30,16 +30,16 @@ def without_array_types(schema: Schema) -> Schema:
 def array_types(
     storage: Storage, urls: Sequence[str], index_url: str | None, fields: Collection[str]
 ) -> dict[str, str]:  # fmt: skip
-    """Return the type of each ``.npy`` field that the first and the last of these shards agree in.
+    """Return the type of each ``.npy`` field for which the first and the last of these shards agree.
 
-    Each is read from the header of the field's first value in the shard. Only what lies in the store counts, so that
-    the answer is the same however, and by how many processes, the shards were written.
+    Each type is read from the header of the field's first value in the shard. Only stored data counts, so the result
+    does not depend on how, or by how many processes, the shards were written.
     """
     found: dict[str, set[str]] = {}
     for url in dict.fromkeys((*urls[:1], *urls[-1:])) if fields else ():
         try:
             types = dict(_types_in(storage, url, index_url, sorted(fields)))
-        except (IndexFormatError, NotFoundError):  # damaged, or being replaced: left to `shard_tools index`
+        except (IndexFormatError, NotFoundError):  # damaged, or being replaced: `shard_tools index` handles it
             return {}
         for field, dtype in types.items():
             found.setdefault(field, set()).add(dtype)
@@ -49,7 +49,7 @@ def array_types(
 def _types_in(
     storage: Storage, url: str, index_url: str | None, fields: Sequence[str]
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield the fields of a shard with their types; "" for a header that says none."""
+    """Yield the fields of a shard with their types; "" for a header without a type."""
     table = storage.read_parsed(
         samples_url(url, index_url), lambda data, source: Records.from_parquet(data, fields, source), is_sealed
     )
@@ -60,7 +60,7 @@ def _types_in(
             head = storage.read(url, start, start + min(size, MAX_NPY_HEADER_BYTES)) if size else b""
             try:
                 dtype = npy_dtype(head)
-            except ValueError:  # which decoding it says
+            except ValueError:  # reported when the value is decoded
                 yield field, ""
             else:
                 yield field, "" if dtype.names else dtype.name

@@ -1,6 +1,6 @@
-"""Make columns: of each sample a value, of the values of a shard an array, by one rule wherever columns are made.
+"""Make columns: a value per sample, an array per shard, by one rule wherever columns are made.
 
-A column of a shard holds one kind of values, or none, and each value is exactly what was given:
+A column of a shard holds one kind of values, or none, and each value equals the given one exactly:
 
 | given | stored |
 |---|---|
@@ -9,12 +9,12 @@ A column of a shard holds one kind of values, or none, and each value is exactly
 | whole numbers from -2^63 to 2^63 - 1 | int64 |
 | whole numbers from 0 to 2^64 - 1, one of them 2^63 or more | uint64 |
 | floats, also NaN, -0.0 and infinities | float64 |
-| floats and whole numbers that are floats, too | float64 |
+| floats and whole numbers with an equal float64 | float64 |
 | text; dates and times as ISO 8601; decimals as their digits | text |
 | durations | float64, in seconds |
 
-Everything else is refused: floats beside a whole number that no float64 is equal to, whole numbers below 0 beside
-others of 2^63 and more, text that UTF-8 cannot hold, booleans, text and numbers side by side, lists, objects, bytes.
+Everything else is refused: floats beside a whole number without an equal float64, whole numbers below 0 beside others
+of 2^63 and more, text that UTF-8 cannot hold, booleans, text and numbers side by side, lists, objects, bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, 
     """Return the value of one column for one sample, or None if the sample has no such entry.
 
     Raises:
-        ConfigError: No column holds such a value. An exception of a user's callable passes through, with a note that
+        ConfigError: No column can hold such a value. An exception of a user's callable passes through, with a note that
             names the sample and the column.
     """
     try:
@@ -86,10 +86,10 @@ def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, 
 
 
 def stored_value(value: object) -> ColumnValue:
-    """Return a value as a column holds it.
+    """Return a value in the form in which a column holds it.
 
     Raises:
-        ValueError: No column holds it.
+        ValueError: No column can hold it.
     """
     if type(value) not in _PLAIN:
         value = _as_plain(value)
@@ -101,11 +101,11 @@ def stored_value(value: object) -> ColumnValue:
         except UnicodeEncodeError as error:
             lone = ord(value[error.start])
             raise ValueError(f"{_shown(value)}: U+{lone:04X} is half a character, which UTF-8 cannot hold") from error
-    return value  # type: ignore[return-value]  # one of the plain types
+    return value  # type: ignore[return-value]  # now one of the plain types
 
 
 def plain_value(value: object) -> object:
-    """Return dates and times as ISO text, durations as seconds, decimals as text, and anything else as it is."""
+    """Return dates and times as ISO text, durations as seconds, decimals as text, and other values unchanged."""
     if isinstance(value, (dt.date, dt.time)):
         return value.isoformat()
     if isinstance(value, dt.timedelta):
@@ -132,7 +132,7 @@ def _as_plain(value: object) -> ColumnValue:
     if plain is None or isinstance(plain, bool):
         return plain
     if isinstance(plain, str):
-        return str.__str__(plain)  # of an enum's member its value, not its name
+        return str.__str__(plain)  # for a member of an enum its value, not its name
     if isinstance(plain, int):
         return int(plain)
     if isinstance(plain, (float, np.longdouble)):
@@ -146,14 +146,14 @@ def column_array(
     """Return the column ``name`` of a shard as an array, by the rule of this module.
 
     Args:
-        values: One for each sample, as :func:`column_value` returns them.
+        values: One per sample, as returned by :func:`column_value`.
         name: The column.
         shard: The shard, for messages.
         keys: Returns the samples' keys, for messages.
-        cure: What to do about values that do not fit; default: what helps whoever has a function make them.
+        cure: What to do about values that do not fit; default: advice for a function that makes the values.
 
     Raises:
-        ConfigError: The values are of kinds that no column holds side by side, or one is of none.
+        ConfigError: No column can hold these values together, or one of them.
     """
     kinds = {*map(type, values)} - {type(None)}
     if not kinds:
@@ -165,19 +165,19 @@ def column_array(
     for kind in _TYPES.get(kinds.pop(), ()) if len(kinds) == 1 else ():
         with suppress(pa.ArrowException, OverflowError, UnicodeEncodeError):
             found = pa.array(given, kind)
-            if isinstance(found, pa.Array):  # else it is in several parts: more than 2 GiB of text
+            if isinstance(found, pa.Array):  # otherwise it has several parts: more than 2 GiB of text
                 return found
     raise ConfigError(f"{shard}: column {name!r}: {_mismatch(values, keys())}. {cure or _cure(name)}")
 
 
 def stored_array(values: pa.Array) -> pa.Array:
-    """Return an array of numbers, text or booleans as a column holds it: of uint64 only if a value needs it."""
+    """Return an array of numbers, text or booleans in the stored type: uint64 only if a value needs it."""
     narrow = recast(values, pa.int64()) if values.type == pa.uint64() else None
     return values if narrow is None else narrow
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType | None:
-    """Return the type in which a column holds values of a type of Arrow; None if no column holds them."""
+    """Return the stored type for an Arrow type; None if columns cannot hold it."""
     while pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind.storage_type
     if pa.types.is_null(kind) or pa.types.is_boolean(kind) or kind == pa.uint64():
@@ -191,7 +191,7 @@ def stored_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def _is_float(number: int) -> bool:
-    """Tell whether a float64 is equal to a whole number."""
+    """Return whether a float64 equals a whole number."""
     try:
         return float(number) == number
     except OverflowError:
@@ -199,7 +199,7 @@ def _is_float(number: int) -> bool:
 
 
 def _mismatch(values: Sequence[ColumnValue], keys: Sequence[str]) -> str:
-    """Say which values do not form a column, and why."""
+    """Describe which values do not form a column, and why."""
     for value, key in zip(values, keys, strict=True):
         try:
             stored_value(value)
@@ -210,18 +210,18 @@ def _mismatch(values: Sequence[ColumnValue], keys: Sequence[str]) -> str:
         if value is not None:
             first.setdefault(type(value), number)
 
-    def told(*numbers: int) -> str:
+    def named(*numbers: int) -> str:
         return " beside ".join(f"{_shown(values[at])} (sample {keys[at]!r})" for at in numbers)
 
     if first.keys() == {int, float}:
         odd = next(at for at, value in enumerate(values) if type(value) is int and not _is_float(value))
-        return f"{told(odd, first[float])}: floats stand beside whole numbers, and no float64 is equal to the first"
+        return f"{named(odd, first[float])}: floats stand beside whole numbers, and no float64 is equal to the first"
     if len(first) > 1:
         what = " and ".join(_WORDS[kind] for kind in first)
-        return f"{told(*first.values())}: {what}, of which a column holds one kind"
+        return f"{named(*first.values())}: {what}, but a column holds one kind"
     if first.keys() == {int}:
         at_of = {value: at for at, value in enumerate(values) if isinstance(value, int)}
-        ends = told(at_of[min(at_of)], at_of[max(at_of)])
+        ends = named(at_of[min(at_of)], at_of[max(at_of)])
         return f"{ends}: whole numbers are from -2^63 to 2^63 - 1, or from 0 to 2^64 - 1"
     return "more than 2 GiB of text in one shard"
 
@@ -232,7 +232,7 @@ def _shown(value: object) -> str:
 
 
 def _cure(name: str) -> str:
-    """Say how to get a column of such values."""
+    """Explain how to get a column from such values."""
     return (
         f"Name another value, or have a function give text, or numbers of one kind: columns={{{json.dumps(name)}: …}} "
         "in Python, or, once the shards are there, `shard_tools column add URL NAME --compute MODULE:FUNCTION`"
@@ -242,7 +242,7 @@ def _cure(name: str) -> str:
 def follow(sample: Mapping[str, object], path: str) -> object:
     """Return entry ``w`` of field ``json`` for the path ``"json.w"``.
 
-    The longest field name that starts the path wins. Bytes of a gzip field, such as ``json.gz``, are unpacked.
+    The longest field name that is a prefix of the path wins. Gzip fields, such as ``json.gz``, are unpacked.
     """
     parts = path.split(".")
     for num_parts in range(len(parts), 0, -1):

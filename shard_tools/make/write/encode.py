@@ -1,11 +1,11 @@
 """Turn Python values into the bytes of a field, by the field's extension and the value's type.
 
-The extension of a field is what follows its last dot, as for readers (``seg.png`` is a PNG). Everything is
+The extension of a field is the part after its last dot, as for readers (``seg.png`` is a PNG). Encoding is
 deterministic: with the same versions of the encoding libraries, equal values give equal bytes.
 
 | value | fields | bytes |
 |---|---|---|
-| bytes, bytearray, memoryview, mmap, pyarrow Buffer | any | as they are |
+| bytes, bytearray, memoryview, mmap, pyarrow Buffer | any | unchanged |
 | any other | gz, such as json.gz | as in the field json, packed by gzip |
 | str | any not binary by its name | UTF-8; in a JSON field it has to be JSON text already |
 | bool, int, NumPy integer | any not binary by its name | decimal digits (bool: 0 or 1; JSON: true, false) |
@@ -91,10 +91,10 @@ _BINARY: Final = (
 
 
 def encode_field(value: object, *, field: str, key: str) -> Buffers:
-    """Return the bytes of one field, as buffers to be written one after the other.
+    """Return the bytes of one field, as consecutive buffers.
 
-    Bytes-like values and contiguous arrays are not copied: the buffers are views, valid as long as the caller leaves
-    the values unchanged.
+    Bytes-like values and contiguous arrays are not copied: the buffers are views, valid until the caller changes the
+    values.
 
     Args:
         value: The sample's value for ``field``.
@@ -105,8 +105,7 @@ def encode_field(value: object, *, field: str, key: str) -> Buffers:
         One-dimensional byte buffers; an empty field may have none.
 
     Raises:
-        ConfigError: The value cannot be stored in this field. The message names key, field and type, and says what to
-            do.
+        ConfigError: The value cannot be stored in this field. The message names key, field and type, and a cure.
     """
     if isinstance(value, bytes):
         return [value]
@@ -125,7 +124,7 @@ def encode_field(value: object, *, field: str, key: str) -> Buffers:
 
 
 class _RefusedError(Exception):
-    """The reason why a value was refused, and what to do; becomes a ConfigError that names sample and field."""
+    """The reason to refuse a value, and the cure; becomes a ConfigError that names sample and field."""
 
 
 def _refuse(why: str, cause: BaseException | None = None) -> NoReturn:
@@ -215,7 +214,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _json_default(value: object) -> object:
-    """Write NumPy scalars and arrays inside a JSON value as numbers and lists."""
+    """Convert NumPy scalars and arrays inside a JSON value to numbers and lists."""
     if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
         return value.tolist()
     raise TypeError(f"type {type(value).__qualname__} inside it")

@@ -1,6 +1,6 @@
-"""Tell the type of a file from its content, by marks that are long enough to be no accident.
+"""Detect the type of a file from its content, by marks too long to occur by chance.
 
-A mark of two or three bytes occurs in one of 65,536 to 16 million random values, such as digests. Every mark here takes
+A mark of two or three bytes occurs in one of 65,536 to 16 million random values, such as digests. Every mark here has
 at least four bytes, or a structure that repeats.
 """
 
@@ -31,14 +31,14 @@ _ALIASES: Final[Mapping[str, str]] = {"jpeg": "jpg", "jpe": "jpg", "tiff": "tif"
 FILE_TYPES: Final = frozenset(
     {*(name for _, name in _MARKS), *_BOXED.values(), *_BRANDS.values(), "mp4", *_ALIASES}
 )  # fmt: skip
-"""Extensions of the types that :func:`file_type` knows, with other usual spellings."""
-_ONE_DECODER: Final = frozenset({"jpg", "png", "gif", "bmp", "tif", "webp"})  # which looks at the content
+"""Extensions of the types that :func:`file_type` detects, with other usual spellings."""
+_ONE_DECODER: Final = frozenset({"jpg", "png", "gif", "bmp", "tif", "webp"})  # whose decoder inspects the content
 
 ONE_FIELD: Final = "all become the field .%s, since decoders of images look at the content; other tools may not"
 
 
 def file_type(payload: bytes) -> str:
-    """Return the extension of a file with this content, or ``""`` for none that is known."""
+    """Return the extension of a file with this content, or ``""`` if the type is unknown."""
     if payload[:4] == b"RIFF":
         return _BOXED.get(bytes(payload[8:12]), "")
     if payload[4:8] == b"ftyp":
@@ -48,9 +48,9 @@ def file_type(payload: bytes) -> str:
 
 
 def is_read_as(payload: bytes, extension: str) -> bool:
-    """Tell whether ``payload`` is of the type that ``extension`` says, or of one that the same decoder reads.
+    """Return whether the type of ``payload`` matches ``extension``, or the same decoder reads both.
 
-    Types without a mark are not looked at: the answer is True.
+    For types without a mark the content is not inspected, and the result is True.
     """
     extension = extension.lower()
     return extension not in FILE_TYPES or is_alike(file_type(payload), extension)
@@ -62,13 +62,13 @@ def plain_extension(extension: str) -> str:
 
 
 def is_alike(one: str, other: str) -> bool:
-    """Tell whether two extensions mean the same type, or types that one decoder reads by their content."""
+    """Return whether two extensions mean the same type, or types that one decoder distinguishes by content."""
     pair = {plain_extension(one), plain_extension(other)}
     return len(pair) == 1 or pair <= _ONE_DECODER
 
 
 def _is_bare_mp3(payload: bytes) -> bool:
-    """Tell whether this is MPEG-1 layer III without a tag: two frames, the second where the first one says it is."""
+    """Return whether this is MPEG-1 layer III without a tag: two frames, the second where the first one ends."""
     if len(payload) < 4 or payload[0] != 0xFF or payload[1] not in {0xFA, 0xFB}:
         return False
     bitrate, rate, padding = payload[2] >> 4, payload[2] >> 2 & 3, payload[2] >> 1 & 1

@@ -1,8 +1,8 @@
-"""Check keys and fields: every reader of WebDataset shards must understand them alike, and keys must be unique.
+"""Check keys and fields: all readers of WebDataset shards must interpret them identically, and keys must be unique.
 
 A reader splits a member's name at the first dot of its last path component: ``a/b.seg.png`` is field ``seg.png`` of
 sample ``a/b``. Names that some reader would split differently, skip or change to lower case are refused, so that they
-never get into a shard.
+never enter a shard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_key(key: object) -> str:
     """Return ``key`` if every reader finds the sample under exactly this key.
 
     Raises:
-        ConfigError: Some reader would not; the message says what is wrong, and what that reader would do.
+        ConfigError: Some reader would not; the message states the problem, and the behavior of that reader.
     """
     if not isinstance(key, str):
         raise ConfigError(f"__key__ must be a str, got {type(key).__name__} {key!r}; write f'{{i:08d}}' for a number")
@@ -47,7 +47,7 @@ def check_keys(keys: Sequence[object]) -> None:
     """Check many keys like :func:`check_key`.
 
     Raises:
-        ConfigError: As there, about the first that is wrong.
+        ConfigError: As for :func:`check_key`, for the first wrong key.
     """
     for key in keys:
         if not (type(key) is str and _PLAIN.fullmatch(key)):
@@ -55,7 +55,7 @@ def check_keys(keys: Sequence[object]) -> None:
 
 
 def wrong_names(names: Iterable[tuple[str, Iterable[str]]]) -> Iterator[ConfigError]:
-    """Yield an error for each key and field that some reader would not find, of (key, fields) pairs."""
+    """Yield an error for each key and field of (key, fields) pairs that some reader would not find."""
     for key, fields in names:
         try:
             check_key(key)
@@ -69,7 +69,7 @@ def check_field(field: object, key: str) -> str:
     """Return ``field`` if every reader finds the value under exactly this name.
 
     Raises:
-        ConfigError: Some reader would not; the message says what is wrong, and what that reader would do.
+        ConfigError: Some reader would not; the message states the problem, and the behavior of that reader.
     """
     if not isinstance(field, str):
         raise ConfigError(f"sample {key!r}: a field's name must be a str, got {type(field).__name__} {field!r}")
@@ -98,7 +98,7 @@ def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
             f"for example {key.replace('.', '_')!r}"
         )
     if in_side_folder(f"{key}."):
-        return "it lies in a folder that macOS or a NAS makes beside files, which readers pass over; rename the folder"
+        return "it lies in a folder that macOS or a NAS makes beside files, which readers skip; rename the folder"
     if any(component.startswith("__") for component in (*directories, last)):
         return "a component starts with '__', which webdataset and Hugging Face skip as metadata; rename it"
     return None
@@ -192,7 +192,7 @@ class SeenKeys:
             self._pack()
 
     def add_all(self, keys: Sequence[str], *, new_shard: bool) -> int:
-        """Check and remember keys of one shard, up to the first that may not be used; return how many were added."""
+        """Check and remember keys of one shard, up to the first refused one; return the number of keys added."""
         for number, key in enumerate(keys):
             if key <= self._last and key in self._as_set():
                 return number
@@ -204,7 +204,7 @@ class SeenKeys:
         return len(keys)
 
     def _pack(self) -> None:
-        # Keys hold no control characters, so a newline ends each.
+        # Keys hold no control characters, so a newline ends each key.
         text = "".join(f"{key}\n" for key in self._pending)
         self._packed.append(self._packer.compress(text.encode("utf-8")))
         self._pending.clear()

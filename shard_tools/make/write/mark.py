@@ -1,7 +1,7 @@
-"""Mark the directories that shards are written to as unfinished, from before the first shard until after the index.
+"""Mark target directories as unfinished, from before the first shard until after the index.
 
-Readers refuse what is marked (``streaming.shards.catalog.unfinished``). One writer's file in ``_shardstream/writers/``
-is its own; ``unfinished.json``, which readers ask for, is there as long as any of these files is.
+Readers refuse marked directories (``streaming.shards.catalog.unfinished``). Each writer has a file of its own in
+``_shardstream/writers/``; ``unfinished.json``, which readers check, exists as long as any of these files does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Writers = Mapping[str, Unfinished | None]
 
 
 def digest_of_work(*parts: object) -> str:
-    """Return 16 hex digits that are the same for the same JSON-able values."""
+    """Return 16 hex digits that are equal for equal JSON-able values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -34,18 +34,18 @@ class TargetMark:
 
     Args:
         storage: The store.
-        directories: Where shards are written.
-        command: What writes them.
-        work: Digest of what is written.
+        directories: Directories of the shards.
+        command: The command that writes them.
+        work: Digest of the content to write.
         what: The source or pattern, for people.
-        writer: Name of its file among those of other writers: a run that goes on with the work of an interrupted one
-            has the same, and takes its place. Default: ``work``.
-        num_shards: How many shards there will be, if known.
-        start: Number of the first shard that is written, if they are numbered by a program.
+        writer: Name of this writer's file: a run that continues the work of an interrupted one has the same name, and
+            replaces its file. Default: ``work``.
+        num_shards: Expected number of shards, if known.
+        start: Number of the first shard to write, if a program numbers them.
 
     Attributes:
         work: As given.
-        is_begun: Whether the directories are marked by this one.
+        is_begun: Whether this mark has been set.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TargetMark:
         self._writer, self._goes_on = writer or work, False
 
     def others(self, *, of_other_work: bool = False) -> Writers:
-        """Return the other unfinished writers of the directories, or only those that write something else."""
+        """Return the other unfinished writers of the directories, or only those with different work."""
         found: dict[str, Unfinished | None] = {}
         for directory in self._directories:
             own = self._own(directory)
@@ -71,7 +71,7 @@ class TargetMark:
         return {url: one for url, one in found.items() if not of_other_work or one is None or one.work != self.work}
 
     def is_set(self) -> bool:
-        """Tell whether one of the directories is marked, as an interrupted run of the same work leaves it."""
+        """Return whether a directory is marked, as after an interrupted run of the same work."""
         marks = [join_url(directory, UNFINISHED_FILE) for directory in self._directories]
         return any(map(self._storage.exists, marks))
 
@@ -79,7 +79,7 @@ class TargetMark:
         return any(self._storage.exists(self._own(directory)) for directory in self._directories)
 
     def begin(self, replaces: Callable[[Unfinished | None], bool] | None = None) -> None:
-        """Mark the directories; files of other writers for which ``replaces`` is True are deleted."""
+        """Mark the directories; delete files of other writers for which ``replaces`` is True."""
         self._goes_on, self.is_begun = self._goes_on or self._is_own_set(), True
         self._write()
         if replaces is not None:
@@ -88,7 +88,7 @@ class TargetMark:
             self._storage.put(join_url(directory, UNFINISHED_FILE), self._content.to_bytes())
 
     def begin_once(self) -> None:
-        """Mark the directories, if that is not done yet."""
+        """Mark the directories unless that has been done."""
         if not self.is_begun:
             self.begin()
 
@@ -96,8 +96,8 @@ class TargetMark:
         """Mark the directory of a writer of numbered shards.
 
         Args:
-            goes_on: Tells whether the shards before the first one are there, so that the writer goes on with the work
-                of interrupted ones, whose files it replaces.
+            goes_on: Returns whether the shards before the first one exist; then the writer continues the work of
+                interrupted writers, and replaces their files.
         """
         start = self._content.start
         before = [one for one in self.others().values() if self._is_same_pattern(one) and one.first < start]
@@ -109,7 +109,7 @@ class TargetMark:
             self.begin()
 
     def finish_shards(self, next_shard: int, *, awaits_table: bool) -> None:
-        """Finish a writer of the shards up to ``next_shard``; or leave its mark, for the writer of the chunk table."""
+        """Finish a writer of the shards up to ``next_shard``, or leave its mark for the writer of the chunk table."""
         if awaits_table:
             if self.is_begun:
                 self._content = replace(self._content, awaits_table=True)
@@ -124,13 +124,13 @@ class TargetMark:
         self.finish(is_done)
 
     def finish(self, replaces: Callable[[Unfinished | None], bool] | None = None) -> None:
-        """Remove the marks, unless there are other writers; of these, ``replaces`` as for :meth:`begin`."""
+        """Remove the marks, unless there are other writers; ``replaces`` applies to these as for :meth:`begin`."""
         if replaces is not None:
             self._delete(replaces)
         self._unmark()
 
     def withdraw(self) -> None:
-        """Remove the marks after a failure before the first shard, unless an earlier run of the same work left some."""
+        """Remove the marks after a failure before the first shard, unless an earlier run of the same work set them."""
         if self.is_begun and not self._goes_on:
             self._unmark()
 
@@ -157,15 +157,15 @@ class TargetMark:
 
 
 def unmark(storage: Storage, directory: str, *, also_writers: bool = False) -> bool:
-    """Delete ``unfinished.json`` unless writers of the directory have files; tell whether there was one.
+    """Delete ``unfinished.json`` unless writers of the directory have files; return whether it existed.
 
-    A writer that begins meanwhile writes its own file first, so it is seen either before the deletion or after it, and
-    then the mark is restored. Whoever changes the mark last has looked at the writers after that.
+    A writer that begins meanwhile writes its own file first. So its file is seen before the deletion or after it, and
+    in the second case the mark is restored. The last process to change the mark always checks for writers afterwards.
 
     Args:
         storage: The store.
         directory: The directory.
-        also_writers: Delete the writers' files first: their work is declared finished.
+        also_writers: Delete the writers' files first, which declares their work finished.
     """
     url = join_url(directory, UNFINISHED_FILE)
     was_marked = storage.exists(url)
@@ -188,7 +188,7 @@ def unmark(storage: Storage, directory: str, *, also_writers: bool = False) -> b
 
 
 def _remove(storage: Storage, url: str) -> None:
-    """Delete a file, or declare it finished where only writing is allowed."""
+    """Delete a file, or overwrite it as finished where deletion is not allowed."""
     try:
         storage.delete(url)
     except AccessDeniedError:

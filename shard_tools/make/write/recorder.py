@@ -42,14 +42,14 @@ _log = logging.getLogger(__name__)
 # Most footers fit into this many bytes at the end of a sample file; a longer one costs a second request.
 _NUM_THREADS = 16
 _Types = Mapping[str, tuple[pa.DataType, str]]
-"""The type of each column, and a shard that has it."""
+"""The type of each column, and a shard with such values."""
 _SILENT = Schema()
 _PLAIN_TYPES = {bool, int, float, str, type(None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarRecord:
-    """One sample as it is written to a tar: a whole number of 512-byte blocks.
+    """One sample in tar form: a whole number of 512-byte blocks.
 
     ``starts`` are the offsets of the fields' contents from the record's first byte; ``pieces`` are valid only as long
     as the caller's values are.
@@ -105,7 +105,7 @@ class ShardRecorder:
             self._close_chunk(len(self._keys))
 
     def add_run(self, run: SampleRun, content: bytes) -> None:
-        """Add the next samples at once, none of which has a large field; ``content`` are the bytes of their records."""
+        """Add the next samples at once, none with a large field; ``content`` are the bytes of their records."""
         first, start, num_samples = len(self._keys), self._record_starts[-1], len(run.keys)
         bounds = start + np.concatenate((np.zeros(1, np.int64), run.ends))
         rows = np.arange(first, first + num_samples).tobytes()
@@ -138,7 +138,7 @@ class ShardRecorder:
         """Checksum a record, with intermediate sums at the start and end of each large field."""
         large = [(at, at + size) for at, size in zip(record.starts, record.sizes, strict=True) if size >= LARGE_BYTES]
         borders = sorted(border for span in large for border in span)
-        at = 0  # in the record
+        at = 0  # offset in the record
         for piece in pieces:
             done, whole = 0, memoryview(piece).cast("B")
             while borders and borders[0] <= at + len(whole):
@@ -153,8 +153,8 @@ class ShardRecorder:
         """Return the sample table of the finished shard, which has ``size_bytes`` bytes.
 
         Raises:
-            ConfigError: No column holds the values of one, or its name is reserved by the format.
-            TarError: The samples have so many different fields that readers would refuse the shard.
+            ConfigError: A column cannot hold its values together, or the format reserves its name.
+            TarError: The samples have too many different fields for readers.
         """
         num_members = sum(len(rows) for rows, _, _ in self._fields.values())
         check_density(len(self._keys), list(self._fields), num_members, self.name)
@@ -179,7 +179,7 @@ class ShardRecorder:
         )
 
     def empty_columns(self) -> list[str]:
-        """Return the columns in which no sample has a value, if there are samples."""
+        """Return the columns without a value in any sample, if there are samples."""
         return [name for name, values in self._columns.items() if values and all(one is None for one in values)]
 
     def _close_span(self, num_samples: int) -> None:
@@ -211,7 +211,7 @@ class IndexRecorder:
         directory: The shards' directory; empty for the working directory.
         index: Directory of the index (``streaming.shards.index.layout``); None: the shards' own.
         columns: See ``ShardWriter``.
-        schema: What the writer is told of the meaning of what it writes; fields and types of columns are added.
+        schema: The writer's schema; fields and types of columns are added.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class IndexRecorder:
         self._elsewhere = index
         self._index = index or self._directory
         self._columns = parse_columns(columns)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._types: _Types = {}
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
@@ -249,22 +249,22 @@ class IndexRecorder:
         return cls(storage, directory, index=os.fspath(index), columns=columns, schema=schema)
 
     def check_beside(self) -> None:
-        """Compare what is going to be written with what the index says of shards that it has, and with sets above.
+        """Compare the new schema with those of the existing index and of sets above.
 
         Raises:
-            ConfigError: They do not mean the same.
+            ConfigError: They contradict each other.
         """
         self._beside()
         meet_above(self._index, self._schema, self._storage)
 
     def _beside(self) -> Schema:
-        """Return what this writer's shards mean together with those that are there."""
+        """Return the joined schema of this writer's shards and the existing ones."""
         there = read_schema(self._storage, self._index)
         if not there:
             return self._schema
         both = {
             f"the set in {redact(self._index)}": without_array_types(there),
-            "what is written into it": without_array_types(self._schema),
+            "the shards to be written": without_array_types(self._schema),
         }
         return met(both, cure="Number the classes as there, or write to a directory of their own").schema
 
@@ -273,12 +273,12 @@ class IndexRecorder:
         return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
 
     def columns_of(self, samples: Sequence[Mapping[str, object]]) -> list[list[ColumnValue]] | None:
-        """Return the values of each column for many samples; None if one by one says what is wrong with them."""
+        """Return the values of each column for many samples; None if a sample fails, for a retry one by one."""
         found = []
         for source in self._columns.values():
             try:
                 values = [follow(one, source) if isinstance(source, str) else source(one) for one in samples]
-            except Exception:  # noqa: BLE001  of a user's function
+            except Exception:  # noqa: BLE001  a user's function may raise anything
                 return None
             if not {*map(type, values)} <= _PLAIN_TYPES:
                 return None
@@ -307,25 +307,25 @@ class IndexRecorder:
             replaces: Whether the shard may replace another, whose sample table must be removed first.
 
         Raises:
-            ConfigError: No column holds the values of one, or a shard before held values of another kind.
-            TarError: The samples have so many different fields that readers would refuse the shard.
+            ConfigError: A column cannot hold its values together, or an earlier shard holds values of another kind.
+            TarError: The samples have too many different fields for readers.
         """
         if self._shard is None:
             return
         self._sealed = self._shard.table(size_bytes)
         self._types = _joined_types(self._types, self._sealed)
         self._saw(list(self._sealed.fields), {name: str(one.type) for name, one in self._sealed.columns.items()})
-        self._tell_of_empty(self._shard)
+        self._warn_of_empty(self._shard)
         self._shard = None
         if replaces:
             self._storage.delete(self._samples_url(self._sealed.shard.name))
 
-    def _tell_of_empty(self, shard: ShardRecorder) -> None:
-        """Warn, once, of columns whose path leads nowhere in a whole shard."""
+    def _warn_of_empty(self, shard: ShardRecorder) -> None:
+        """Warn, once per column, of columns without a value in a whole shard."""
         for name in shard.empty_columns():
             source = self._columns[name]
-            if isinstance(source, str) and name not in self._told:
-                self._told.add(name)
+            if isinstance(source, str) and name not in self._warned:
+                self._warned.add(name)
                 _log.warning(
                     "columns[%r]: no sample of %s has a value at %r, so the column is NULL there. Give the path of a "
                     "value in the sample, such as 'cls' or 'json.width', or a function of the sample",
@@ -362,11 +362,11 @@ class IndexRecorder:
         return dict(self._tables), self._schema
 
     def _name_of(self, name: str) -> str:
-        """Return the name in the index of a shard of the directory."""
+        """Return the name that a shard of the directory has in the index."""
         return shard_name(join_url(self._directory, name), self._elsewhere)
 
     def _add_array_types(self, names: Sequence[str]) -> None:
-        """Say in the schema of which type the arrays in these shards of the directory are, where they are of one."""
+        """Add to the schema the types of arrays in these shards of the directory, for fields of a single type."""
         arrays = {name for name in self._schema.fields if is_npy(name)}
         urls = [join_url(self._directory, name) for name in sorted(names)]
         types = array_types(self._storage, urls, self._elsewhere, arrays)
@@ -374,14 +374,14 @@ class IndexRecorder:
         self._schema = replace(self._schema, fields={**self._schema.fields, **said})
 
     def renew_schema(self) -> None:
-        """Write anew what the set means: what the writer is told, and what the sample tables have."""
+        """Rewrite the schema: the writer's own, with the fields and columns of the sample tables."""
         names = self._sizes_below(self._directory, ".tar")
         self._from_sample_tables({self._name_of(name): size for name, size in names.items()}, known=())
         self._add_array_types(list(names))
         write_schema(self._storage, self._index, self._schema)
 
     def _saw(self, fields: Sequence[str], columns: Mapping[str, str]) -> None:
-        """Add to the schema what a shard has."""
+        """Add the fields and columns of a shard to the schema."""
         seen = Schema(
             fields={
                 name: SchemaField(kind=kind_by_name(name)) for name in fields
@@ -393,7 +393,7 @@ class IndexRecorder:
         self._schema = both.agreed if isinstance(both, SchemaConflict) else both
 
     def _origin(self, name: str) -> str:
-        """Return the path of a column's values in a sample, if it is named otherwise."""
+        """Return the path of a column's values in a sample, if it differs from the column's name."""
         source = self._columns.get(name)
         return source if isinstance(source, str) and source != name else ""
 
@@ -440,11 +440,11 @@ class IndexRecorder:
         except (
             IndexFormatError,
             NotFoundError,
-        ):  # damaged, or being replaced: left to `shard_tools index`
+        ):  # damaged, or being replaced: `shard_tools index` handles it
             return None
 
     def _sizes_below(self, url: str, suffix: str) -> dict[str, int]:
-        """Return the size of every file with this suffix below ``url``, by relative name."""
+        """Return the size of every file below ``url`` with this suffix, by relative name."""
         prefix = url.rstrip("/") + "/"
         return {
             info.url.removeprefix(prefix): info.size_bytes
@@ -457,7 +457,7 @@ class IndexRecorder:
 
 
 def _rows_and_contents(tail: bytes, source: str) -> tuple[ChunkTable, tuple[list[str], dict[str, str]]]:
-    """Return the chunks of a sample file, its fields, and its columns with their types, from a tail of it."""
+    """Return the chunks, the fields, and the columns with their types from the tail of a sample file."""
     return chunk_rows_from_footer(tail, source), contents_from_footer(tail, source)
 
 

@@ -1,4 +1,4 @@
-"""Make the tar blocks of many small samples at once: a fifth of the time that they take one by one."""
+"""Make the tar blocks of many small samples at once, in a fifth of the time that single samples take."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _Sample = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRun:
-    """Samples in a row with the same fields, as they are written to a tar.
+    """Consecutive samples with the same fields, in tar form.
 
     Attributes:
-        keys: Their ``n`` keys.
+        keys: Keys of the ``n`` samples.
         fields: Their fields, sorted.
-        starts: int64 ``[n, fields]``: the contents' offsets from the first byte of their record.
-        sizes: int64 ``[n, fields]``: the contents' sizes.
-        ends: int64 ``[n]``: where each record ends, counted from the start of the run.
-        pieces: For each field of each sample its header, content and padding.
-        columns: For each column its ``n`` values.
+        starts: int64 ``[n, fields]``: offsets of the contents from the first byte of their record.
+        sizes: int64 ``[n, fields]``: sizes of the contents.
+        ends: int64 ``[n]``: end of each record, counted from the start of the run.
+        pieces: Header, content and padding of each field of each sample.
+        columns: The ``n`` values of each column.
     """
 
     keys: Sequence[str]
@@ -44,7 +44,7 @@ class SampleRun:
     columns: Sequence[Sequence[ColumnValue]]
 
     def part(self, start: int, stop: int) -> SampleRun:
-        """Return the samples from number ``start`` to ``stop``."""
+        """Return the samples with numbers from ``start`` to ``stop``."""
         pieces_each = 3 * len(self.fields)
         return SampleRun(
             keys=self.keys[start:stop],
@@ -58,11 +58,11 @@ class SampleRun:
 
 
 def sample_run(samples: Sequence[_Sample], columns: Sequence[Sequence[ColumnValue]]) -> SampleRun | None:
-    """Return samples with the same names of entries as a run.
+    """Return samples with equal entry names as a run.
 
     Returns:
-        None if they have to be written one by one: something about one of them is wrong, or needs an encoder, a longer
-        header, or sums of its own.
+        None if the samples must be written one by one, because one of them is invalid, or needs an encoder, a longer
+        header, or checksums of its own.
     """
     try:
         keys = [sample["__key__"] for sample in samples]

@@ -34,7 +34,7 @@ from streaming.storage import Storage, StoreWriter, join_url, redact, scheme_of,
 from streaming.types import override
 
 DEFAULT_MAX_BYTES = "256MB"
-"""Of a shard: takes one connection a few seconds; 100 TB make 400,000 objects."""
+"""Default size of a shard: one connection reads it in a few seconds; 100 TB make 400,000 objects."""
 _SILENT: Final = Schema()
 _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")
@@ -52,7 +52,7 @@ _ELSEWHERE: Final = {
     "keep_local": "leave it out: nothing is kept here",
     "encoder": "leave it out: values are encoded by the extension of their field, and bytes are kept",
 }
-"""Options of other writers: what to write instead."""
+"""Options of other writers, and their equivalents here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ class ShardWriter:
     no times, owners or insertion order. A shard becomes visible only when it is complete; its sample table follows
     immediately, and :meth:`close` adds all shards to the directory's chunk table.
 
-    From before the first shard until :meth:`close` has returned, the directory is marked as unfinished: readers refuse
-    it, and so they do if the writer is killed or fails. Run the program again with ``overwrite``, or without it and
-    with ``start_shard`` after the shards that are there; or accept what is there with ``shard_tools index
+    From before the first shard until :meth:`close` has returned, the directory is marked as unfinished. Readers refuse
+    it, also after the writer was killed or failed. In that case, run the program again with ``overwrite``, or with
+    ``start_shard`` after the existing shards; or accept the existing shards with ``shard_tools index
     --allow-unfinished``.
 
     Memory: the parts that the store's writer has in flight, the current sample, its shard's sample table, and a few
@@ -105,8 +105,8 @@ class ShardWriter:
     Args:
         pattern: URL or path of the shards with one placeholder for the number: ``"s3://bucket/train/{:06d}.tar"``, or
             ``%06d`` as in printf.
-        max_bytes: Maximum size of a shard, exceeded only by a single sample that is larger. 256 MB is large enough for
-            sequential reads, and small enough to be rewritten or uploaded again.
+        max_bytes: Maximum size of a shard; a single sample may exceed it. 256 MB is large enough for sequential reads,
+            and small enough to be rewritten or uploaded again.
         max_samples: Maximum number of samples per shard; None: no limit.
         storage_options: Options of the store, as for ``StreamingDataset``.
         index: True: write the index to ``_shardstream/`` beside the shards; a URL: write it there; False: write none.
@@ -115,12 +115,12 @@ class ShardWriter:
         overwrite: Replace existing shards, which are refused otherwise. Shards with higher numbers from an earlier,
             longer run are not deleted: delete them, or write to an empty directory.
         start_shard: Number of the first shard.
-        classes: Names of classes in the order of their numbers, by field, such as ``{"cls": ["cat", "dog"]}``; where a
-            column has the field's name, its numbers mean the same. Readers get them, and compare them where this set
-            meets another one. Writers of one directory give the same.
-        append: Add to the set that is there: the shards get names of their own, and :meth:`close` publishes them as the
-            set's next version. Until then, and if the writer fails, readers see the set as it is. Of two writers that
-            append at the same time one wins, and :meth:`close` of the other one raises.
+        classes: Names of classes in the order of their numbers, by field, such as ``{"cls": ["cat", "dog"]}``; if a
+            column has the field's name, the same names apply to it. Readers get the names, and compare them when this
+            set is joined with another. All writers of one directory must give the same names.
+        append: Add to an existing set: the shards get new names, and :meth:`close` publishes them as the set's next
+            version. Until then, and if the writer fails, readers see the earlier version. If two writers append at the
+            same time, one succeeds, and :meth:`close` of the other raises.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -166,7 +166,7 @@ class ShardWriter:
         )  # fmt: skip
         self._mark = self._pattern.mark(self._storage, start_shard) if self._marks and not append else None
         self._change = self._appending(schema, overwrite=overwrite, index=index) if append else None
-        self._may_differ = False  # whether something in the directory is not as it was
+        self._may_differ = False  # whether the directory may have changed
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -187,8 +187,8 @@ class ShardWriter:
         """Append one sample: ``__key__`` and one entry per field.
 
         Values are encoded according to the field's extension (``shard_tools.make.write.encode``). Other entries named
-        ``__…__`` are left out, such as the ``__url__`` of a sample that was read. The values may be changed once this
-        has returned.
+        ``__…__`` are left out, such as the ``__url__`` of a sample that was read. The caller may change the values
+        after this has returned.
 
         Raises:
             ConfigError: A key, field or value cannot be stored so that every reader gets it back. Nothing of the sample
@@ -263,7 +263,7 @@ class ShardWriter:
         if out is not None:
             out.abort()
         if self._mark is not None and not self._may_differ:
-            with suppress(ShardstreamError):  # it stays marked
+            with suppress(ShardstreamError):  # the directory stays marked
                 self._mark.withdraw()
         if self._change is not None and self._url:
             self._change.__exit__(ShardstreamError, None, None)
@@ -335,7 +335,8 @@ class ShardWriter:
     def _begin(self, mark: TargetMark) -> None:
         """Mark the directory before the first shard.
 
-        A shard right before it is that of an interrupted writer, unless shards are overwritten: it may be an older one.
+        An existing shard directly before the first one comes from an interrupted writer. With ``overwrite`` it may be
+        older, so it does not count.
         """
         before = self._next_shard - 1
         mark.begin_shards(goes_on=lambda: not self._overwrite and self._storage.exists(self._pattern.url(before)))
@@ -376,7 +377,7 @@ class UnmarkedWriter(ShardWriter):
     _marks = False
 
     on_shard: Callable[[int, int, int], None] | None = None
-    """Called after each shard: with the number of shards so far, of their samples, and of the bytes of this one."""
+    """Called after each shard with the number of shards so far, of their samples, and of the bytes of this shard."""
 
     def __init__(self, pattern: str, *, schema: Schema = _SILENT, **options: Any) -> None:
         self._schema = schema
@@ -403,11 +404,11 @@ class UnmarkedWriter(ShardWriter):
         return self._shard_bytes
 
     def write_all(self, samples: Sequence[Mapping[str, object]]) -> None:
-        """Append samples like :meth:`write`, one after the other: the same bytes, and less time for small ones.
+        """Append samples in order like :meth:`write`: the same bytes, in less time for small samples.
 
         Raises:
-            ConfigError: As :meth:`write`; the samples before are written (``num_samples``).
-            DuplicateKeyError: As well.
+            ConfigError: As for :meth:`write`; the samples before are written (``num_samples``).
+            DuplicateKeyError: As for :meth:`write`.
             StorageError: The store failed.
         """
         for _, group in itertools.groupby(samples, key=tuple):
@@ -434,7 +435,7 @@ class UnmarkedWriter(ShardWriter):
                 stop = min(stop, at + self._max_samples - (0 if rolls else self._shard_samples))
             stop = at + self._seen.add_all(run.keys[at:stop], new_shard=rolls)
             if stop == at:
-                self._seen.check(run.keys[at], new_shard=rolls)  # which says what is wrong with it
+                self._seen.check(run.keys[at], new_shard=rolls)  # raises the error of this key
             part = run.part(at, stop)
             try:
                 if rolls:
@@ -463,7 +464,7 @@ def checked_schema(classes: Any, columns: ColumnSpec) -> Schema:
     """Return the schema of a writer's classes.
 
     Raises:
-        ConfigError: They are not lists of different names, by field.
+        ConfigError: They are not lists of distinct names, by field.
     """
     given = {} if classes is None else classes
     if not isinstance(given, Mapping):
@@ -477,7 +478,7 @@ def checked_schema(classes: Any, columns: ColumnSpec) -> Schema:
 
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:
-    """Tell whether a record of ``num_bytes`` must start a new shard, given the bytes and samples of the current one."""
+    """Return whether a record of ``num_bytes`` must start a new shard, given the size of the current one."""
     if max_samples is not None and shard_samples >= max_samples:
         return True
     return shard_bytes + num_bytes + len(END_OF_ARCHIVE) > max_bytes
@@ -528,7 +529,7 @@ def _positive(value: int | None, name: str) -> int | None:
 
 
 def refuse_several(target: str, *parts: str) -> None:
-    """Refuse parts of a target's name in a store that its readers would take for several URLs.
+    """Refuse parts of a target's name that readers would expand to several URLs in its store.
 
     Local files and folders are read by their exact names.
 

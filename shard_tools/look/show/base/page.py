@@ -1,4 +1,4 @@
-"""Define what a page is: an address, a template, and a function that answers; HTML and JSON are made of one answer."""
+"""Define a page: an address, a template, and a function that answers; HTML and JSON come from the same answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 4096  # characters of one parameter
 
 
 class Answer(Protocol):
-    """What a page shows: the template gets it as ``answer``, a program its ``as_dict``. A ``Report`` is one."""
+    """The content of a page: passed to the template as ``answer``, to programs as ``as_dict``. A ``Report`` is one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -24,7 +24,7 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a page is asked, by name. Missing and empty parameters are the same.
+    """The parameters of a request, by name. Missing and empty parameters are the same.
 
     Example: ``Query({"page": "3"}).number("page", 0) == 3``
     """
@@ -39,16 +39,16 @@ class Query:
         """Return a parameter that is a whole number.
 
         Raises:
-            ConfigError: It is none, or out of range.
+            ConfigError: It is not a whole number, or out of range.
         """
         found = self.some_number(name, least=least, most=most)
         return default if found is None else found
 
     def some_number(self, name: str, *, least: int = 0, most: int = 2**62) -> int | None:
-        """Return a parameter that is a whole number, None if it is not given.
+        """Return a parameter that is a whole number, or None if it is not given.
 
         Raises:
-            ConfigError: It is none, or out of range.
+            ConfigError: It is not a whole number, or out of range.
         """
         text = self.given.get(name, "").strip().replace(",", "")
         if not text:
@@ -73,7 +73,7 @@ class Query:
         """Refuse parameters that would have no effect, and those that are too long.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is such a parameter.
         """
         for name, value in self.given.items():
             if name not in known and name not in _OF_ALL:
@@ -90,9 +90,9 @@ class PagePart:
     """A part of a page that another package makes.
 
     Attributes:
-        name: Its name in JSON, beside what the page itself answers.
-        template: Its template, which gets what it answers as ``part``.
-        answer: Called with what is shown, the parameters, and the answer of the page.
+        name: Its name in JSON, beside the page's own answer.
+        template: Its template, which receives the part's answer as ``part``.
+        answer: Called with the subject, the parameters, and the page's answer.
     """
 
     name: str
@@ -105,24 +105,24 @@ def _never(_: Subject) -> bool:
 
 
 def always(_: Subject) -> bool:
-    """Return True: a page belongs into every file."""
+    """Return True: the page belongs in every file."""
     return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page: all that the server, the navigation and ``--html`` know of it.
+    """A page: all that the server, the navigation and ``--html`` know about it.
 
     Attributes:
         path: Its address, such as ``"/columns"``.
         title: Its name in the navigation.
-        template: Its template, which extends ``frame`` and fills the block ``body``; it gets ``answer``.
-        answer: Called with what is shown and the parameters; on any thread, several at a time.
+        template: Its template, which extends ``frame`` and fills the block ``body``; it receives ``answer``.
+        answer: Called with the subject and the parameters; on any thread, concurrently.
         asks: Names of its parameters; others are refused.
-        needs: What must be there for it: ``"set"``, or ``"run"``.
-        parts: What others add to it.
-        in_navigation: Whether the navigation has it; else other pages link to it.
-        in_file: Whether ``--html`` has it, for what is shown.
+        needs: What the page requires: ``"set"``, or ``"run"``.
+        parts: Parts that other packages add.
+        in_navigation: Whether it is in the navigation; otherwise other pages link to it.
+        in_file: Whether ``--html`` includes it, for a subject.
     """
 
     path: str
@@ -136,20 +136,20 @@ class Page:
     in_file: Callable[[Subject], bool] = _never
 
     def fits(self, subject: Subject) -> bool:
-        """Tell whether there is something to show."""
+        """Return whether there is something to show."""
         return subject.source is not None if self.needs == "set" else bool(subject.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """Bytes to send, read only as far as they are asked for.
+    """Bytes to send, read only on demand.
 
     Attributes:
-        media_type: Never one that a browser runs.
-        num_bytes: How many there are.
-        read: Yields those from one number to before another, in pieces.
-        file_name: If given, the browser offers to save it under this name instead of showing it.
-        seconds: How long a browser may keep it; the address then names the version.
+        media_type: Never a type that a browser executes.
+        num_bytes: Number of bytes.
+        read: Yields the bytes of a half-open range, in pieces.
+        file_name: If given, the browser offers to save the bytes under this name instead of showing them.
+        seconds: Time for which a browser may cache the bytes; the address then contains the version.
     """
 
     media_type: str
@@ -165,7 +165,7 @@ class Media:
 
     Attributes:
         path: Its address.
-        answer: Called with what is shown and the parameters, on any thread.
+        answer: Called with the subject and the parameters, on any thread.
         asks: Names of its parameters; others are refused.
     """
 
@@ -175,7 +175,7 @@ class Media:
 
 
 def address(path: str, /, **given: object) -> str:
-    """Return the address of a page with these parameters; None, ``""`` and False leave one out.
+    """Return the address of a page with these parameters; those that are None, ``""`` or False are omitted.
 
     Example: ``address("/sample", key="a b") == "/sample?key=a%20b"``
     """

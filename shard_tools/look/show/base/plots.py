@@ -1,4 +1,4 @@
-"""Compute what plots show: bars within a box of 100 by 100, which templates draw. Nothing here knows markup."""
+"""Compute the contents of plots: bars in a box of 100 by 100, which templates draw. Nothing here knows markup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bar, from the lower edge of the box up, and what it says."""
+    """A bar, from the lower edge of the box up, with its title."""
 
     x: float
     y: float
@@ -19,7 +19,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How numbers are spread: bars, and the two ends of the axis in words."""
+    """A distribution of numbers: bars, and labels of both ends of the axis."""
 
     name: str
     bars: tuple[Bar, ...]
@@ -30,7 +30,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A word, how often it occurs, and the length of its bar in percent of the longest."""
+    """A word, its count, and the length of its bar in percent of the longest."""
 
     word: str
     count: int
@@ -41,7 +41,7 @@ class Row:
 def histogram(
     name: str, bins: Sequence[tuple[float, float, float]], *, least: str, most: str, middle: str, unit: str = ""
 ) -> Histogram:
-    """Return the bars of (from, to, share): as wide as each other, as high as their share."""
+    """Return bars for (from, to, share): all have equal width, and their height is their share."""
     highest = max((share for _, _, share in bins), default=0) or 1
     width = 100 / max(len(bins), 1)
     bars = []
@@ -54,7 +54,7 @@ def histogram(
 
 
 def rows(counts: Sequence[tuple[object, int]], total: int) -> tuple[Row, ...]:
-    """Return a row for each word, as long as its share of the most frequent one."""
+    """Return a row per word, with a length relative to the most frequent word."""
     most, total = max((count for _, count in counts), default=0) or 1, max(total, 1)
     return tuple(
         Row(word=str(word), count=count, share=count / total, width=100 * count / most) for word, count in counts

@@ -1,4 +1,4 @@
-"""Render templates: what comes from data is escaped, and its control characters are shown by their codes."""
+"""Render templates: data is escaped, and its control characters are shown by their codes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from streaming.common.arguments import format_bytes
 
 FILES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "templates")
 STYLES = ("style.css", "show.css", "order.css")
-"""The styles of the pages of ``show``."""
+"""Styles of the pages of ``show``."""
 FRAME = "page.html"
-"""The frame of a page that is a file of its own."""
+"""Template that frames a page in a file of its own."""
 
 
 def render(name: str, /, styles: Sequence[str] = ("style.css",), **values: Any) -> str:
-    """Return a page that is a file: a template, its style, and a policy that allows this style alone."""
+    """Return a page as a file: a template, its style, and a policy that allows this style only."""
     style = as_markup("".join(template(one).render() for one in styles))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -29,7 +29,7 @@ def render(name: str, /, styles: Sequence[str] = ("style.css",), **values: Any) 
 
 
 def as_markup(text: str) -> str:
-    """Return text that a template made as one that others do not escape again."""
+    """Mark text that a template made, so that others do not escape it again."""
     return _environment().filters["safe"](text)  # type: ignore[no-any-return]
 
 
@@ -55,12 +55,12 @@ def _environment() -> Any:
 
 
 def _lines(text: str) -> Any:
-    """Return a text of the data as markup that keeps its lines and tabs, and shows other control characters."""
+    """Return data text as markup that keeps lines and tabs, and shows other control characters."""
     lines = text.replace("\r\n", "\n").split("\n")
     shown = "\n".join("\t".join(map(plain, line.split("\t"))) for line in lines)
     return jinja("pages", "show").utils.markupsafe.escape(shown)
 
 
 def _visible(value: object) -> object:
-    """Show control characters of the data by their codes; what templates made stays as it is."""
+    """Show control characters of data by their codes; leave markup from templates unchanged."""
     return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value

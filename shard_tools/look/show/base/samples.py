@@ -1,4 +1,4 @@
-"""Find samples of a set by number, key or condition, in bounded time; tell where their fields lie."""
+"""Find samples of a set by number, key or condition, in bounded time; locate their fields."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from streaming.sets.sources.samples import SampleSource
 
 FEW_SAMPLES = 4_000_000
-"""Up to so many samples, a condition is evaluated for all of them at once, so that the total is known."""
+"""Up to this number of samples, a condition is evaluated for all at once, so that the total is known."""
 SEARCH_SECONDS = 5.0
-"""How long one request searches a larger set before it says how far it came; the next one goes on from there."""
+"""Time limit of one request's search in a larger set; the next request continues from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class SampleSet:
 
     @cached_property
     def starts(self) -> Int64Array:
-        """int64 [C + 1], samples before each chunk."""
+        """int64 [C + 1], number of samples before each chunk."""
         return sums(self.source.table.num_samples)
 
     @property
     def total(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return int(self.starts[-1])
 
     def places(self, numbers: Int64Array) -> list[SamplePlace]:
-        """Return where samples are stored, given by numbers that exist, int64 [n]."""
+        """Return where samples are stored, given by existing numbers, int64 [n]."""
         table = self.source.table
         chunks = np.searchsorted(self.starts, numbers, side="right") - 1
         rows = table.first_sample[chunks] + self.source.samples_of(chunks, numbers - self.starts[chunks])
@@ -82,7 +82,7 @@ class SampleSet:
         """Return the sample table of a shard.
 
         Raises:
-            IndexMissingError: There is none.
+            IndexMissingError: There is no sample table.
         """
         found = self.source.samples_at(self.source.urls[shard])
         if found is None:
@@ -93,7 +93,7 @@ class SampleSet:
         return found
 
     def locate(self, place: SamplePlace) -> SampleLocation:
-        """Return where the fields of a sample lie in its shard.
+        """Return the positions of a sample's fields in its shard.
 
         Raises:
             IndexMissingError: There is no sample table.
@@ -107,29 +107,29 @@ class SampleSet:
         return int(self.source.numbers_of(np.array([shard]), np.array([row]))[0])
 
     def by_key(self, key: str) -> list[int]:
-        """Return the numbers of samples with a key, if keys ascend from shard to shard; else, most likely, none."""
+        """Return the numbers of samples with a key if keys ascend from shard to shard; otherwise it may find none."""
         found = (self.number_of(*at) for at in places_by_order(self.source.shard_keys, key))
         return [number for number in found if number is not None]
 
     def numbers_of(self, shard: int, rows: Int64Array) -> Int64Array:
-        """Return the numbers of samples of a shard that the set has, given by their numbers there, int64 [n]."""
+        """Return the numbers in the set of the samples that it keeps, given by their numbers in a shard, int64 [n]."""
         return self.source.numbers_of(np.full(len(rows), shard), rows)
 
     @cached_property
     def filled(self) -> list[int]:
-        """The shards that hold samples of the set, ascending."""
+        """Shards that hold samples of the set, ascending."""
         found: list[int] = np.unique(self.source.table.shard).tolist()
         return found
 
     def rows_of(self, shard: int) -> Int64Array:
-        """Return the numbers in a shard of the samples that the set has of it, int64 [n], ascending."""
+        """Return the numbers in a shard of the samples that the set keeps, int64 [n], ascending."""
         return np.flatnonzero(self.source.selection.mask(shard))
 
     # --- columns ---
 
     @cached_property
     def late(self) -> Mapping[str, LateColumn]:
-        """The late columns, by name; none in a store that cannot list, or where they do not belong to all shards."""
+        """The late columns, by name; none if the store cannot list, or if they do not cover all shards."""
         shards = self.source.shards
         try:
             return late_columns_of(self.source.storage, shards, late_names(self.source.storage, shards), None)
@@ -138,15 +138,15 @@ class SampleSet:
 
     @cached_property
     def column_names(self) -> tuple[str, ...]:
-        """The columns of the first shard's samples and the late ones, sorted."""
+        """Names of the first shard's columns and of the late ones, sorted."""
         first = self.table(self.filled[0]).columns if self.filled else ()
         return tuple(sorted({*first, *self.late}))
 
     def columns(self, shard: int, names: Collection[str]) -> dict[str, Values]:
-        """Return the columns of all samples of a shard; one that only other shards have is all missing.
+        """Return the columns of all samples of a shard; a column that only other shards have is all missing.
 
         Raises:
-            IndexMissingError: It has no sample table.
+            IndexMissingError: The shard has no sample table.
             IndexMismatchError: A late column is of another version of the shard.
         """
         if not names:
@@ -158,10 +158,10 @@ class SampleSet:
         return {name: found[name] if name in found else no_values(count) for name in names}
 
     def check_columns(self, names: Collection[str], what: str) -> None:
-        """Refuse columns that neither the first shard has nor, in a small set, any other.
+        """Refuse columns that do not exist in the first shard or, in a small set, in any shard.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is such a column.
         """
         unknown = sorted({*names} - {KEY, *self.column_names})
         there = set(self.column_names)
@@ -178,10 +178,10 @@ class Found:
     """Samples that were found.
 
     Attributes:
-        numbers: int64 [n], those that were asked for.
-        total: How many there are; None: not all of the set was looked at.
-        num_looked: Shards that were looked at.
-        num_shards: All that could hold one.
+        numbers: int64 [n], the requested samples.
+        total: Total number of matches; None: not all of the set was searched.
+        num_looked: Number of shards searched.
+        num_shards: Number of shards that could hold a match.
     """
 
     numbers: Int64Array
@@ -191,20 +191,20 @@ class Found:
 
 
 class Search:
-    """Find the samples of a set that meet a condition, in order, shard by shard, as far as anybody asked. Thread-safe.
+    """Find the samples that meet a condition, in order, shard by shard, as far as requested. Thread-safe.
 
     Args:
         within: The set.
         where: The condition.
 
     Raises:
-        ConfigError: It is not understood, or names a column that is not there.
+        ConfigError: It is invalid, or names a column that does not exist.
     """
 
     def __init__(self, within: SampleSet, where: str) -> None:
         self.within, self.where = within, parse_where(where)
         within.check_columns(self._names, "where")
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _bits, _ends
         self._bits: list[Bits] = []
         self._ends = [0]
 
@@ -213,14 +213,14 @@ class Search:
         return self.where.names or frozenset()
 
     def find(self, first: int, stop: int) -> Found:
-        """Return matches ``[first, stop)``, looking at further shards if needed, for a limited time.
+        """Return matches ``[first, stop)``, searching further shards if needed, for a limited time.
 
         Raises:
             ConfigError: The condition does not fit the columns.
         """
         shards = self.within.filled
         with self._lock:
-            # Bits are known of a prefix of the shards; who waits here most likely needs the same ones.
+            # Results are known for a prefix of the shards; a thread that waits here most likely needs the same ones.
             self._look(shards, stop)
             done = len(self._bits)
             ends = np.array(self._ends, np.int64)
@@ -239,7 +239,7 @@ class Search:
         )
 
     def _look(self, shards: list[int], stop: int) -> None:
-        """Evaluate shards until so many matches are known, all are, or the time is over."""
+        """Evaluate shards until enough matches are known, all shards are done, or the time is over."""
         wants_all = self.within.total <= FEW_SAMPLES
         until = time.monotonic() + SEARCH_SECONDS * (4 if wants_all else 1)
         num_threads = reading_threads(self.within.source.shards)
@@ -251,7 +251,7 @@ class Search:
                 self._ends.append(self._ends[-1] + count)
 
     def _fitting(self, shard: int) -> tuple[Bits, int]:
-        """Return which samples of a shard match, and how many."""
+        """Return which samples of a shard match, and their number."""
         count = self.within.source.shards.chunks.shards[shard].num_samples
         bits = fitting(self.where, self.within.columns(shard, self._names), count)
         bits = bits & np.packbits(self.within.source.selection.mask(shard), bitorder="little")

@@ -1,4 +1,4 @@
-"""Open what is shown: a set, a mixture, packs, a curriculum, as training opens it; or a running job alone."""
+"""Open the subject: a set, a mixture, packs, a curriculum, as training opens it; or only a running job."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """What is shown, and what pages keep of it while it is. Thread-safe.
+    """The subject of the pages, with cached values. Thread-safe.
 
     Attributes:
-        urls: As the user wrote them; they may contain secrets.
-        source: What training reads of it, a ``Source``; None: there is only a job.
-        storage_options: How to reach the store, for sets that do not say it themselves.
+        urls: URLs as the user wrote them; they may contain secrets.
+        source: The ``Source`` that training reads; None: there is only a job.
+        storage_options: Store options, for sets without their own.
         chosen: Options that choose samples or shape rows, to be shown, without secrets: ``where``, ``view``, …
         state_url: A saved ``state_dict``.
         bad: Files of bad samples.
@@ -43,40 +43,41 @@ class Subject:
     bad: tuple[str, ...] = ()
     tokenizer: str | None = None
     run: tuple[str, ...] = ()
+    # _lock guards _making; the lock _making[name] guards _kept[name].
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _making: dict[str, threading.Lock] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def title(self) -> str:
-        """What is shown, in words, without secrets."""
+        """The subject in words, without secrets."""
         if not self.urls:
             return f"run {some_names([redact(address) for address in self.run])}"
         return some_names([redact(url) for url in self.urls])
 
     @cached_property
     def storage(self) -> Storage:
-        """Reads the files that the user names: states, lists."""
+        """The store for files that the user names: states, lists."""
         return Storage(self.storage_options)
 
     @cached_property
     def sets(self) -> dict[str, SampleSet]:
-        """The sets that hold the samples, by their name in batches (``""``: the only one); documents of packs."""
+        """The sets that hold the samples, by their name in batches (``""`` for a single set); for packs, documents."""
         return {} if self.source is None else {name: SampleSet(one) for name, one in sorted(_sets(self.source).items())}
 
     @cached_property
     def bad_lists(self) -> tuple[str, ...]:
-        """Files of bad samples that the user names, else those that the sets would write and that are there."""
+        """Files of bad samples that the user names, else existing files at the sets' default locations."""
         if self.bad or self.source is None:
             return self.bad
         named = dict.fromkeys(self.source.bad_files.values())
         return tuple(one for one in named if "{" not in one and self.storage.exists(one))
 
     def set_of(self, name: str) -> SampleSet:
-        """Return the set that is a source of this name; the first one for ``""``.
+        """Return the set that is the source of this name; the first one for ``""``.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is no such source.
         """
         if not name and self.sets:
             return next(iter(self.sets.values()))
@@ -87,21 +88,21 @@ class Subject:
         return found
 
     def keep(self, name: str, make: Callable[[], _T]) -> _T:
-        """Return what ``make`` made when it was first asked for under this name; it is closed with the subject."""
+        """Return the value that ``make`` made at the first request for this name; it is closed with the subject."""
         with self._lock:
-            # One lock for each name: only who asks for the same thing waits for it to be made.
+            # One lock per name: only requests for the same value wait for it to be made.
             making = self._making.setdefault(name, threading.Lock())
         with making:
-            # What is kept under a name stays the same until the subject is closed.
+            # The value of a name stays the same until the subject is closed.
             if name not in self._kept:
                 self._kept[name] = make()
             found: _T = self._kept[name]
         return found
 
     def close(self) -> None:
-        """Close whatever is kept and can be closed: processes, connections."""
+        """Close all cached values that can be closed: processes, connections."""
         with self._lock:
-            # Nothing is kept any more; what is asked for from now on is made anew.
+            # The cache is empty from here on; later requests make values again.
             kept = list(self._kept.values())
             self._kept.clear()
         for one in kept:
@@ -110,7 +111,7 @@ class Subject:
 
 
 def _sets(source: Any, name: str = "") -> dict[str, Any]:
-    """Return the sources that hold samples: of packs their documents, of groups the set that they are of."""
+    """Return the sources that hold samples: for packs their documents, for groups the underlying set."""
     if hasattr(source, "documents"):
         return {name: source.documents}
     if hasattr(source, "dataset"):
@@ -124,7 +125,7 @@ def _sets(source: Any, name: str = "") -> dict[str, Any]:
 
 
 def _shown(option: Any) -> Any:
-    """Return the value of an option for pages."""
+    """Return the value of an option as pages show it."""
     text = ", ".join(option) if isinstance(option, tuple) else option
     return redact_text(text) if isinstance(text, str) else text
 
@@ -133,11 +134,11 @@ def open_subject(
     urls: Sequence[str], *, storage_options: Mapping[str, object] | None = None, state_url: str | None = None,
     bad: Sequence[str] = (), tokenizer: str | None = None, run: Sequence[str] = (), **options: Any,
 ) -> Subject:  # fmt: skip
-    """Open what is to be shown.
+    """Open the subject.
 
     Args:
         urls: Shards, or the JSON file of a mixture; none: only a running job is shown.
-        storage_options: How to reach the store.
+        storage_options: Store options.
         state_url: A saved ``state_dict`` (JSON).
         bad: Files of bad samples.
         tokenizer: The tokenizer that made the tokens.
@@ -145,7 +146,7 @@ def open_subject(
         options: As for :func:`~shard_tools.look.plan.sources.open_planned`.
 
     Raises:
-        ConfigError: It cannot be opened with these options.
+        ConfigError: The subject cannot be opened with these options.
         IndexMissingError: There is no index, and the set is too large to index on the fly.
         NotFoundError: Nothing matches ``urls``.
     """
@@ -155,7 +156,7 @@ def open_subject(
     if urls:
         shown = (
             {} if is_mixture_file(urls) else {"duplicate_keys": "keep"}
-        )  # of shards without an index: they are to be seen
+        )  # show duplicates in shards without an index
         source = open_planned(tuple(urls), storage_options=storage_options, **shown, **options)
     elif not run:
         raise ConfigError("give the URL of shards, the JSON file of a mixture, or a running job with --run")

@@ -1,4 +1,4 @@
-"""Show bad samples: those of a run's ``bad_samples_file``, or what ``verify`` found, and how to leave them out."""
+"""Show bad samples from a run's ``bad_samples_file`` or from ``verify``, and how to leave them out."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class BadRow(Report):
     """A sample, or a range of a shard, that could not be delivered.
 
     Attributes:
-        key: Key of the sample; "" unknown.
+        key: Key of the sample; "" if unknown.
         shard: Its shard, without secrets.
-        sample_in_shard: Its number there; -1 unknown.
-        bytes: Its record: first byte, and one past the last; -1 unknown.
+        sample_in_shard: Its number there; -1 if unknown.
+        bytes: Its record: first byte, and one past the last; -1 if unknown.
         stage: ``fetch``, ``decode`` or ``transform``.
-        reason: What was wrong.
-        epoch: Where it was found; -1 unknown.
-        rank: Who found it.
-        time: When.
-        address: Its page, if it is of a set that is shown.
+        reason: The error.
+        epoch: Epoch in which it was found; -1 if unknown.
+        rank: Rank that found it.
+        time: Time when it was found.
+        address: Its page, if it belongs to a set on display.
     """
 
     key: str
@@ -54,13 +54,13 @@ class BadPage(Report):
     """A page of bad samples.
 
     Attributes:
-        total: All of the list, or of the stage that was asked for.
+        total: Number of bad samples in the list, or in the requested stage.
         page: Number of the page.
         last_page: Number of the last page.
         files: The lists.
-        unreadable: Lines of them that are no records.
-        reasons: How many have each reason.
-        stages: How many there are of each stage.
+        unreadable: Number of invalid lines in the lists.
+        reasons: Number of samples per reason.
+        stages: Number of samples per stage.
         rows: The samples.
         commands: Commands that leave them out, or that find them.
     """
@@ -85,8 +85,8 @@ def bad_samples(subject: Subject, query: Query) -> BadPage:
     """Return a page of bad samples; without a list, the commands that make one.
 
     Raises:
-        NotFoundError: A list is not there.
-        DataError: It is none.
+        NotFoundError: A list does not exist.
+        DataError: A file is not such a list.
     """
     files = subject.bad_lists
     found = load_bad_list(files, subject.storage) if files else BadList(by_shard={})
@@ -107,7 +107,7 @@ def bad_samples(subject: Subject, query: Query) -> BadPage:
 
 
 def _short(record: BadRecord) -> str:
-    """Return the reason without what differs from sample to sample."""
+    """Return the reason without the parts that differ from sample to sample."""
     reason = redact_text(record.reason)
     for part in (record.url, record.key):
         reason = reason.replace(part, "…") if part else reason
@@ -124,7 +124,7 @@ def _row(record: BadRecord, known: dict[str, str]) -> BadRow:
 
 
 def _commands(subject: Subject, files: Sequence[str]) -> tuple[str, ...]:
-    """Return the commands to copy: for each set one."""
+    """Return the commands to copy, one per set."""
     lists = " ".join(f"--drop {shell_place(one)}" for one in files)
     folders = dict.fromkeys(
         redact(url.rpartition("/")[0] + "/") for one in subject.sets.values() for url in one.source.urls[:1]

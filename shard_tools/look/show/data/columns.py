@@ -1,4 +1,4 @@
-"""Show how the values of columns are spread, and two columns against each other; each bar is a condition to click."""
+"""Show the distribution of column values, and two columns against each other; each bar is a condition to click."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from streaming.shards.index.where import Where, is_comparable, parse_where
 
 ASKS = ("source", "where", "name", "against")
 MOST_ROWS = 2_000_000
-"""Of more samples, shards that are spread over all of them are looked at."""
+"""With more samples, only some shards, spread evenly over the set, are read."""
 MOST_SHARDS = 64
 _TOP = 12
-_TOLD = 10  # of the top values, in JSON
+_TOLD = 10  # top values in JSON
 _CELLS = 16
 _WIDEST_LABEL = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """A bar that can be clicked: what it is, how many have it, its length in percent, and the samples behind it."""
+    """A bar to click: its label, count, length in percent, and the address of its samples."""
 
     label: str
     count: int
@@ -54,18 +54,18 @@ class ColumnShown:
     Attributes:
         name: Its name.
         type: Type of its values, in Arrow's words.
-        is_late: Whether it was added later.
-        num: Samples that were looked at.
-        missing: Those of them without a value.
+        is_late: Whether it is a late column.
+        num: Number of samples read.
+        missing: Number of these samples without a value.
         least, most: The range of its numbers or texts; None: it has none.
-        middle: Half of its numbers are up to this one; None: they are no numbers.
-        mean: Their mean.
-        distinct: How many different values there are; None: too many to count.
+        middle: Median of its numbers; None: they are not numbers.
+        mean: Mean of its numbers.
+        distinct: Number of distinct values; None: too many to count.
         top: The most frequent values, with their counts.
-        plot: How its numbers are spread; None: they are none, or few.
+        plot: Distribution of its numbers; None: not numbers, or too few.
         bars: Links of the bars of ``plot``.
         words: The most frequent values, to click.
-        missing_address: The samples without a value.
+        missing_address: Address of the samples without a value.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ColumnShown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A field of a plot of two columns: its place, how dark it is, what it says, and the samples behind it."""
+    """A cell of a plot of two columns: its place, darkness, label, and the address of its samples."""
 
     x: int
     y: int
@@ -106,7 +106,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossed:
-    """Two columns against each other: counts of samples, by parts of the range or by value of each."""
+    """Two columns against each other: counts of samples, with each column divided by range or by value."""
 
     across: str
     up: str
@@ -131,10 +131,10 @@ class ColumnsPage(Report):
     Attributes:
         source: Name of the set among the sources.
         sources: All sources.
-        columns: The columns, or the one that was asked for.
-        names: All columns there are.
+        columns: The columns, or the requested one.
+        names: Names of all columns.
         crossed: Two columns against each other.
-        read: What was looked at, in words.
+        read: The samples read, in words.
         where: The condition that chose the samples.
     """
 
@@ -148,12 +148,12 @@ class ColumnsPage(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
-        told = {"source": self.source, "read": self.read, "columns": [one.as_dict() for one in self.columns]}
-        return told | ({} if self.crossed is None else {"crossed": self.crossed.as_dict()})
+        values = {"source": self.source, "read": self.read, "columns": [one.as_dict() for one in self.columns]}
+        return values | ({} if self.crossed is None else {"crossed": self.crossed.as_dict()})
 
 
 def columns(subject: Subject, query: Query) -> ColumnsPage:
-    """Return how the columns of a set are spread: all, or the one by name; with ``against``, two of them.
+    """Return the distributions of a set's columns: all, or one by name; with ``against``, two columns crossed.
 
     Raises:
         ConfigError: A parameter is invalid, or there is no such column.
@@ -181,12 +181,12 @@ def columns(subject: Subject, query: Query) -> ColumnsPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnsTaken:
-    """Columns of the samples that were looked at.
+    """Columns of the samples that were read.
 
     Attributes:
-        values: By column, an array of each shard.
-        late: Which of them are late.
-        words: What was looked at.
+        values: By column, one array per shard.
+        late: Names of late columns.
+        words: The samples read, in words.
     """
 
     values: Mapping[str, Sequence[Values]]
@@ -195,27 +195,27 @@ class ColumnsTaken:
 
     @property
     def num(self) -> int:
-        """Samples looked at."""
+        """Number of samples read."""
         return sum(len(one) for one in next(iter(self.values.values()), ()))
 
 
 class ColumnReading:
-    """Read columns, and keep the latest."""
+    """Read columns, and cache the latest."""
 
     def __init__(self) -> None:
         self._kept: tuple[Any, ColumnsTaken] | None = None
 
     def of(self, source: str, within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken:
-        """Return columns of the samples that meet a condition, of all shards or of some that are spread over all.
+        """Return columns of the samples that meet a condition, from all shards or from some spread evenly over the set.
 
         Raises:
             ConfigError: The condition cannot be evaluated.
         """
-        asked, kept = (source, where, names), self._kept
-        if kept is not None and kept[0] == asked:
+        request, kept = (source, where, names), self._kept
+        if kept is not None and kept[0] == request:
             return kept[1]
         taken = _take(within, where, names)
-        self._kept = asked, taken
+        self._kept = request, taken
         return taken
 
 
@@ -241,7 +241,7 @@ def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken
 
 
 def _spread(within: SampleSet) -> list[int]:
-    """Return the shards that are looked at: all if they are few, else some at equal distances."""
+    """Return the shards to read: all if there are few, else some at equal distances."""
     shards = within.filled
     if within.total <= MOST_ROWS and len(shards) <= 16 * MOST_SHARDS:
         return shards
@@ -251,8 +251,8 @@ def _spread(within: SampleSet) -> list[int]:
 
 
 def _of_shard(within: SampleSet, shard: int, names: tuple[str, ...], condition: Where | None) -> dict[str, Values]:
-    asked = {*names, *((condition.names or ()) if condition is not None else ())}
-    found = within.columns(shard, asked)
+    needed = {*names, *((condition.names or ()) if condition is not None else ())}
+    found = within.columns(shard, needed)
     kept = within.source.selection.mask(shard)
     if condition is not None:
         kept = kept & kept_rows(fitting(condition, found, len(kept)), len(kept))
@@ -268,7 +268,7 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
     totals, draw = ColumnTotals(is_late=name in taken.late), np.random.default_rng(0)
     for values in taken.values[name]:
         totals.add(name, values, draw)
-    told = totals.numbers.told() if totals.numbers.num else {}
+    summary = totals.numbers.told() if totals.numbers.num else {}
     is_few = totals.top.is_exact and len(totals.top.counts) <= _TOP
     plot: Histogram | None = None
     bars: tuple[str, ...] = ()
@@ -284,16 +284,16 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
     )  # fmt: skip
     return ColumnShown(
         name=name, type=totals.type, is_late=totals.is_late, num=taken.num, missing=taken.num - totals.num,
-        least=told.get("min", totals.least), most=told.get("max", totals.most), middle=told.get("p50"),
-        mean=told.get("mean"), distinct=len(totals.top.counts) if totals.top.is_exact else None, top=top, plot=plot,
+        least=summary.get("min", totals.least), most=summary.get("max", totals.most), middle=summary.get("p50"),
+        mean=summary.get("mean"), distinct=len(totals.top.counts) if totals.top.is_exact else None, top=top, plot=plot,
         bars=bars, words=() if plot else words, missing_address=_link(source, where, f"{_quoted(name)} IS NULL"),
     )  # fmt: skip
 
 
 def _plotted(name: str, totals: ColumnTotals, source: str, where: str) -> tuple[Histogram, tuple[str, ...]]:
-    told, bins = totals.numbers.told(), totals.numbers.bins()
-    least, most = (_number(told[one]) for one in ("min", "max"))
-    middle = f"half up to {_number(told['p50'])}, mean {_number(told['mean'])}"
+    summary, bins = totals.numbers.told(), totals.numbers.bins()
+    least, most = (_number(summary[one]) for one in ("min", "max"))
+    middle = f"half up to {_number(summary['p50'])}, mean {_number(summary['mean'])}"
     widths = [high - low for low, high, _ in bins]
     if widths[-1] > 2 * widths[0]:
         middle += "; logarithmic"
@@ -314,7 +314,7 @@ def _quoted(name: str) -> str:
 
 
 def _equals(name: str, value: Word) -> str:
-    """Return the condition that a column has a value; of a text that was cut, that it begins so."""
+    """Return the condition that a column equals a value; for a text that was cut, that it begins with it."""
     if isinstance(value, bool):
         return f"{_quoted(name)} = {'TRUE' if value else 'FALSE'}"
     if isinstance(value, str):
@@ -337,7 +337,7 @@ def _link(source: str, where: str, condition: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Axis:
-    """The parts of a column: the part of each sample (-1: no value), and of each part its label and condition."""
+    """Division of a column into parts: the part of each sample (-1: no value); label and condition of each part."""
 
     codes: npt.NDArray[np.int64]
     labels: tuple[str, ...]
@@ -365,10 +365,10 @@ def _crossed(name: str, other: str, taken: ColumnsTaken, source: str, where: str
 
 
 def _axis(name: str, taken: ColumnsTaken) -> _Axis:
-    """Divide the values of a column: numbers by range, all else by its most frequent values.
+    """Divide the values of a column: numbers by range, other types by their most frequent values.
 
     Raises:
-        ConfigError: They cannot be compared.
+        ConfigError: The values cannot be compared.
     """
     parts = [one for one in taken.values[name] if not pa.types.is_null(one.type)]
     for one in parts:

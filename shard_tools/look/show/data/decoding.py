@@ -1,7 +1,7 @@
-"""Decode values into small pictures and facts, tokens into text: in a process that may be killed at any time.
+"""Decode values into small pictures and facts, tokens into text, in a process that may be killed at any time.
 
-It reads requests from its standard input and answers on its standard output, one by one. It has no part of the server's
-memory nor of its environment, may use only so much more than it has at its start, and can write no file.
+The process reads requests from standard input and answers on standard output, one by one. It does not share the
+server's memory or environment, may use only a limited amount of further memory, and cannot write files.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from streaming.build.decode.images import MAX_PIXELS, ImageDecoder, open_image, 
 from streaming.build.decode.upright import orientation_of, turned
 from streaming.build.decode.values import is_gzip, unpacked
 
-HEADER: Final = struct.Struct("<II")  # bytes of the facts (JSON), and of what follows them
+HEADER: Final = struct.Struct("<II")  # number of bytes of the facts (JSON), and of the body
 MEMORY_BYTES: Final = 2 << 30
 _MOST_ARRAYS = 64
 _MOST_WORDS = 200  # characters of a name or token in facts
-_MOST_ITEMS = 1 << 24  # of an array whose values are looked at
+_MOST_ITEMS = 1 << 24  # of an array whose values are inspected
 _PICTURED = range(2, 2049)
 _WIDTHS = {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _TYPES = {
@@ -39,10 +39,10 @@ _Array = npt.NDArray[Any]
 
 
 def shrink(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
-    """Return facts about an image, and the image upright, at most ``pixels`` wide and high, as JPEG or PNG.
+    """Return facts about an image, and the upright image as JPEG or PNG, at most ``pixels`` wide and high.
 
     Raises:
-        Exception: It is damaged, too large, or none; of any library.
+        Exception: The data is damaged, too large, or not an image; the error may come from any library.
     """
     height, width, _ = stored_size(data)
     if height * width > MAX_PIXELS:
@@ -59,7 +59,7 @@ def shrink(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
         picture.thumbnail(
             (pixels, pixels), Image.Resampling.BOX if min(picture.size) > 4 * pixels else Image.Resampling.LANCZOS
         )
-    elif max(picture.size) < 32:  # a digit, a mask: as large squares, not as a blur
+    elif max(picture.size) < 32:  # a digit or mask is enlarged as squares, not blurred
         times = max(1, min(pixels, 256) // max(picture.size))
         picture = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
         is_clear = True
@@ -76,12 +76,12 @@ def _encoded(picture: Image.Image, *, exactly: bool) -> bytes:
 
 
 def arrays(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
-    """Return facts about the arrays of a value, and a picture of the first one that is small and flat; b"": none.
+    """Return facts about the arrays of a value, and a picture of the first small, flat array; b"": there is none.
 
     Raises:
-        Exception: It is damaged, or holds Python objects; of any library.
+        Exception: The data is damaged, or holds Python objects; the error may come from any library.
     """
-    told, picture = [], b""
+    listed, picture = [], b""
     for name, dtype, shape, read in _listed(data):
         facts: dict[str, Any] = {"name": name[:_MOST_WORDS], "dtype": dtype[:_MOST_WORDS], "shape": list(shape[:32])}
         if np.prod(shape, dtype=np.float64) <= _MOST_ITEMS:
@@ -89,14 +89,14 @@ def arrays(data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
             facts |= _statistics(found)
             if not picture:
                 picture = _picture(found, pixels)
-        told.append(facts)
-        if len(told) == _MOST_ARRAYS:
+        listed.append(facts)
+        if len(listed) == _MOST_ARRAYS:
             break
-    return {"arrays": told}, picture
+    return {"arrays": listed}, picture
 
 
 def _listed(data: bytes) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], _Array]]]:
-    """Yield name, type, shape and a function that reads, of each array in an npy, npz or safetensors file."""
+    """Yield name, type, shape and a reader function for each array in an npy, npz or safetensors file."""
     if data[:6] == b"\x93NUMPY":
         yield _npy("", data)
     elif data[:2] == b"PK":
@@ -157,7 +157,7 @@ def _statistics(found: _Array) -> dict[str, Any]:
 
 
 def _picture(found: _Array, pixels: int) -> bytes:
-    """Return an array of two dimensions, or three with channels, as a picture of its range; b"": it is none."""
+    """Return an array of two dimensions, or three with channels, as a picture of its range; b"": other shapes."""
     if found.dtype.kind not in "iufb":
         return b""
     if found.ndim == 3 and found.shape[0] in {1, 3, 4} and found.shape[2] not in {1, 3, 4}:
@@ -181,27 +181,27 @@ def _picture(found: _Array, pixels: int) -> bytes:
 
 
 class Texts:
-    """The tokenizer that this process has opened."""
+    """The tokenizer opened by this process."""
 
     def __init__(self) -> None:
         self._opened: Any = None
 
-    def open(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Open a tokenizer, ``data``; return nothing.
+    def open(self, data: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Open a tokenizer from its content ``data``; return nothing.
 
         Raises:
-            Exception: It is damaged, or its package is missing; of any library.
+            Exception: It is damaged, or its package is missing; the error may come from any library.
         """
         from shard_tools.make.tokens.tokenizer import TokenizerFile, open_tokenizer  # noqa: PLC0415  pictures need none
 
-        self._opened = open_tokenizer(TokenizerFile(**asked["tokenizer"] | {"content": data}))
+        self._opened = open_tokenizer(TokenizerFile(**request["tokenizer"] | {"content": data}))
         return {}, b""
 
-    def pieces(self, data: bytes, asked: dict[str, Any]) -> tuple[dict[str, Any], bytes]:  # noqa: ARG002  as all work
-        """Return the text of each token, uint32, of ``data``.
+    def pieces(self, data: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:  # noqa: ARG002  as all tasks
+        """Return the text of each token in ``data``, uint32.
 
         Raises:
-            Exception: Of any library.
+            Exception: The error may come from any library.
         """
         found = self._opened.pieces(np.frombuffer(data, "<u4").astype(np.uint32))
         return {"pieces": [one[:_MOST_WORDS] for one in found]}, b""
@@ -209,31 +209,31 @@ class Texts:
 
 _TEXTS = Texts()
 _WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], bytes]]]] = {
-    "image": lambda data, asked: shrink(data, asked["pixels"]),
-    "tensor": lambda data, asked: arrays(data, asked["pixels"]),
+    "image": lambda data, request: shrink(data, request["pixels"]),
+    "tensor": lambda data, request: arrays(data, request["pixels"]),
     "tokenizer": _TEXTS.open,
     "tokens": _TEXTS.pieces,
 }
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # what a library prints must not be taken for an answer
+    sys.stdout = sys.stderr  # output of libraries must not be mistaken for an answer
     _confine()
     while (head := source.read(HEADER.size)) and len(head) == HEADER.size:
         facts_bytes, data_bytes = HEADER.unpack(head)
-        asked = json.loads(_exactly(source, facts_bytes))
+        request = json.loads(_exactly(source, facts_bytes))
         data = _exactly(source, data_bytes)
         try:
-            if is_gzip(data):  # no image and no array begins so: a gzip field
+            if is_gzip(data):  # no image or array begins like this: a gzip field
                 data = unpacked(data)
-            told, found = _WORK[asked["kind"]](data, asked)
+            answer, found = _WORK[request["kind"]](data, request)
         except MemoryError:
-            told, found = {"error": "takes more memory than this may"}, b""
+            answer, found = {"error": "takes more memory than this may"}, b""
         except Exception as error:  # noqa: BLE001  the border of the process
-            told, found = {"error": f"{type(error).__name__}: {error}"[:500]}, b""
-        text = json.dumps(told).encode()
+            answer, found = {"error": f"{type(error).__name__}: {error}"[:500]}, b""
+        text = json.dumps(answer).encode()
         target.write(HEADER.pack(len(text), len(found)) + text + found)
         target.flush()
 
@@ -246,8 +246,8 @@ def _exactly(source: IO[bytes], num_bytes: int) -> bytes:
 
 
 def _confine() -> None:
-    """Bound memory, and forbid files, core dumps, and Ctrl-C of the terminal, which is meant for the server."""
-    import resource  # noqa: PLC0415  not everywhere
+    """Limit memory; forbid files, core dumps, and the terminal's Ctrl-C, which is meant for the server."""
+    import resource  # noqa: PLC0415  not on all platforms
     import signal  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -263,5 +263,5 @@ def _confine() -> None:
         limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
         try:
             resource.setrlimit(what, (limit, limit))
-        except (OSError, ValueError):  # a platform that has no such limit
+        except (OSError, ValueError):  # the platform has no such limit
             continue

@@ -1,4 +1,4 @@
-"""Find the samples that a page asks for, over one set or all sources of a mixture: by place, condition or key."""
+"""Find the samples that a page requests, in one set or all sources of a mixture: by place, condition or key."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Hits:
     """Samples that were found.
 
     Attributes:
-        hits: Those of the page.
-        total: All; None: not everything was looked at.
-        more: Whether there are, or may be, others behind them.
-        progress: How far a search came, in words; "": it is done.
+        hits: Samples of the page.
+        total: Total number of matches; None: not everything was searched.
+        more: Whether there are, or may be, further matches.
+        progress: Progress of the search in words; "": it is complete.
     """
 
     hits: tuple[Hit, ...]
@@ -50,7 +50,7 @@ def chosen_sets(subject: Subject, query: Query) -> dict[str, SampleSet]:
 
 
 def condition_of(query: Query) -> str:
-    """Return the condition that ``where`` and ``key`` make together; "": none. A ``*`` in a key stands for anything."""
+    """Return the condition of ``where`` and ``key`` together; "": none. A ``*`` in a key matches anything."""
     where, key = query.text("where").strip(), query.text("key").strip()
     if key:
         text = "'" + key.replace("'", "''") + "'"
@@ -62,7 +62,7 @@ def condition_of(query: Query) -> str:
 
 
 def search_of(subject: Subject, source: str, within: SampleSet, where: str) -> Search:
-    """Return a search, as far as it came when it was last asked.
+    """Return a search, with its progress from earlier requests.
 
     Raises:
         ConfigError: The condition cannot be evaluated.
@@ -72,13 +72,13 @@ def search_of(subject: Subject, source: str, within: SampleSet, where: str) -> S
 
 
 class Searches:
-    """Keep the latest searches, which know how far they came."""
+    """Cache of the latest searches, with their progress."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Search] = {}
 
     def of(self, source: str, within: SampleSet, where: str) -> Search:
-        """Return the search for a condition in a source, begun if it is new."""
+        """Return the search for a condition in a source; a new search is begun if needed."""
         found = self._kept.get((source, where))
         if found is None:
             found = Search(within, where)
@@ -89,7 +89,7 @@ class Searches:
 
 
 def find(subject: Subject, query: Query, first: int, stop: int) -> Hits:
-    """Return samples ``[first, stop)`` of those that a page asks for.
+    """Return samples ``[first, stop)`` of those that a page requests.
 
     Raises:
         ConfigError: A parameter is invalid.
@@ -125,14 +125,14 @@ def _by_condition(subject: Subject, sets: dict[str, SampleSet], where: str, firs
             is_done = False
             break
         total += found.total
-    progress = "" if is_done else f"looked at {looked:,} of {shards:,} shards so far; ask again to go on"
+    progress = "" if is_done else f"looked at {looked:,} of {shards:,} shards so far; ask again to continue"
     return Hits(hits=tuple(hits), total=total if is_done else None, more=not is_done or stop < total, progress=progress)
 
 
 def _searched(
     subject: Subject, sets: dict[str, SampleSet], where: str, first: int, stop: int
 ) -> Iterator[tuple[str, SampleSet, Found]]:
-    """Yield what each set holds of matches ``[first, stop)`` of all, as long as the number of those before is known."""
+    """Yield each set's share of the matches ``[first, stop)``, as long as the number of preceding ones is known."""
     for name, one in sets.items():
         found = search_of(subject, name, one, where).find(max(first, 0), max(stop, 0))
         yield name, one, found

@@ -1,4 +1,4 @@
-"""Show samples, page by page: found by their number without counting, by a condition, or by key."""
+"""Show samples, page by page: found by number without counting, by a condition, or by key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GalleryRow(Report):
         key: Its key.
         shard: URL of its shard, without secrets.
         source: Name of its set in a mixture; "" for a single set.
-        fields: What is shown of each field, by name.
+        fields: The display of each field, by name.
         columns: Its columns.
     """
 
@@ -44,7 +44,7 @@ class GalleryRow(Report):
 
     @property
     def address(self) -> str:
-        """Of its own page."""
+        """Address of its own page."""
         return address("/sample", source=self.source, number=self.number)
 
 
@@ -53,13 +53,13 @@ class Gallery(Report):
     """A page of samples.
 
     Attributes:
-        total: All samples that match; None: not all of the set was looked at.
+        total: Number of samples that match; None: not all of the set was searched.
         page: Number of the page.
-        more: Whether there are, or may be, samples behind it.
-        progress: How far a search came, in words.
+        more: Whether there are, or may be, further samples.
+        progress: Progress of a search, in words.
         sources: The sources to choose from; none for a single set.
         rows: The samples.
-        first: Number of the first of them among all that match.
+        first: Number of the page's first sample among all matches.
     """
 
     total: int | None

@@ -1,4 +1,4 @@
-"""Read what lies beside a set for readers: names of classes, and how its tokens turn back into text."""
+"""Read the notes beside a set: names of classes, and how its tokens turn back into text."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _BESIDE = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """How the tokens of a set are stored, and what turns them into text.
+    """Storage format of a set's tokens, and the tokenizer that turns them into text.
 
     Attributes:
         field: The field that holds them.
         dtype: Type of a token.
-        mask: The field that says which of them count; "": none.
-        file: The tokenizer, if it is at hand.
-        why: Why it is not, in words.
-        texts: What uses it.
+        mask: The field that masks tokens; "": none.
+        file: The tokenizer, if available.
+        why: Why it is unavailable, in words.
+        texts: The object that applies it.
     """
 
     field: str
@@ -44,11 +44,11 @@ class Tokens:
 
     @property
     def width(self) -> int:
-        """Bytes of a token."""
+        """Bytes per token."""
         return np.dtype(self.dtype).itemsize
 
     def pieces(self, data: bytes) -> tuple[list[str], str]:
-        """Return the text of each token; of a tokenizer that is not at hand, or fails, its number, and why."""
+        """Return the text of each token; if the tokenizer is unavailable or fails, its number, and the reason."""
         ids = np.frombuffer(data[: len(data) // self.width * self.width], np.dtype(self.dtype).newbyteorder("<"))
         why = self.why
         if self.texts is not None:
@@ -61,12 +61,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """What lies beside a set.
+    """The notes beside a set.
 
     Attributes:
         classes: Names of classes, by number.
-        tokens: Its tokens; None: it has none, or nothing says how they are stored.
-        by_set: The same for each of several sets that are read as one, by the directory of its shards as shown.
+        tokens: Its tokens; None: it has none, or their storage is not described.
+        by_set: The notes of each of several sets that are read as one, by the directory of its shards as shown.
     """
 
     classes: tuple[str, ...] = ()
@@ -74,20 +74,20 @@ class Notes:
     by_set: Mapping[str, Notes] = field(default_factory=dict)
 
     def of_shard(self, shown_url: str) -> Notes:
-        """Return what lies beside the set of a shard: values are shown as they are stored."""
+        """Return the notes beside the set of a shard, since values are shown as stored."""
         return self.by_set.get(shown_url.rpartition("/")[0], self)
 
 
 def notes_of(subject: Subject, source: str) -> Notes:
-    """Return what lies beside a set; read once."""
+    """Return the notes beside a set; read once."""
     return subject.keep(f"notes of {source}", lambda: _read(subject, subject.set_of(source)))
 
 
 def check_tokenizer(subject: Subject) -> None:
-    """Refuse a tokenizer that made the tokens of no set.
+    """Refuse a tokenizer that made no tokens of any set.
 
     Raises:
-        ConfigError: It did not, or it is none.
+        ConfigError: It made none, or the file is not a tokenizer.
     """
     if not subject.tokenizer:
         return
@@ -95,7 +95,7 @@ def check_tokenizer(subject: Subject) -> None:
     notes = [notes_of(subject, name) for name in subject.sets]
     if not any(one.tokens and one.tokens.file and one.tokens.file.sha256 == given.sha256 for one in notes):
         raise ConfigError(
-            f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of what is shown; expected the file whose "
+            f"--tokenizer {redact(subject.tokenizer)}: it made no tokens of these sets; expected the file whose "
             f"sha256 {SCHEMA_FILE} beside the set has, got {given.sha256[:12]}…. Leave it out to see numbers"
         )
 
@@ -115,15 +115,15 @@ def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Sch
     lists = schema.classes
     classes = lists.get("cls") or next(iter(lists.values()), ())
     for name, one in schema.tokens.items():
-        told = one.tokens or meant.TokenMeaning()
-        file, why = _at_hand(subject, within, home, told.tokenizer)
-        tokens = Tokens(field=name, dtype=one.dtype, mask=told.mask, file=file, why=why, texts=_texts(subject, file))
+        meaning = one.tokens or meant.TokenMeaning()
+        file, why = _at_hand(subject, within, home, meaning.tokenizer)
+        tokens = Tokens(field=name, dtype=one.dtype, mask=meaning.mask, file=file, why=why, texts=_texts(subject, file))
         return Notes(classes=classes, tokens=tokens)
     return Notes(classes=classes)
 
 
 def _texts(subject: Subject, file: TokenizerFile | None) -> TokenTexts | BytesTokenizer | None:
-    """Return what uses a tokenizer: of a file, which a stranger may have made, a process."""
+    """Return the object that applies a tokenizer; for a file, which may be untrusted, a separate process."""
     if file is None or file.kind == BYTES:
         return None if file is None else BytesTokenizer(special=file.special)
     return subject.keep(f"texts of {file.sha256} {file.pattern}", lambda: TokenTexts(file))
@@ -132,7 +132,7 @@ def _texts(subject: Subject, file: TokenizerFile | None) -> TokenTexts | BytesTo
 def _at_hand(
     subject: Subject, within: SampleSet, home: str, given: meant.TokenizerKey | None
 ) -> tuple[TokenizerFile | None, str]:
-    """Return the tokenizer that a set names by its digest, from ``--tokenizer`` or beside it; or why there is none."""
+    """Return the tokenizer that a set names by digest, from ``--tokenizer`` or beside the set; or why there is none."""
     if given is None:
         return None, "the set does not say which tokenizer made its tokens"
     pattern = given.pattern or None
@@ -147,7 +147,7 @@ def _at_hand(
             file = find_tokenizer(spec, storage, special=given.kind == "huggingface", pattern=pattern)
             if file.sha256 == given.sha256:
                 return file, ""
-        except (ConfigError, StorageError):  # not there, or of another kind
+        except (ConfigError, StorageError):  # missing, or of another kind
             continue
     return (
         None,
@@ -156,7 +156,7 @@ def _at_hand(
 
 
 def named(classes: Sequence[str], value: str) -> str:
-    """Return the name of a class given by its number; "": it has none."""
+    """Return the name of a class given by its number; "": the class has no name."""
     text = value.strip()
     return (
         classes[int(text)]

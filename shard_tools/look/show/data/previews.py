@@ -1,4 +1,4 @@
-"""Make of each value what a page shows of it, by its kind: a picture's address, text, a tree, tokens, sound."""
+"""Make the display of each value by its kind: a picture's address, text, a tree, tokens, sound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streaming.shards.index.sample_table import SampleLocation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much of a value is shown: bytes of text, characters of it, tokens, bytes of a kind that nobody knows."""
+    """Limits of a display: bytes of text, characters of text, tokens, bytes of an unknown kind."""
 
     text: int
     tokens: int
@@ -30,9 +30,9 @@ class Amount:
 
 
 GLANCE: Final = Amount(text=600, tokens=64, unknown=64, in_full=False)
-"""In a gallery."""
+"""Limits in a gallery."""
 WHOLE: Final = Amount(text=64 << 10, tokens=2048, unknown=2048, in_full=True)
-"""Of one sample."""
+"""Limits on a sample's own page."""
 
 
 _SHORT: Final = 24
@@ -40,7 +40,7 @@ _SHORT: Final = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPiece:
-    """A token: its text, and whether the mask lets it count."""
+    """A token: its text, and whether the mask includes it."""
 
     text: str
     counts: bool
@@ -48,23 +48,23 @@ class TokenPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldShown:
-    """A value as a page shows it.
+    """A value as a page displays it.
 
     Attributes:
         name: Its field.
-        kind: As ``stats`` has it.
+        kind: Kind, as in ``stats``.
         num_bytes: Its size.
-        start: Where it begins in the shard.
+        start: Its first byte in the shard.
         form: ``image``, ``audio``, ``video``, ``text``, ``tree``, ``tokens``, ``tensor`` or ``none``.
-        text: Text, or why there is nothing.
-        is_cut: There is more than this.
+        text: Text, or why nothing is displayed.
+        is_cut: The display is incomplete.
         tree: JSON.
         tokens: Tokens.
-        class_name: Name of the class that it is the number of.
-        small: Address of a small picture of it.
-        large: Address of a larger one.
+        class_name: Name of the class with this number.
+        small: Address of a small picture.
+        large: Address of a larger picture.
         raw: Address of all its bytes.
-        note: What else is to be said of it.
+        note: A remark.
     """
 
     name: str
@@ -85,28 +85,28 @@ class FieldShown:
 
     @property
     def is_short(self) -> bool:
-        """Whether it is a word or a number, which needs no lines of its own."""
+        """Whether it is a word or a number, displayed on a single line."""
         if self.kind == "text" or self.form != "text":
             return False
         return not self.is_cut and len(self.text) <= _SHORT and "\n" not in self.text
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
-        told: dict[str, Any] = {"bytes": self.num_bytes, "kind": self.kind}
+        values: dict[str, Any] = {"bytes": self.num_bytes, "kind": self.kind}
         if self.form in {"text", "tree", "tokens"}:
-            told |= {"text": self.text, "cut": self.is_cut}
+            values |= {"text": self.text, "cut": self.is_cut}
         if self.class_name:
-            told["class"] = self.class_name
-        return told
+            values["class"] = self.class_name
+        return values
 
 
 def fields_of(
     within: SampleSet, source: str, places: Sequence[tuple[SamplePlace, SampleLocation]], notes: Notes, amount: Amount
 ) -> list[tuple[FieldShown, ...]]:
-    """Return what is shown of all fields of some samples; what is text is read, all together.
+    """Return the display of all fields of some samples; texts are read together.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: They cannot be read.
     """
     wanted: list[Wanted] = []
     pictured = 0
@@ -149,7 +149,7 @@ def _kind(name: str, notes: Notes) -> str:
 
 
 def _num_bytes(name: str, num_bytes: int, notes: Notes, amount: Amount) -> int:
-    """Return how many bytes of a value are read for a page."""
+    """Return the number of bytes of a value to read for a page."""
     kind = _kind(name, notes)
     if kind == "tokens":
         return amount.tokens * (notes.tokens.width if notes.tokens is not None else 0)
@@ -177,7 +177,7 @@ def _shown(
         return FieldShown(**common, form="none", text="empty")
     if kind in _PICTURES:
         return _pictured(common, kind, where)
-    if kind in {"audio", "video"} and unpacked_name(name) is None:  # a browser plays what is stored
+    if kind in {"audio", "video"} and unpacked_name(name) is None:  # a browser plays the stored bytes
         return FieldShown(**common, form=kind)
     is_cut = len(head) < num_bytes
     if head and unpacked_name(name) is not None:
@@ -256,6 +256,6 @@ _TEXTS: Final[Mapping[str, Callable[..., FieldShown]]] = {
 
 
 def _decoded(head: bytes) -> str:
-    """Return the beginning of a text; a character that is cut at its end is left out."""
+    """Return the beginning of a text, without a character that is cut at the end."""
     text = head.decode("utf-8", "replace")
     return text[:-1] if text.endswith("\ufffd") and len(head) > 3 else text

@@ -1,4 +1,4 @@
-"""Read the beginnings of values: as few requests as possible, of hardly more bytes than are shown."""
+"""Read the beginnings of values with as few requests and unneeded bytes as possible."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from streaming.common.threads import on_threads
 from streaming.errors import TransferError
 
 _SPARE = 0.25
-"""Bytes read that are not shown, as a part of those that are: headers between values that one request joins."""
-_FARTHEST = 64 << 10  # bytes between neighbors: beyond, another request takes less time
+"""Unneeded bytes as a share of the needed ones: headers between values that one request joins."""
+_FARTHEST = 64 << 10  # bytes between neighbors; for more, another request is faster
 _REQUESTS = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Wanted:
-    """Bytes of a shard, from one to before another."""
+    """Bytes of a shard: a half-open range."""
 
     shard: int
     start: int
@@ -29,13 +29,13 @@ class Wanted:
 def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> list[bytes]:
     """Return bytes of shards, in the order of ``wanted``.
 
-    Neighbors are read with one request, the closest first, while what lies between stays below a quarter of all that
-    the page shows.
+    Neighbors are read with one request, the closest first, while the gaps stay below a quarter of all bytes that the
+    page shows.
 
     Args:
         within: The set that the shards are of.
         wanted: The bytes.
-        beside: Bytes that the page shows beside these: its pictures.
+        beside: Bytes that the page shows in addition, such as pictures.
 
     Raises:
         StorageError: They cannot be read.
@@ -48,7 +48,7 @@ def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> li
         url = within.source.urls[run.shard]
         found = memoryview(within.source.storage.read(url, run.start, run.stop))
         if len(found) < run.stop - run.start:
-            raise TransferError(f"{url}: {counted(len(found), 'byte')} in place of {run.stop - run.start}")
+            raise TransferError(f"{url}: {counted(len(found), 'byte')} instead of {run.stop - run.start}")
         return found
 
     pieces = on_threads(read, runs, _REQUESTS, name="shardstream-show")
@@ -63,7 +63,7 @@ def read_all(within: SampleSet, wanted: Sequence[Wanted], beside: int = 0) -> li
 
 
 def _joined(wanted: Sequence[Wanted], beside: int) -> list[Wanted]:
-    """Return what is requested, in order; values that overlap are one."""
+    """Return the ranges to request, in order; overlapping values share one."""
     listed = sorted({one for one in wanted if one.stop > one.start})
     left = int(_SPARE * (beside + sum(one.stop - one.start for one in listed)))
     gaps = sorted(

@@ -1,4 +1,4 @@
-"""Show one sample: its fields and columns, where it is stored, and whether its bytes are what the index promises."""
+"""Show one sample: its fields and columns, its place, and whether its bytes match the index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN_OTHERS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCheck(Report):
-    """What a check found: how many bytes were read and compared, and what is wrong with them; "": nothing."""
+    """Result of a check: number of bytes read and compared, and what is wrong with them; "": nothing."""
 
     num_bytes: int
     wrong: str
@@ -33,7 +33,7 @@ class SampleCheck(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture(Report):
-    """What a worker found in an image or an array, and the boxes that other fields say are in it."""
+    """A worker's facts about an image or an array, and the boxes in it from other fields."""
 
     facts: Mapping[str, Any]
     boxes: tuple[Box, ...] = ()
@@ -50,16 +50,16 @@ class SamplePage(Report):
         total: Samples of its set.
         key: Its key.
         shard: URL of its shard, without secrets.
-        place: Where it is stored.
+        place: Its place in storage.
         chunk: Its chunk in the shard.
         sample_in_shard: Its number there.
         bytes: Its record: first byte, and one past the last.
-        chunk_bytes: Those of its chunk.
-        crc32c: Checksum of the chunk, as the index has it.
+        chunk_bytes: Byte range of its chunk.
+        crc32c: Checksum of the chunk, from the index.
         fields: Its fields, by name.
         columns: Its columns.
-        pictures: By field, what a worker found in it.
-        checked: What a check found; None: none was asked for.
+        pictures: By field, a worker's facts.
+        checked: Result of a check; None: no check was requested.
         others: Numbers of other samples with the same key.
     """
 
@@ -87,16 +87,16 @@ class SamplePage(Report):
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        told = Report.as_dict(self)
-        del told["place"]
-        return told
+        values = Report.as_dict(self)
+        del values["place"]
+        return values
 
 
 def sample(subject: Subject, query: Query) -> SamplePage:
     """Return one sample, by number or by key.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: There is no such sample.
         ConfigError: A parameter is missing or invalid.
     """
     hit, others = _found(subject, query)
@@ -120,7 +120,7 @@ def sample(subject: Subject, query: Query) -> SamplePage:
 
 
 def _found(subject: Subject, query: Query) -> tuple[finding.Hit, tuple[int, ...]]:
-    """Return the sample that a page asks for, and others with its key."""
+    """Return the sample that a page requests, and others with its key."""
     number, key = query.some_number("number"), query.text("key")
     if (number is None) == (not key):
         raise ConfigError("/sample: expected either number or key of a sample")
@@ -156,7 +156,7 @@ def _pictures(
 
 
 def _checked(within: SampleSet, place: SamplePlace) -> SampleCheck:
-    """Read the smallest part of the shard that holds the sample and has a checksum, and compare everything."""
+    """Read the smallest checksummed part of the shard that holds the sample, and compare everything."""
     source = within.source
     chunk = source.chunk_with(place.shard, place.row)
     if chunk is None:

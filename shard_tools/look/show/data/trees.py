@@ -1,4 +1,4 @@
-"""Lay JSON out as a tree that pages can fold, of bounded size; find boxes, and the names of what is in them."""
+"""Lay out JSON as a foldable tree of bounded size; find boxes, and the names of their contents."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Node:
     """A value in a tree of JSON.
 
     Attributes:
-        name: Its name or number in what holds it; "" of the whole.
+        name: Its name or number in its parent; "" for the root.
         kind: ``object``, ``list``, ``text``, ``number``, ``null`` or ``cut``.
-        text: The value, or what it holds in words.
-        inner: What it holds.
+        text: The value, or a description of its contents.
+        inner: Its contents.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Node:
 
 
 def tree_of(content: object) -> Node:
-    """Return JSON as a tree; of what is too large or too deep, the beginning."""
+    """Return JSON as a tree; only the beginning if it is too large or too deep."""
     left = [_MOST_NODES]
     return _node("", content, left, 0)
 
@@ -63,7 +63,7 @@ def _node(name: str, value: object, left: list[int], depth: int) -> Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box(Report):
-    """A box in an image, in pixels of the image upright, and what is in it."""
+    """A box in an image, in pixels of the upright image, and its label."""
 
     x: float
     y: float
@@ -73,10 +73,11 @@ class Box(Report):
 
 
 def boxes_in(content: object, width: int, height: int, classes: Sequence[str]) -> tuple[Box, ...]:
-    """Return the boxes that JSON holds, for an image of this size.
+    """Return the boxes in JSON, for an image of this size.
 
-    Known are COCO's ``annotations`` with ``bbox`` (x, y, width, height), lists ``boxes`` of corners (x0, y0, x1, y1)
-    beside ``labels``, and objects with ``xmin``, ``ymin``, ``xmax``, ``ymax``. Numbers up to 1 are parts of the image.
+    Known forms are COCO's ``annotations`` with ``bbox`` (x, y, width, height), lists ``boxes`` of corners (x0, y0, x1,
+    y1) beside ``labels``, and objects with ``xmin``, ``ymin``, ``xmax``, ``ymax``. Numbers up to 1 are fractions of the
+    image.
     """
     found: list[Box] = []
     for corners, label in _raw_boxes(content):
@@ -100,7 +101,7 @@ def boxes_in(content: object, width: int, height: int, classes: Sequence[str]) -
 
 
 def _raw_boxes(content: object) -> Iterator[tuple[tuple[float, float, float, float], Any]]:
-    """Yield corners and label of each box, as they are written."""
+    """Yield corners and label of each box, as written."""
     if isinstance(content, list):
         listed: Any = content
         labels: Any = None
@@ -142,6 +143,6 @@ def _four(value: object) -> tuple[float, float, float, float] | None:
         return None
     try:
         a, b, c, d = map(float, value)
-    except OverflowError:  # whole numbers beyond all floats
+    except OverflowError:  # integers too large for a float
         return None
     return (a, b, c, d) if all(map(math.isfinite, (a, b, c, d))) else None

@@ -1,4 +1,4 @@
-"""Send the bytes of values: pictures that a worker made, sound and video by ranges, all else as text or as a file."""
+"""Send the bytes of values: pictures from a worker, sound and video by ranges, other kinds as text or as a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def value(subject: Subject, query: Query) -> Content:
 
     Raises:
         NotFoundError: There is no such sample, or it has no such field.
-        DecodeError: There is no picture of it.
+        DecodeError: The value has no picture.
         ConfigError: A parameter is missing or invalid.
     """
     within = subject.set_of(query.text("source"))
@@ -63,7 +63,7 @@ def value(subject: Subject, query: Query) -> Content:
 
 
 def _type_of(name: str, key: str) -> tuple[str, str]:
-    """Return the type of the bytes of a field, and the name to save them under; "": they are shown."""
+    """Return the media type of a field's bytes, and the name to save them under; "": they are displayed."""
     ending, kind = name.lower().rpartition(".")[2], kind_of(name)
     if ending in _PLAYED:
         return _PLAYED[ending], ""
@@ -73,7 +73,7 @@ def _type_of(name: str, key: str) -> tuple[str, str]:
 
 
 def _pieces(within: SampleSet, shard: int, begin: int, first: int, last: int) -> Iterator[bytes]:
-    """Yield bytes of a shard, read piece by piece, as they are taken."""
+    """Yield bytes of a shard, read piece by piece as the consumer takes them."""
     source = within.source
     for start in range(begin + first, begin + last, _PIECE_BYTES):
         yield bytes(source.storage.read(source.urls[shard], start, min(start + _PIECE_BYTES, begin + last)))
@@ -82,7 +82,7 @@ def _pieces(within: SampleSet, shard: int, begin: int, first: int, last: int) ->
 def decoded(
     subject: Subject, within: SampleSet, place: SamplePlace, name: str, span: tuple[int, int], pixels: int
 ) -> Decoded:
-    """Return a picture of a value and facts about it, from a worker or as it made it lately.
+    """Return a picture of a value and facts about it, from a worker or from the cache.
 
     Raises:
         DecodeError: The value is damaged, too large, or of a kind that is not decoded.

@@ -1,4 +1,4 @@
-"""Keep a few processes that decode, or know a tokenizer, and kill those that take too long or too much."""
+"""Run a few processes that decode, or apply a tokenizer, and kill those that take too much time or memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from streaming.common.platforms import num_cores
 from streaming.errors import DecodeError
 
 SECONDS: Final = 10.0
-"""How long one value may take: the largest image that is decoded at all takes two."""
+"""Time limit per value: the largest image that is decoded at all takes two seconds."""
 MOST_BYTES: Final = 64 << 20
-"""Of one value that is decoded."""
-_OPEN_SECONDS = 30.0  # of a tokenizer: the largest in use take three
+"""Size limit of a value to decode."""
+_OPEN_SECONDS = 30.0  # to open a tokenizer; the largest in use take three
 _MOST_WORKERS = 4
 _MOST_PICTURE_BYTES = 32 << 20
-_MOST_FACTS_BYTES = 4 << 20  # 2,048 tokens of 200 characters, each written in 6 letters at most
+_MOST_FACTS_BYTES = 4 << 20  # 2,048 tokens of 200 characters, each escaped to at most 6 letters
 _KEPT_BYTES = 64 << 20
-_BYTES_OF_FACTS = 10  # that a byte of JSON takes as Python's objects, at most
+_BYTES_OF_FACTS = 10  # most memory that a byte of JSON takes as Python objects
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
-"""Variables that a process gets: whatever else is there, keys of stores for example, decoding needs none of it."""
+"""Variables that a process receives. It gets no others, such as keys of stores: decoding needs none of them."""
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from shard_tools.look.show.data.decoding import main; main()"
@@ -42,7 +42,7 @@ _CODE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """A small picture of a value, b"" if there is none, and facts about it; what both take of memory, at most."""
+    """A small picture of a value, b"" if there is none, and facts about it; and the most memory that both take."""
 
     picture: bytes
     facts: dict[str, Any]
@@ -50,15 +50,15 @@ class Decoded:
 
     @property
     def media_type(self) -> str:
-        """Of the picture."""
+        """Media type of the picture."""
         return "image/png" if self.picture[:4] == b"\x89PNG" else "image/jpeg"
 
 
 class DecodingWorkers:
-    """Decode values in processes of their own, a few at a time. Thread-safe.
+    """Decode values in separate processes, a few at a time. Thread-safe.
 
     Args:
-        seconds: How long one value may take.
+        seconds: Time limit per value.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
@@ -67,12 +67,12 @@ class DecodingWorkers:
         for _ in range(min(num_cores(), _MOST_WORKERS)):
             self._idle.put(None)
         self._started: list[_Worker] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _started, _is_closed
         self._is_closed = False
         self._known: LruCache[tuple[Any, ...], Decoded] = LruCache(_KEPT_BYTES, lambda one: one.num_bytes)
 
     def known(self, name: tuple[Any, ...], kind: str, pixels: int, num_bytes: int, read: Callable[[], Any]) -> Decoded:
-        """Return a value decoded, as it was lately, or by :meth:`decode` of what ``read`` returns.
+        """Return a decoded value, from the cache or by :meth:`decode` of the result of ``read``.
 
         Raises:
             DecodeError: See :meth:`decode`.
@@ -85,7 +85,7 @@ class DecodingWorkers:
         """Decode a value.
 
         Raises:
-            DecodeError: It is damaged, or takes too much time or memory; the worker is gone then, and nothing else.
+            DecodeError: It is damaged, or takes too much time or memory; then only the worker is lost.
         """
         worker = self._idle.get()
         try:
@@ -106,7 +106,7 @@ class DecodingWorkers:
     def _start(self) -> _Worker:
         worker = _Worker()
         with self._lock:
-            # Every process that was started is listed, so that closing ends it.
+            # Every started process is listed, so that closing ends it.
             self._started = [one for one in self._started if one.runs]
             self._started.append(worker)
             is_closed = self._is_closed
@@ -117,7 +117,7 @@ class DecodingWorkers:
     def close(self) -> None:
         """End all processes."""
         with self._lock:
-            # None is left, and one that starts now is ended by who starts it.
+            # None is left; a process that starts from here on is ended by the thread that started it.
             self._is_closed = True
             started, self._started = self._started, []
         for worker in started:
@@ -125,27 +125,27 @@ class DecodingWorkers:
 
 
 class TokenTexts:
-    """Turn tokens into text by the tokenizer of a stranger, in a process of its own. Thread-safe.
+    """Turn tokens into text by an untrusted tokenizer, in a separate process. Thread-safe.
 
     Args:
         file: The tokenizer, with its content.
-        seconds: How long the tokens of one value may take.
+        seconds: Time limit for the tokens of one value.
     """
 
     def __init__(self, file: TokenizerFile, seconds: float = SECONDS) -> None:
         self._file, self._seconds = file, seconds
         self._worker: _Worker | None = None
         self._failed = ""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _worker, _failed
 
     def pieces(self, ids: Ids) -> list[str]:
-        """Return the text of each token; of none, after opening the tokenizer.
+        """Return the text of each token; without tokens, only open the tokenizer.
 
         Raises:
             DecodeError: The tokenizer is damaged, or takes too much time or memory; it is not tried again.
         """
         with self._lock:
-            # Either the process has opened the tokenizer, or there is none; after a failure there is none for ever.
+            # Either the process has opened the tokenizer, or there is none; after a failure there never is one again.
             if not self._failed:
                 try:
                     worker = self._worker or self._opened()
@@ -161,9 +161,9 @@ class TokenTexts:
 
     def _opened(self) -> _Worker:
         self._worker = worker = _Worker()
-        told = asdict(self._file) | {"content": None}
-        asked = {"kind": "tokenizer", "tokenizer": told}
-        answer = worker.ask(asked, self._file.content or b"", _OPEN_SECONDS).facts
+        tokenizer = asdict(self._file) | {"content": None}
+        request = {"kind": "tokenizer", "tokenizer": tokenizer}
+        answer = worker.ask(request, self._file.content or b"", _OPEN_SECONDS).facts
         if "error" in answer:
             raise _LostError(answer["error"])
         return worker
@@ -176,7 +176,7 @@ class TokenTexts:
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            # It is not started again.
+            # From here on it is not started again.
             self._failed = self._failed or "the pages are closed"
             self._end()
 
@@ -187,7 +187,7 @@ class _LostError(Exception):
 
 @dataclass(eq=False)
 class _Worker:
-    """A process that decodes one value after another."""
+    """A process that decodes values one by one."""
 
     _process: subprocess.Popen[bytes] = field(init=False)
     _in: int = field(init=False)
@@ -208,17 +208,17 @@ class _Worker:
 
     @property
     def runs(self) -> bool:
-        """Whether it is still there."""
+        """Whether the process is still alive."""
         return self._process.poll() is None
 
-    def ask(self, asked: dict[str, Any], data: bytes, seconds: float) -> Decoded:
-        """Return what it answers.
+    def ask(self, request: dict[str, Any], data: bytes, seconds: float) -> Decoded:
+        """Return the process's answer.
 
         Raises:
-            _LostError: It does not, in this time.
+            _LostError: It did not answer in this time.
         """
         until = time.monotonic() + seconds
-        text = json.dumps(asked).encode()
+        text = json.dumps(request).encode()
         self._send(memoryview(HEADER.pack(len(text), len(data)) + text + data), until)
         sizes = HEADER.unpack(self._take(HEADER.size, until))
         if sizes[0] > _MOST_FACTS_BYTES or sizes[1] > _MOST_PICTURE_BYTES:
@@ -255,7 +255,7 @@ class _Worker:
             raise _LostError("it took too long")
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,4 +1,4 @@
-"""Compute what the pictures of a batch show: cells of rows, bars of packs. Nothing here knows markup."""
+"""Compute the pictures of a batch: cells of rows, bars of packs. Nothing here knows markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shard_tools.look.show.order.step import RowShown
 
 WIDTH = 1000.0
 """Width of a bar, whatever it shows."""
-_LEAST = 1.2  # width of a document that would hardly be seen
+_LEAST = 1.2  # smallest visible width of a document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +18,10 @@ class RowCell:
 
     Attributes:
         number: Its number.
-        colour: Number of the colour of its source, or of its chunk.
+        colour: Number of the color of its source, or of its chunk.
         begins: It is the first of its lane.
-        title: What it is, in words.
-        is_bad: A list names it.
+        title: Its description.
+        is_bad: It is in a list of bad samples.
     """
 
     number: int
@@ -32,7 +32,7 @@ class RowCell:
 
 
 def cells_of(rows: Sequence[RowShown], colour: Callable[[str], int]) -> list[RowCell]:
-    """Return the rows as cells; where there is one set, cells of one chunk have one colour."""
+    """Return the rows as cells; in a single set, cells of one chunk have one color."""
     chunks = {chunk: at for at, chunk in enumerate(dict.fromkeys((row.leaf, row.chunk) for row in rows))}
     found, lane = [], -1
     for row in rows:
@@ -52,7 +52,7 @@ def cells_of(rows: Sequence[RowShown], colour: Callable[[str], int]) -> list[Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A document in the bar of a pack: where it begins, how wide it is, and what it says."""
+    """A document in the bar of a pack: its start, width, and label."""
 
     x: float
     width: float
@@ -67,10 +67,10 @@ class PackBar:
 
     Attributes:
         pieces: Its documents.
-        cuts: Where rows begin in it, if it is laid out in several.
-        tokens: Tokens that it holds.
-        padding: Places without one.
-        label: What it shows, in words.
+        cuts: Starts of rows within it, if it is laid out in several.
+        tokens: Number of tokens in it.
+        padding: Number of places without a token.
+        label: Its description.
     """
 
     pieces: tuple[Piece, ...]

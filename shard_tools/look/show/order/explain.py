@@ -1,4 +1,4 @@
-"""Say in words why a sample is in a batch, and why this rank gets it: what the plan decided, in its order."""
+"""Explain in words why a sample is in a batch, and why this rank gets it: the plan's decisions, in order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from streaming.order.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlace:
-    """Where a row of a rank comes from, in numbers of the plan.
+    """The origin of a rank's row, in numbers of the plan.
 
     Attributes:
         rank: The data rank.
-        num_ranks: How many there are.
+        num_ranks: Number of data ranks.
         size: Rows of the global batch.
-        share: The rank's part of them, sorted by lane: the first, and one past the last.
+        share: The rank's part of these rows, sorted by lane: the first, and one past the last.
         number: Number of the row among the rank's.
         lane: Its lane.
         place: Its place in the lane, in its pass.
@@ -43,12 +43,12 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBefore:
-    """What a run has drawn of each source before a row.
+    """Samples drawn from each source of a run before a row.
 
     Attributes:
-        samples: Samples, by the name of the leaf.
+        samples: Number of samples, by the name of the leaf.
         passes: Passes over the source, with fractions.
-        shares: Its share of the rows that follow, from 0 to 1.
+        shares: Its share of the following rows, from 0 to 1.
     """
 
     samples: Mapping[str, int]
@@ -57,7 +57,7 @@ class DrawnBefore:
 
     @classmethod
     def before(cls, run: PlannedRun, row: int) -> DrawnBefore | None:
-        """Count, by the orders and the ledger of the run; None: there is one set."""
+        """Count, by the orders and the ledger of the run; None: there is a single set."""
         if run.state.ledger is None:
             return None
         counts = run.drawn_before(row)
@@ -72,7 +72,7 @@ Why = tuple[tuple[str, str], ...]
 
 
 def why_here(run: PlannedRun, plan: Plan, place: RowPlace, one: Described, drawn: DrawnBefore | None) -> Why:
-    """Return why a row is there: its source, its pass, its lane, its chunk, and why the rank gets it."""
+    """Explain a row: its source, its pass, its lane, its chunk, and why the rank gets it."""
     found = [("source", _source(run, one, drawn))] if drawn is not None else []
     found += [
         ("pass", _pass(run, plan, place, one, drawn)),
@@ -125,10 +125,10 @@ def _chunk(run: PlannedRun, plan: Plan, place: RowPlace, one: Described) -> str:
     if window:
         said += (
             f" Chunks follow each other in the lane in shuffled order; within it, the window moves a sample by fewer "
-            f"than {window:,} places, so that neighbours of the shard do not come together."
+            f"than {window:,} places, so that neighbors of the shard do not come together."
         )
     elif not plan.settings.shuffle:
-        said += " Chunks follow each other as they are stored."
+        said += " Chunks follow each other in storage order."
     return said
 
 

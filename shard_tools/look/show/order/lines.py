@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 1000.0, 300.0
-_TOPS, _ROOM = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0), 1.08  # for the label above the lines
+_TOPS, _ROOM = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0), 1.08  # room for a label above the lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What a source has, and what it should have: the corners of two lines, as SVG writes them."""
+    """The actual and the target share of a source: the corners of two lines, in SVG notation."""
 
     name: str
     colour: int
@@ -28,7 +28,7 @@ class Plot:
         top: The share at the upper edge.
         first: The first step.
         last: The last step.
-        mark: Where the saved state stands, from the left; None: nowhere.
+        mark: Position of the saved state, from the left; None: nowhere.
     """
 
     lines: tuple[Line, ...]
@@ -42,13 +42,13 @@ def plotted(
     steps: Sequence[int], names: Sequence[tuple[str, int]], realised: Sequence[Sequence[float]],
     targets: Sequence[Sequence[float]], *, mark: int | None,
 ) -> Plot:  # fmt: skip
-    """Return the plot of shares between steps: of each source as it is, and as it should be.
+    """Return the plot of shares over steps, with the actual and the target share of each source.
 
     Args:
         steps: The borders, one more than there are shares.
-        names: Names of the sources, with the numbers of their colours.
-        realised: Their shares.
-        targets: What these should be.
+        names: Names of the sources, with the numbers of their colors.
+        realised: Their actual shares.
+        targets: Their target shares.
         mark: A step to mark.
     """
     highest = max((share for some in (*realised, *targets) for share in some), default=1) or 1

@@ -1,4 +1,4 @@
-"""Show what a mixture does over a run: shares against their targets, passes of each source, the ledger in words."""
+"""Show a mixture over a run: shares against their targets, passes of each source, the ledger in words."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from streaming.order.plan.ledger import CHANGED, GROWN, RESUMED, START, Entry
 
 MIXTURE_ASKS = ("epoch", "until", *OF_THE_RUN)
 _POINTS = ((16, 48), (64, 24), (2**62, 12))
-"""Up to so many sources, so many rows at which they are counted: each costs a permutation of every source."""
+"""Up to the first number of sources, count at the second number of rows: a count costs a permutation per source."""
 _PLOTTED = 8
 _NEXT_PASSES = 3
 _PASSES_SHOWN, _LEAST_STEPS = 2, 50
-"""Of a run without an end: as many samples as there are, so many times, and at least so many steps."""
+"""For a run without end: show this multiple of its samples, and at least this number of steps."""
 _SHOWN_WEIGHTS = 8
-_BEHIND = 1.25  # of what happens, so that what follows can be seen
+_BEHIND = 1.25  # margin beyond the last event, to show what follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceShown:
-    """A source or group, over the rows that are shown.
+    """A source or group, over the rows shown.
 
     Attributes:
         name: Its name.
-        colour: Number of its colour.
+        colour: Number of its color.
         samples: Its samples, or packs.
-        target: The share that it should have.
-        realised: The share that it has.
-        strayed: The most samples by which its count is off the target, at the rows where it was counted.
-        drawn: Samples drawn of it.
-        passes: Passes over it that these are.
-        begins: The next passes that begin, with their steps.
+        target: Its target share.
+        realised: Its actual share.
+        strayed: Maximum deviation of its count from the target, in samples, at the rows where it was counted.
+        drawn: Number of samples drawn from it.
+        passes: The same as a number of passes over it.
+        begins: The next passes to begin, with their steps.
         words: When it ends, or how often it is read, in words.
     """
 
@@ -69,7 +69,7 @@ class SourceShown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryShown:
-    """An entry of the ledger, in words: from which row and step, and what happened."""
+    """An entry of the ledger, in words: its row and step, and the change."""
 
     row: int
     step: int
@@ -83,20 +83,20 @@ class EntryShown:
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePage:
-    """What a mixture does over some rows of a run.
+    """The behavior of a mixture over some rows of a run.
 
     Attributes:
         query: The address.
         is_mixture: Whether there is anything to mix; else the rest is empty.
-        kind: What is mixed: sources or groups.
-        steps: Steps at which sources are counted, the first and the last of what is shown included.
+        kind: Kind of the parts: sources or groups.
+        steps: Steps at which sources are counted, including the first and the last step shown.
         sources: The sources, largest target first.
-        realised: Their shares between these steps, in the order of ``sources``.
-        targets: What these should be, likewise.
+        realised: Their actual shares between these steps, in the order of ``sources``.
+        targets: Their target shares, in the same form.
         entries: The ledger.
-        epoch: The epoch that is shown; None: a run without end.
-        at_step: The step of the saved state, within what is shown; None: there is none.
-        words: What is mixed, in words.
+        epoch: The epoch shown; None: a run without end.
+        at_step: The step of the saved state, if it is shown; None: there is none.
+        words: The mixture, in words.
     """
 
     query: Query
@@ -135,7 +135,7 @@ class MixturePage:
 
     @property
     def form(self) -> list[tuple[str, str, str]]:
-        """What the form asks: names, labels and values."""
+        """Fields of the form: names, labels and values."""
         first = ("epoch", "epoch", str(self.epoch)) if self.epoch is not None else (
             "until", "up to step", str(self.steps[-1]))  # fmt: skip
         return [
@@ -146,16 +146,16 @@ class MixturePage:
 
     @property
     def kept(self) -> list[tuple[str, str]]:
-        """What the address says beside the form."""
-        asked = {name for name, _, _ in self.form} | {"format", "token"}
-        return [(name, value) for name, value in self.query.given.items() if name not in asked]
+        """Parameters of the address outside the form."""
+        in_form = {name for name, _, _ in self.form} | {"format", "token"}
+        return [(name, value) for name, value in self.query.given.items() if name not in in_form]
 
 
 def mixture_page(subject: Subject, query: Query) -> MixturePage:
-    """Return what the mixture does in an epoch, or up to a step; of a single set, that it is none.
+    """Return the mixture's page for an epoch, or up to a step; for a single set, a page without a mixture.
 
     Raises:
-        ConfigError: The address asks for what is not there.
+        ConfigError: The address names something that does not exist.
         StateError: The saved state belongs to another mixture.
     """
     asked = asked_of(query)
@@ -173,7 +173,7 @@ def mixture_page(subject: Subject, query: Query) -> MixturePage:
 
 
 class _Shown:
-    """The rows of a run that a page shows."""
+    """The rows of a run on a page."""
 
     def __init__(self, run: PlannedRun, epoch: int | None, until: int | None, *, has_state: bool) -> None:
         ledger = run.state.ledger
@@ -195,13 +195,13 @@ class _Shown:
         self.names = sorted(self._forecast.passes)
 
     def _until(self) -> int:
-        """Return the step up to which a run without an end is shown."""
+        """Return the last step to show of a run without end."""
         changes, seen = [row for row, _ in self._ledger.segments()], self._run.state.samples_seen
         most = max(_PASSES_SHOWN * sum(self._mixture.sizes.values()), _BEHIND * changes[-1], _BEHIND * seen)
         return max(self._step(round(most)), _LEAST_STEPS)
 
     def _step(self, row: int) -> int:
-        """Return the step, within what is shown, that holds a row."""
+        """Return the step shown that holds a row."""
         return self._run.shape.sizes.batches(self.begin, max(row - self.begin, 0), "drop")
 
     def page(self) -> MixturePage:
@@ -226,13 +226,13 @@ class _Shown:
         )  # fmt: skip
 
     def _edges(self) -> list[int]:
-        """Return steps at which sources are counted."""
+        """Return the steps at which sources are counted."""
         points = next(points for most, points in _POINTS if len(self.names) <= most)
         found: list[int] = np.unique(np.linspace(0, self.num_steps, points + 1).round().astype(np.int64)).tolist()
         return found
 
     def _row(self, step: int) -> int:
-        """Return the row at which a step of what is shown begins; behind the last one, where that ends."""
+        """Return the row at which a step shown begins; for the step after the last one, the row at which that ends."""
         run = self._run
         if step < self.num_steps or self.epoch is None:
             plan, number = run.plan_of(self.first_step + step)
@@ -245,7 +245,7 @@ class _Shown:
         return self._run.drawn_before(row)
 
     def _due(self, row: int, stop: int) -> list[float]:
-        """Return how many samples each source should give from a row to another."""
+        """Return the number of samples that each source should give between two rows."""
         drawn = self._forecast.drawn(row, stop - row)
         return [drawn[name] for name in self.names]
 
@@ -267,7 +267,7 @@ class _Shown:
         return found
 
     def _words(self, name: str, begins: Sequence[tuple[int, int]]) -> str:
-        """Return when a source begins, ends and repeats."""
+        """Describe when a source begins, ends and repeats."""
         said = []
         given = [(row, weights.get(name, 0.0)) for row, weights in self._ledger.segments()]
         opened = next((row for row, weight in given if weight), None)
@@ -292,7 +292,7 @@ class _Shown:
                     row=entry.start,
                     step=self._run.shape.sizes.batches(0, entry.start, "drop"),
                     what=_WHAT[entry.why],
-                    words=tuple(_told(entry, before)),
+                    words=tuple(_changes(entry, before)),
                 )
             )
             before = entry
@@ -307,29 +307,29 @@ _WHAT = {
 }
 
 
-def _told(entry: Entry, before: Entry | None) -> list[str]:
-    """Return what an entry of a ledger says that the one before it does not."""
-    said = []
+def _changes(entry: Entry, before: Entry | None) -> list[str]:
+    """Describe how an entry of a ledger differs from the previous one."""
+    words = []
     rows = entry.blend.rows(entry.start)
     if not rows:
-        said.append(f"each pass draws {_weights(entry.blend.shares([])[0][1])}")
+        words.append(f"each pass draws {_weights(entry.blend.shares([])[0][1])}")
     elif before is None or entry.blend != before.blend or rows[0][1] != before.blend.at(entry.start):
-        said.append(f"shares of rows: {_weights(rows[0][1])}")
+        words.append(f"shares of rows: {_weights(rows[0][1])}")
     if len(rows) > 1:
         row, last = rows[-1]
-        said.append(f"changing in {counted(len(rows) - 1, 'step')} up to row {row:,}: {_weights(last)}")
+        words.append(f"changing in {counted(len(rows) - 1, 'step')} up to row {row:,}: {_weights(last)}")
     was = {} if before is None else before.sources
     joined, left = sorted(set(entry.sources) - set(was)), sorted(set(was) - set(entry.sources))
     if before is not None and joined:
-        said.append(f"joined: {some_names(joined)}")
+        words.append(f"joined: {some_names(joined)}")
     if left:
-        said.append(f"left: {some_names(left)}")
+        words.append(f"left: {some_names(left)}")
     for name, number in entry.joins.items():
-        said.append(f"{name}: new shards are read from its pass {number} on")
+        words.append(f"{name}: new shards are read from its pass {number} on")
     if before is None or entry.even != before.even:
         even = sorted(entry.even)
-        said += [f"dealt by single samples, since they are small or repeated fast: {some_names(even)}"] if even else []
-    return said
+        words += [f"dealt by single samples, since they are small or repeated fast: {some_names(even)}"] if even else []
+    return words
 
 
 def _weights(weights: Mapping[str, float]) -> str:

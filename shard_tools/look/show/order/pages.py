@@ -1,4 +1,4 @@
-"""Answer the pages of the order: what is shown is opened once, and what an address says becomes links to others."""
+"""Answer the pages of the order: the subject is opened once, and addresses become links to other pages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from streaming.storage import redact_text
 
 STEP_ASKS = (*OF_THE_STEP, *OF_THE_RUN)
 COMING_ASKS = ("epoch", *OF_THE_RUN)
-_MOST_RANKS = 16  # that have a link of their own
+_MOST_RANKS = 16  # with a link of their own
 
 
 def runs_of(subject: Subject) -> ShownRuns:
-    """Return the runs over what is shown, kept with it.
+    """Return the runs over the subject, cached with it.
 
     Raises:
-        StateError: The file of the state holds none.
+        StateError: The file does not hold a state.
     """
 
     def made() -> ShownRuns:
@@ -43,10 +43,10 @@ def runs_of(subject: Subject) -> ShownRuns:
 
 
 def check_state(subject: Subject) -> None:
-    """Refuse a state that is none, or belongs to another set, before anything is shown.
+    """Refuse an invalid state, or that of another set, before anything is shown.
 
     Raises:
-        ConfigError, StateError: It is.
+        ConfigError, StateError: It is such a state.
         NotFoundError: There is no such file.
     """
     if subject.state_url is not None and subject.source is not None:
@@ -54,7 +54,7 @@ def check_state(subject: Subject) -> None:
 
 
 def bad_of(subject: Subject) -> Bad:
-    """Return why samples are in the lists of bad samples."""
+    """Return the reasons of samples in the lists of bad samples."""
 
     def made() -> Bad:
         lists = subject.bad_lists
@@ -74,11 +74,11 @@ def bad_of(subject: Subject) -> Bad:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPage:
-    """A batch with what its page links to.
+    """A batch, with the links of its page.
 
     Attributes:
         step: The batch.
-        subject: What is shown.
+        subject: The subject.
         query: The address.
     """
 
@@ -92,13 +92,13 @@ class StepPage:
         return self.step.as_dict()
 
     def to(self, **changes: object) -> str:
-        """Return the address of another step, rank or run; what is not named stays."""
+        """Return the address of another step, rank or run; parameters that are not given stay."""
         kept = {name: value for name, value in self.query.given.items() if name not in ("format", "first", "token")}
         return address("/step", **{**kept, **changes})
 
     @property
     def next(self) -> str | None:
-        """The address of the step that follows, perhaps of the next epoch; None: there is none."""
+        """The address of the next step, perhaps of the next epoch; None: there is none."""
         at = self.step.at
         if at.num_batches is None or at.batch + 1 < at.num_batches:
             return self.to(epoch=at.epoch, step=at.batch + 1)
@@ -106,7 +106,7 @@ class StepPage:
 
     @property
     def previous(self) -> str | None:
-        """The address of the step before; None: the run begins here."""
+        """The address of the previous step; None: the run begins here."""
         at = self.step.at
         if at.batch:
             return self.to(epoch=at.epoch, step=at.batch - 1)
@@ -115,7 +115,7 @@ class StepPage:
 
     @property
     def ranks(self) -> list[tuple[int, str]]:
-        """Ranks to choose from, with their addresses: all, or those around this one."""
+        """Ranks to choose from, with their addresses: all, or those near this one."""
         world, rank = self.step.asked.run.world, self.step.asked.rank
         low = max(min(rank - _MOST_RANKS // 2, world - _MOST_RANKS), 0)
         return [(one, self.to(rank=one)) for one in range(low, min(low + _MOST_RANKS, world))]
@@ -133,19 +133,19 @@ class StepPage:
 
     @cached_property
     def names(self) -> dict[str, int]:
-        """The sources or groups of the shown rows, and how many rows each has, most first; {}: there is one set."""
+        """The sources or groups of the rows shown, with their number of rows, largest first; {}: a single set."""
         names = [row.leaf for row in self.step.rows if row.leaf]
         found = {name: names.count(name) for name in dict.fromkeys(names)}
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     @cached_property
     def _colours(self) -> Mapping[str, int]:
-        """A colour for each source, the same in all steps."""
+        """A color per source, the same in all steps."""
         planned: Any = self.step.at.run.planned
         return {name: at % NUM_COLOURS for at, name in enumerate(sorted(planned.names))}
 
     def colour(self, leaf: str) -> int:
-        """Return the number of a source's colour."""
+        """Return the number of a source's color."""
         return self._colours.get(leaf, 0)
 
     @property
@@ -158,14 +158,14 @@ class StepPage:
         return pack_bar(row, self.step.rows_each)
 
     def set_name(self, row: RowShown) -> str:
-        """Return the name of the set that holds a row's samples, as other pages call it."""
+        """Return the name of the set that holds a row's samples, as other pages name it."""
         if row.leaf not in self._set_names:
             known = [name for name in self.subject.sets if row.leaf == name or row.leaf.startswith(f"{name}/")]
             self._set_names[row.leaf] = max(known, key=len, default="")
         return self._set_names[row.leaf]
 
     def _sample(self, name: str, number: int) -> str:
-        """Return the address of a sample, of the run that is shown."""
+        """Return the address of a sample, for the run shown."""
         kept = {name: value for name, value in self.query.given.items() if name in (*OF_THE_RUN, "epoch")}
         return address("/sample", source=name, number=str(number), **kept)
 
@@ -195,7 +195,7 @@ class StepPage:
 
     @property
     def form(self) -> list[tuple[str, str, str]]:
-        """What the form asks: names, labels and values."""
+        """Fields of the form: names, labels and values."""
         at, asked, run = self.step.at, self.step.asked, self.step.at.run
         sizes = run.shape.sizes
         shown = str(sizes.at(0)) if sizes.is_constant else ",".join(f"{row}:{size}" for row, size in sizes.steps)
@@ -212,13 +212,13 @@ class StepPage:
 
     @property
     def kept(self) -> list[tuple[str, str]]:
-        """What the address says beside the form."""
-        asked = {name for name, _, _ in self.form} | {"format", "first", "token"}
-        return [(name, value) for name, value in self.query.given.items() if name not in asked]
+        """Parameters of the address outside the form."""
+        in_form = {name for name, _, _ in self.form} | {"format", "first", "token"}
+        return [(name, value) for name, value in self.query.given.items() if name not in in_form]
 
 
 def coming_part(subject: Subject, query: Query, sample: Any) -> ComingPart:
-    """Return the steps in which the sample of a page comes; what keeps them from being found is told there."""
+    """Return the steps in which the sample of a page comes, or the problem that prevents finding them."""
     place = sample.place
     try:
         asked = asked_of(query)
@@ -230,11 +230,11 @@ def coming_part(subject: Subject, query: Query, sample: Any) -> ComingPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComingPart:
-    """The steps in which a sample comes, with their addresses; or what keeps them from being found.
+    """The steps in which a sample comes, with their addresses; or the problem that prevents finding them.
 
     Attributes:
         comings: The steps; None: there is a problem.
-        problem: It, in words.
+        problem: The problem, in words.
         query: The address of the sample's page.
     """
 
@@ -253,10 +253,10 @@ class ComingPart:
 
 
 def step_page(subject: Subject, query: Query) -> StepPage:
-    """Return the batch that an address asks for; as JSON all rows of the rank, else as many as a page has.
+    """Return the batch that an address requests; for JSON all rows of the rank, else the rows of a page.
 
     Raises:
-        ConfigError: The address asks for what is not there.
+        ConfigError: The address names something that does not exist.
         StateError: The saved state belongs to another set.
     """
     most = None if query.text("format") == "json" else SHOWN_ROWS

@@ -1,4 +1,4 @@
-"""Read what the address of a page asks: a run's batches, world and order, and a place in it."""
+"""Parse the address of a page: a run's batches, world and order, and a place in it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SHUFFLED = {"default": None, "on": True, "off": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAsked:
-    """What an address says of the run. None: as the state or the dataset has it, or the default.
+    """The run that an address names. None: as in the state or the dataset, or the default.
 
     Attributes:
         world: Number of data ranks.
         global_batch_size: Rows of a batch over all ranks, or a ramp.
-        batch_size: Rows of a batch per rank, likewise.
+        batch_size: Rows of a batch per rank, or a ramp.
         seed: Seed of the order.
         shuffle: Whether it is shuffled.
         lanes: Number of lanes.
@@ -50,7 +50,7 @@ class RunAsked:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What it says of the order, without what it leaves open."""
+        """The given settings of the order, without those left open."""
         found = {name: getattr(self, name) for name in ("shuffle", "seed", "lanes", "window")}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -64,7 +64,7 @@ class Asked:
         rank: Data rank.
         epoch: Number of the epoch; None: the state's, or the first.
         step: Batch of the epoch; None: the one that the state would perform next, or the first.
-        first: The first row that a page shows.
+        first: First row on the page.
     """
 
     run: RunAsked
@@ -78,16 +78,16 @@ OF_THE_RUN = (
     "world", "global_batch_size", "batch_size", "seed", "shuffle", "lanes", "window", "epoch_size", "last_batch",
     "state",
 )  # fmt: skip
-"""Parameters that say which run is meant."""
+"""Parameters that name a run."""
 OF_THE_STEP = ("epoch", "step", "rank", "first")
-"""Parameters that say which place in it."""
+"""Parameters that name a place in it."""
 
 
 def run_asked(query: Query) -> RunAsked:
-    """Return the run that an address asks for.
+    """Return the run that an address names.
 
     Raises:
-        ConfigError: A value is wrong; the message names it, and says what is expected.
+        ConfigError: A value is wrong; the message names it, and the expected values.
     """
     last_batch: Any = query.choice("last_batch", *get_args(LastBatch))
     found = RunAsked(
@@ -108,10 +108,10 @@ def run_asked(query: Query) -> RunAsked:
 
 
 def asked_of(query: Query) -> Asked:
-    """Return the step that an address asks for.
+    """Return the step that an address names.
 
     Raises:
-        ConfigError: A value is wrong; the message names it, and says what is expected.
+        ConfigError: A value is wrong; the message names it, and the expected values.
     """
     run = run_asked(query)
     rank = _number(query, "rank", 0, MAX_WORLD - 1, "the number of a data rank") or 0

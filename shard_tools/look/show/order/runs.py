@@ -1,4 +1,4 @@
-"""Keep the runs that pages ask about: those of a saved state, and those that begin with what an address says."""
+"""Cache the runs that pages query: those of a saved state, and new ones as addresses describe them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from streaming.sets.sources.mixed import AnySource
 
 DEFAULT_SIZE = 64
-"""Rows of a global batch if nothing says how many: as many as a person looks through."""
+"""Default rows of a global batch: as many as a person looks through."""
 _KEPT_RUNS, _KEPT_ANSWERS = 8, 32
-_KEPT_BYTES = 64 << 20  # of keys: those of some hundred steps of thousands of rows
+_KEPT_BYTES = 64 << 20  # for keys of some hundred steps of thousands of rows
 _IN_STATE = ("seed", "shuffle", "lanes", "window")
 
 
@@ -34,7 +34,7 @@ class At:
         batch: Number of the batch in it.
         step: Number of the batch from the beginning of the run.
         num_batches: Batches of the epoch; None: it has no end.
-        notes: What the address left open, or what changes against the state, in words.
+        notes: Settings that the address left open, or changes against the state, in words.
     """
 
     run: PlannedRun
@@ -55,11 +55,11 @@ class ShownRuns:
     """The runs over one set. Thread-safe.
 
     Args:
-        planned: What is read, as training opens it.
+        planned: The data, as training opens it.
         state: A saved state of a run over it, or None.
 
     Attributes:
-        answers: The latest answers that take long, by what was asked.
+        answers: Cache of the latest expensive answers, by request.
     """
 
     def __init__(self, planned: AnySource, state: LoaderState | None = None) -> None:
@@ -70,7 +70,7 @@ class ShownRuns:
         self.answers: LruCache[Any, Any] = LruCache(_KEPT_ANSWERS, _one)
 
     def keys(self, one: Any) -> KeptKeys:
-        """Return the keys of a set, of which the latest are kept."""
+        """Return the keys of a set, with a cache of the latest."""
         known = one.shard_keys
         return self._keys.of(id(known.home), lambda: KeptKeys(known=known, kept=self._blocks))
 
@@ -78,13 +78,13 @@ class ShownRuns:
         """Return a run.
 
         Raises:
-            ConfigError: Training would refuse it, or the state says something else.
+            ConfigError: Training would refuse it, or the state contradicts it.
             StateError: The state belongs to another dataset or mixture.
         """
         return self._runs.of(asked, lambda: self._made(asked))
 
     def at(self, asked: Asked) -> At:
-        """Return the step that an address asks for: by default, the one that the state would perform next.
+        """Return the step that an address names; by default, the next step of the state.
 
         Raises:
             ConfigError: There is no such step, or no such run.
@@ -121,7 +121,7 @@ class ShownRuns:
         return PlannedRun.begun(planned, shape, keys=self.keys)
 
     def _sizes(self, asked: RunAsked) -> tuple[Any, Any]:
-        """Return the size of global batches and that of a rank's, one of which is None."""
+        """Return the size of global batches and that of a rank's batches, one of them None."""
         if asked.batch_size is not None or asked.global_batch_size is not None:
             return asked.global_batch_size, asked.batch_size
         num_samples = asked.epoch_size or max(int(self.planned.chunk_samples.sum()), 1)
@@ -154,7 +154,7 @@ class ShownRuns:
         )  # fmt: skip
 
     def _notes(self, asked: RunAsked, run: PlannedRun) -> list[str]:
-        """Return what was left open, and what changes against the state."""
+        """Describe what was left open, and what changes against the state."""
         sizes, notes = run.shape.sizes, []
         if self.state is None or not asked.state:
             if asked.batch_size is None and asked.global_batch_size is None:
@@ -163,12 +163,12 @@ class ShownRuns:
                     "give that of your run, and its seed."
                 )
             if self.state is not None:
-                notes.append("This is a new run: the saved state is left aside.")
+                notes.append("This is a new run: the saved state is not used.")
             return notes
         was, row = self.state.batch_sizes, run.steps.row_of(self.state.epoch, self.state.samples_seen)
         if was is not None and not was.goes_on_as(sizes, row):
             notes.append(
-                f"The saved state goes on with batches of {was.at(row):,} rows from row {row:,} on; here they have "
+                f"The saved state continues with batches of {was.at(row):,} rows from row {row:,} on; here they have "
                 f"{sizes.at(row):,} from there, as the address says."
             )
         return notes

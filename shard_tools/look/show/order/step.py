@@ -1,4 +1,4 @@
-"""Show a batch as a rank gets it: its rows, what packs are made of, and why each row is there."""
+"""Show a batch as a rank gets it: its rows, the contents of packs, and why each row is there."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PackPiece:
     Attributes:
         key: Its key; None: unknown.
         number: Its number in the shard.
-        start: Where it begins in the pack, in tokens.
-        size: Its tokens there.
-        first: The first of them, in the document.
+        start: Its first token in the pack.
+        size: Number of its tokens there.
+        first: The first of these tokens, in the document.
         whole: Tokens of the document.
-        bad: Why a list names it; "": none does.
+        bad: Reason in a list of bad samples; "": it is in none.
     """
 
     key: str | None
@@ -48,7 +48,7 @@ class PackPiece:
 
     @property
     def words(self) -> str:
-        """What it is."""
+        """Its description."""
         name = f"number {self.number}" if self.key is None else self.key
         part = f"tokens {self.first:,} to {self.first + self.size - 1:,} of {self.whole:,}"
         return f"{name}: {f'all {self.size:,} tokens' if self.size == self.whole else part}"
@@ -60,19 +60,19 @@ class RowShown:
 
     Attributes:
         number: Its number among the rank's rows.
-        sample: Number of the sample in the dataset or source; of a pack, that of the pack.
+        sample: Number of the sample in the dataset or source; for a pack, number of the pack.
         key: Key of a sample; None: unknown, or a pack.
-        documents: What a pack is made of; (): it is a sample.
+        documents: Contents of a pack; (): the row is a sample.
         length: Tokens of a pack, with padding.
-        source: Its source in batches; None: there is one set.
-        leaf: Name of its set among those of the mixture, or of its group; "": there is one.
+        source: Its source in batches; None: there is a single set.
+        leaf: Name of its set within the mixture, or of its group; "": there is a single one.
         pass_number: The pass over its source.
         lane: Its lane.
         chunk: Number of its chunk in its source.
         shard: URL of its shard, without secrets.
         shard_number: Number of the shard in its set.
         why: Why it is there, in words.
-        bad: Why a list names it; "": none does.
+        bad: Reason in a list of bad samples; "": it is in none.
     """
 
     number: int
@@ -92,14 +92,14 @@ class RowShown:
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """Its name for people."""
         if self.documents:
             return f"pack {self.sample}"
         return f"sample {self.sample}" if self.key is None else self.key
 
     @property
     def is_bad(self) -> bool:
-        """Whether a list names it, or a document in it."""
+        """Whether it, or a document in it, is in a list of bad samples."""
         return bool(self.bad) or any(one.bad for one in self.documents)
 
     def as_dict(self) -> dict[str, object]:
@@ -113,14 +113,14 @@ class StepShown:
     """A batch as a rank gets it.
 
     Attributes:
-        asked: What was asked.
+        asked: The request.
         at: The step.
         size: Rows of the batch over all ranks.
-        share: The rank's part of them, sorted by lane: the first, and one past the last.
+        share: The rank's part of these rows, sorted by lane: the first, and one past the last.
         first: Number of the first row described.
         rows: The rank's rows that are described.
-        rows_each: Rows of the batch that each pack makes; of samples, 1.
-        padding: Rows of padding that the rank gets behind these, which are not valid.
+        rows_each: Rows of the batch that each pack fills; 1 for samples.
+        padding: Number of padding rows after the rank's own, which are not valid.
     """
 
     asked: Asked
@@ -134,7 +134,7 @@ class StepShown:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the rank, described or not."""
+        """Number of rows of the rank, described or not."""
         return self.share[1] - self.share[0]
 
     def as_dict(self) -> dict[str, object]:
@@ -145,18 +145,18 @@ class StepShown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """Why samples are bad, as lists say it.
+    """Reasons of bad samples, from lists.
 
     Attributes:
         samples: The reason, by shard (as lists show it) and key.
-        ranges: Of what has no key: bytes of a shard, and the reason.
+        ranges: For records without a key: byte ranges of a shard, and the reason.
     """
 
     samples: Mapping[tuple[str, str], str] = field(default_factory=dict)
     ranges: Mapping[str, Sequence[tuple[int, int, str]]] = field(default_factory=dict)
 
     def why(self, shard: str, key: str | None, wanted: FetchRange) -> str:
-        """Return why a sample of a chunk is bad; "": no list names it."""
+        """Return why a sample of a chunk is bad; "": it is in no list."""
         for start, stop, reason in self.ranges.get(shard, ()):
             if start < wanted.byte_end and stop > wanted.byte_start:
                 return f"its chunk, {reason}"
@@ -164,17 +164,17 @@ class Bad:
 
 
 def step_of(runs: ShownRuns, asked: Asked, *, bad: Bad | None = None, most: int | None = None) -> StepShown:
-    """Return the batch that an address asks for.
+    """Return the batch that an address names.
 
     Args:
         runs: The runs of the set.
         asked: The address.
-        bad: The samples that lists name.
-        most: Describe so many rows, from ``asked.first`` on; None: all.
+        bad: The samples in lists of bad samples.
+        most: Maximum number of rows to describe, from ``asked.first`` on; None: all.
 
     Raises:
         ConfigError: There is no such step, or no such run.
-        StateError: The state belongs to another set; or the step drew from a source that is gone.
+        StateError: The state belongs to another set; or the step drew from a source that no longer exists.
     """
     at = runs.at(asked)
     plan, number = at.run.plan_of(at.step)
@@ -196,7 +196,7 @@ def step_of(runs: ShownRuns, asked: Asked, *, bad: Bad | None = None, most: int 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What rows of a page have in common."""
+    """The common facts of the rows of a page."""
 
     run: PlannedRun
     plan: Plan
@@ -207,7 +207,7 @@ class _Described:
     rank: int
 
     def row(self, at: int, number: int, one: Described) -> RowShown:
-        """Return a row: the ``at``-th of these, by its description."""
+        """Return a row: the ``at``-th of these, with its description."""
         rows, rules = self.rows, self.run.sets.pack_rules
         size, share = self.batch
         pass_number = int(rows.passes[at]) if self.drawn is None else int(self.drawn.passes[one.leaf])
@@ -229,7 +229,7 @@ class _Described:
     def _documents(
         self, one: Described, where: str, rules: PackRules, chunk: FetchRange
     ) -> tuple[PackPiece, ...]:  # fmt: skip
-        """Return what a pack is made of: end to end; in a padded pack each as long as the longest."""
+        """Return the contents of a pack: end to end; in a padded pack, each document is as long as the longest."""
         found, start = [], 0
         longest = max((stop - first for first, stop, _ in one.pieces), default=0)
         for key, number, piece in zip(one.keys, one.samples, one.pieces, strict=True):
@@ -244,7 +244,7 @@ class _Described:
 
 
 def _length(documents: tuple[PackPiece, ...], rules: PackRules | None) -> int:
-    """Return the tokens of a pack, with padding; 0: it is a sample."""
+    """Return the tokens of a pack, with padding; 0 for a sample."""
     if rules is None:
         return 0
     if rules.padded:

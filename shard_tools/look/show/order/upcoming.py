@@ -1,4 +1,4 @@
-"""Tell in which steps a sample comes, and which ranks get it."""
+"""Find the steps in which a sample comes, and the ranks that receive it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shard_tools.look.show.order.runs import ShownRuns
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError
 
-_MOST = 200  # steps that a page lists
+_MOST = 200  # steps per page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Coming(Report):
     Attributes:
         epoch: The epoch.
         step: Batch of the epoch.
-        rank: Data rank that gets it.
+        rank: Data rank that receives it.
     """
 
     epoch: int
@@ -34,10 +34,10 @@ class Comings:
     """The steps in which a sample comes.
 
     Attributes:
-        found: They, in order.
+        found: These steps, in order.
         searched: The steps that were searched, in words.
-        why_none: Why none was found; "": one was, or nothing more is known.
-        is_cut: There are more than are listed.
+        why_none: Why none was found; "": one was found, or the reason is unknown.
+        is_cut: There are more than listed.
     """
 
     found: tuple[Coming, ...]
@@ -51,14 +51,14 @@ class Comings:
 
 
 def comings(runs: ShownRuns, asked: RunAsked, epoch: int | None, name: str, shard: int, row: int) -> Comings:
-    """Find the steps in which a sample comes: in an epoch and the next one; in a run without end, around the state.
+    """Find the steps in which a sample comes: in an epoch and the next; in a run without end, around the state.
 
     Args:
         runs: The runs of the set.
-        asked: Which of them.
+        asked: The run.
         epoch: The first of the two epochs; None: that of the state, or the first.
-        name: Name of the sample's set, as other pages have it; "": the only one.
-        shard: Number of its shard there.
+        name: Name of the sample's set, as on other pages; "": the only one.
+        shard: Number of its shard in the set.
         row: Its number in the shard.
 
     Raises:
@@ -81,7 +81,7 @@ def comings(runs: ShownRuns, asked: RunAsked, epoch: int | None, name: str, shar
 
 
 def _searched(run: PlannedRun, epoch: int | None, sets: list[int]) -> tuple[range, str]:
-    """Return the steps to search, and which these are, in words."""
+    """Return the steps to search, and their description."""
     if run.is_endless:
         if epoch:
             raise ConfigError(f"epoch: the run is one epoch without an end, number 0; got {epoch}; leave it out")

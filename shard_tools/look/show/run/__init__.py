@@ -1,4 +1,4 @@
-"""Look at a running job: ask its sockets or metrics addresses, which the command line names, and show what they say.
+"""Look at a running job: query its sockets or metrics addresses, given on the command line, and show the answers.
 
-Nothing here makes a plan or reads a set; what numbers mean, and how time is divided, is known by ``streaming.metrics``.
+Nothing here makes a plan or reads a set; ``streaming.metrics`` knows the meaning of numbers and the division of time.
 """

@@ -1,6 +1,6 @@
-"""Ask running jobs what their loaders do: through socket files, or metrics addresses of Prometheus.
+"""Query the loaders of running jobs: through socket files, or metrics addresses of Prometheus.
 
-Addresses come from the command line alone. What is answered is data: bounded, parsed, and never followed elsewhere.
+Addresses come only from the command line. Answers are data: bounded, parsed, and never followed elsewhere.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NO_LOADER = "answers, but exports no loader: call streaming.metrics.prometheus(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a loader of a running job said, or why it said nothing.
+    """Answer of a loader in a running job, or why it did not answer.
 
     Attributes:
-        address: Where it was asked, without secrets.
+        address: The address queried, without secrets.
         error: Why there is no answer; "": there is one.
-        taken_s: When, by ``time.monotonic``.
+        taken_s: Time of the answer, by ``time.monotonic``.
         loader: Its name; "" if it has none.
         rank: Its rank.
         place: ``data_rank``, ``world_size``, ``epoch``, ``samples_seen``, ``pid``, ``host``, as far as known.
@@ -58,21 +58,21 @@ class Told:
 
 
 def ask(addresses: Sequence[str]) -> list[Told]:
-    """Ask all at once; who does not answer within seconds is among what is returned.
+    """Query all addresses at once; addresses that do not answer within seconds are included, with an error.
 
     Args:
         addresses: Socket files, patterns of such, or http addresses.
     """
-    asked = [one for address in addresses for one in _expanded(address)]
-    told = [one for found in on_threads(_ask, asked, _MOST_AT_ONCE) for one in found]
-    return sorted(told, key=lambda one: (bool(one.error), one.loader, one.rank, one.address))
+    expanded = [one for address in addresses for one in _expanded(address)]
+    answers = [one for found in on_threads(_ask, expanded, _MOST_AT_ONCE) for one in found]
+    return sorted(answers, key=lambda one: (bool(one.error), one.loader, one.rank, one.address))
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
-    """Check what the command line names, before anything is served.
+    """Check the addresses of the command line before anything is served.
 
     Raises:
-        ConfigError: An address is neither a path nor an address of HTTP, or its library is missing.
+        ConfigError: An address is neither a path nor an HTTP address, or its library is missing.
     """
     for address in addresses:
         scheme, found, _ = address.partition("://")
@@ -95,15 +95,15 @@ def _ask(address: str) -> list[Told]:
     shown = redact(address)
     try:
         return list(_from_metrics(address) if "://" in address else _from_socket(address))
-    except Exception as error:  # noqa: BLE001  the border to a job, whose answer may be anything
-        cause = getattr(error, "reason", None) or error  # what urllib has wrapped
+    except Exception as error:  # noqa: BLE001  the border to a job, which may answer anything
+        cause = getattr(error, "reason", None) or error  # the error that urllib wrapped
         why = getattr(cause, "strerror", None) or cause
         return [Told(address=shown, error=_WHY.get(type(cause), str(why))[:_MOST_TEXT])]
 
 
 _WHY: Mapping[type, str] = {
     FileNotFoundError: "there is no such file; the job makes it with streaming.metrics.serve(loader)",
-    ConnectionRefusedError: "nobody answers: the job has ended, or was killed",
+    ConnectionRefusedError: "no answer: the job has ended, or was killed",
     TimeoutError: f"no answer within {_ANSWER_S:.0f} s: the job is stopped, or its machine overloaded",
     PermissionError: "it belongs to another user",
 }
@@ -120,16 +120,16 @@ def _from_socket(path: str) -> Iterator[Told]:
                 raise ValueError(f"an answer of more than {_MOST_BYTES >> 20} MiB, or of {_ANSWER_S:.0f} s")
     if not data:
         raise ValueError("the loader has ended")
-    told = json.loads(data)
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
+    answer = json.loads(data)
+    if not isinstance(answer, dict) or answer.get("format") != FORMAT:
         raise ValueError(f"expected the answer of streaming.metrics.serve, format {FORMAT}; is it another version?")
-    if "error" in told:
-        raise ValueError(f"the job says: {told['error']}")
-    readers = told.get("readers")
-    place = {name: int(told[name]) for name in ("data_rank", "pid", *_PLACES)} | {"host": str(told["host"])}
+    if "error" in answer:
+        raise ValueError(f"the job says: {answer['error']}")
+    readers = answer.get("readers")
+    place = {name: int(answer[name]) for name in ("data_rank", "pid", *_PLACES)} | {"host": str(answer["host"])}
     yield Told(
-        address=path, rank=int(told["rank"]), place=place,
-        numbers=_numbers(told.get("numbers")), describe=str(told.get("describe", "")),
+        address=path, rank=int(answer["rank"]), place=place,
+        numbers=_numbers(answer.get("numbers")), describe=str(answer.get("describe", "")),
         readers={str(rank): _numbers(one) for rank, one in readers.items()} if isinstance(readers, dict) else {},
     )  # fmt: skip
 
@@ -163,10 +163,10 @@ def _from_metrics(address: str) -> Iterator[Told]:
 
 
 class _Unfollowed(urllib.request.HTTPRedirectHandler):
-    """Where a job's address leads elsewhere, that is an answer of its own."""
+    """Treat a redirect of a job's address as an answer of its own."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Follow nothing."""
+        """Follow no redirect."""
 
 
 def _fetched(address: str) -> str:
@@ -186,7 +186,7 @@ def _parser() -> Any:
     """Return the parser of Prometheus's text.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The parser is not installed.
     """
     try:
         import prometheus_client.parser  # noqa: PLC0415  an extra
@@ -196,7 +196,7 @@ def _parser() -> Any:
 
 
 def same_loader(one: Told, other: Told) -> bool:
-    """Tell whether two answers are of the same loader, in the same life."""
+    """Return whether two answers are of the same loader, without a restart between them."""
     if (one.address, one.loader, one.rank, one.place.get("pid")) != (
         other.address, other.loader, other.rank, other.place.get("pid"),
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Answer the page of a running job: time by cause, what each stage has ready, buffers, requests, for each rank."""
+"""Answer the page of a running job: time by cause, readiness of each stage, buffers, requests, for each rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from streaming.watch.metrics.waits import CAUSES, OWN, REST, Waits, waits
 
 ASKS: tuple[str, ...] = ()
 NOW_S = 10.0
-"""What "now" means: long enough for some steps, short enough to see a change."""
+"""The period that counts as "now": long enough for some steps, short enough to see a change."""
 _KEPT_S = 4 * NOW_S
 _LEAST_S = 1.5
 ORDER = (OWN, *CAUSES.values(), REST)
-"""Causes from left to right; their place is the number of their color."""
+"""Causes from left to right; the position gives the number of the color."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Slice(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBar(Report):
-    """How the training thread's time was spent, over some seconds or all."""
+    """Division of the training thread's time by cause, over some seconds or the whole run."""
 
     name: str
     steps: int
@@ -48,7 +48,7 @@ class TimeBar(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReady(Report):
-    """A stage of the loader: how often training found it ready, and what it has."""
+    """A stage of the loader: how often training found it ready, and facts about it."""
 
     name: str
     ready: float | None
@@ -57,7 +57,7 @@ class StageReady(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShown(Report):
-    """What the page shows of a rank."""
+    """The display of a rank."""
 
     address: str
     error: str
@@ -74,7 +74,7 @@ class RankShown(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShown(Report):
-    """What the page shows of a job."""
+    """The display of a job."""
 
     asked: tuple[str, ...]
     answered: int
@@ -85,21 +85,21 @@ class RunShown(Report):
 
 @dataclass(slots=True, eq=False)
 class History:
-    """Earlier answers, so that a page can say what is so now. Thread-safe."""
+    """Earlier answers, so that a page can show the current rates. Thread-safe."""
 
-    _told: deque[list[Told]] = field(default_factory=deque)
+    _answers: deque[list[Told]] = field(default_factory=deque)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def before(self, told: Sequence[Told]) -> list[Told | None]:
-        """Keep answers; return for each the earlier one that is nearest to ``NOW_S`` old, if there is one."""
+    def before(self, answers: Sequence[Told]) -> list[Told | None]:
+        """Keep answers; return for each the earlier answer nearest to ``NOW_S`` old, if there is one."""
         with self._lock:
-            # Nothing is kept that is older than _KEPT_S.
-            known = [one for some in self._told for one in some]
-            self._told.append([one for one in told if not one.error])
-            newest_s = max((one.taken_s for one in told), default=0.0)
-            while self._told and all(one.taken_s < newest_s - _KEPT_S for one in self._told[0]):
-                self._told.popleft()
-        return [self._nearest(one, known) for one in told]
+            # Answers older than _KEPT_S are dropped.
+            known = [one for some in self._answers for one in some]
+            self._answers.append([one for one in answers if not one.error])
+            newest_s = max((one.taken_s for one in answers), default=0.0)
+            while self._answers and all(one.taken_s < newest_s - _KEPT_S for one in self._answers[0]):
+                self._answers.popleft()
+        return [self._nearest(one, known) for one in answers]
 
     def _nearest(self, one: Told, known: Sequence[Told]) -> Told | None:
         found = [old for old in known if one.taken_s - old.taken_s >= _LEAST_S and same_loader(one, old)]
@@ -107,14 +107,14 @@ class History:
 
 
 def run_page(subject: Subject, query: Query) -> RunShown:  # noqa: ARG001  it takes no parameter
-    """Ask all ranks of the job; one that does not answer is shown as such."""
+    """Query all ranks of the job; a rank that does not answer is shown with its error."""
     history = subject.keep("run", History)
-    told = ask(subject.run)
-    ranks = tuple(_shown(one, old) for one, old in zip(told, history.before(told), strict=True))
+    answers = ask(subject.run)
+    ranks = tuple(_shown(one, old) for one, old in zip(answers, history.before(answers), strict=True))
     shares = [rank.bars[-1].headspace for rank in ranks if rank.bars]
     return RunShown(
-        asked=tuple(sorted({one.address for one in told})),
-        answered=sum(not one.error for one in told),
+        asked=tuple(sorted({one.address for one in answers})),
+        answered=sum(not one.error for one in answers),
         causes=tuple(enumerate(ORDER)),
         headspace=max(shares, default=None),
         ranks=ranks,
@@ -148,7 +148,7 @@ def _bar(name: str, found: Waits) -> TimeBar:
 
 
 def _stages(numbers: Mapping[str, float], found: Waits) -> tuple[StageReady, ...]:
-    """Return the stages that this loader has, from the store to the step."""
+    """Return the stages of this loader, from the store to the step."""
 
     def ready(*names: str) -> float | None:
         if not found.step_s:
