@@ -272,7 +272,7 @@ class WorkerBuilder:
         untold = self._untold_before()
         if untold:
             _log.log(
-                self._level, "all %d batches of the run before were built in this process: no worker process was up",
+                self._level, "all %d batches of the previous run were built in this process: no worker process was up",
                 untold,
             )  # fmt: skip
         self._begun_s, self._changed = time.monotonic(), changed

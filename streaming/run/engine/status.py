@@ -47,7 +47,7 @@ def status_lines(now: PipelineStatus) -> list[str]:
     """Return one line for the next batch, one for the arena, and one for each of the oldest fetches."""
     batch = (
         f"batch {now.batch} of {now.num_batches}: {_waits_for(now)}; units are here up to batch {now.frontier}, "
-        f"{now.num_started} batches started, {now.num_built} built, {now.num_waiting} wait to be handed out"
+        f"{now.num_started} batches started, {now.num_built} built, {now.num_waiting} wait for delivery"
     )
     arena = (
         f"arena: {format_bytes(now.arena_used_bytes)} of {format_bytes(now.arena_limit_bytes)} in use, "
@@ -85,6 +85,6 @@ def _unit_line(unit: Unit) -> str:
     wanted, now_s = unit.wanted, time.monotonic()
     begun = f"begun {now_s - unit.begun_at_s:.1f} s ago" if unit.begun_at_s else "waits for a fetch thread"
     return (
-        f"fetch: {redact(wanted.url)} bytes {wanted.byte_start}-{wanted.byte_end}, asked for "
+        f"fetch: {redact(wanted.url)} bytes {wanted.byte_start}-{wanted.byte_end}, requested "
         f"{now_s - unit.asked_at_s:.1f} s ago, {begun}"
     )

@@ -117,8 +117,8 @@ class WorkerPace:
             self.threads_first = True
             _log.info(
                 "a worker process builds %s samples per second of CPU time, and a thread of this process, at the pace "
-                "of the first batches, %s: threads of this process (%d) go on building, and worker processes (%d) get "
-                "what is beyond them. The batches are the same; num_threads=0 leaves all of them to worker processes",
+                "of the first batches, %s: threads of this process (%d) continue to build, and worker processes (%d) "
+                "build the rest. The batches are the same; num_threads=0 leaves all of them to worker processes",
                 f"{by_cpu[1]:,.0f}", f"{by_cpu[0]:,.0f}", self._num_threads, self._num_workers,
             )  # fmt: skip
             return
