@@ -65,7 +65,7 @@ class OneOrder(ABC):
         seed: Seed of the order.
         names: See ``Source``: a single set has none.
         bad_samples_file: File in which bad samples are recorded; None: no file.
-        meaning: The joined schema of the sets that are read as one; most kinds of sets have none.
+        meaning: The meaning of the sets that are read as one; empty for most kinds of sets.
     """
 
     shuffle: bool

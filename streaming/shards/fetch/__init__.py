@@ -1,5 +1,5 @@
 """Fetch byte ranges of chunks, check them, and fetch damaged ones again.
 
-Pure functions here compute the ranges that a batch needs. Other code decides when they are fetched and where they are
+Pure functions here compute the ranges that a batch needs. Nothing here decides when they are fetched, or where they are
 stored.
 """

@@ -158,7 +158,7 @@ class ForkServer:
 
         Args:
             number: The worker, whose socket has ended.
-            kill: Do not give it time to end by itself.
+            kill: Kill it at once, without waiting for its end.
         """
         with self._lock:
             try:
