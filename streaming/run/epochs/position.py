@@ -154,24 +154,24 @@ class Position:
 
     1. ``place`` is the place after the last batch received: the next batch comes from there. Checkpoints store it.
     2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or leaving the end of an epoch, and no
-    batch has been received since. ``begin`` starts at a place that is due; from any other it advances to the next
-    epoch and leaves the rest of the current one unread. An iterator that has received no request for a batch, or has
-    delivered none, changes nothing.
+      batch has been received since. ``begin`` starts at a place that is due; from any other it advances to the next
+      epoch and leaves the rest of the current one unread. An iterator that has received no request for a batch, or has
+      delivered none, changes nothing.
     3. After the last batch of an epoch, ``place`` is its *end*, as long as the iterator that delivered it can still be
-    asked for more. Once that iterator is asked again, closed, dropped or superseded, the end is left: ``place`` is then
-    (next epoch, 0), and due. A loaded end is left by the first iterator that is asked for a batch: it has none.
+      asked for more. Once that iterator is asked again, closed, dropped or superseded, the end is left: ``place`` is
+      then (next epoch, 0), and due. A loaded end is left by the first iterator that is asked for a batch: it has none.
     4. ``set_epoch(e)``: if ``place`` is due in epoch e, nothing changes, so that a loaded place survives trainers that
-    call ``set_epoch`` first. If epoch e is in progress, or at its end, the next ``begin`` restarts it at 0, and an
-    open iterator continues undisturbed. From the end of epoch e - 1 it leaves that end, as an iterator would. From any
-    other epoch it goes to (e, 0).
+      call ``set_epoch`` first. If epoch e is in progress, or at its end, the next ``begin`` restarts it at 0, and an
+      open iterator continues undisturbed. From the end of epoch e - 1 it leaves that end, as an iterator would. From
+      any other epoch it goes to (e, 0).
     5. ``set_seed`` takes effect at the next ``begin`` at 0 samples. If batches of an epoch are held back and none has
-    been received, the epoch keeps its order, even if it is begun again, here or from a checkpoint
-    (``Place.has_begun``).
+      been received, the epoch keeps its order, even if it is begun again, here or from a checkpoint
+      (``Place.has_begun``).
     6. There is one turn at a time: ``open`` ends the previous one. ``set_epoch`` and ``load`` end the current turn if
-    they move the place; an iterator that has not begun yet begins at the new place.
+      they move the place; an iterator that has not begun yet begins at the new place.
     7. Leaving the rest of an epoch that was loaded in its middle logs one WARNING.
     8. An epoch without an end (``is_endless``) is never left: ``begin`` continues after the last batch received, and
-    ``set_epoch``, which trainers call with numbers of their own, has no effect.
+      ``set_epoch``, which trainers call with numbers of their own, has no effect.
 
     For one thread, except ``close``, which any thread may call.
 
