@@ -59,13 +59,10 @@ class _Flight:
 
     While that thread is inside, ``close`` from another thread leaves the clean-up to it; closing the loader wakes it.
 
-    Invariants:
-
-    - ``busy`` is the id of the thread between ``advance`` and the end of ``hand_out``.
-    - ``ahead`` holds at most ``depth + 1`` batches.
-    - ``held`` holds every source whose copy may be in progress, in the order of the copies.
-    - The host is at most ``depth`` steps ahead of the device; otherwise memory that waits for the consumer's stream
-      would pile up.
+    Invariants: ``busy`` is the id of the thread between ``advance`` and the end of ``hand_out``; ``ahead`` holds at
+    most ``depth + 1`` batches; ``held`` holds every source whose copy may be in progress, in the order of the copies;
+    the host is at most ``depth`` steps ahead of the device, since otherwise memory that waits for the consumer's stream
+    would pile up.
     """
 
     source: Iterator[Any]
@@ -528,7 +525,7 @@ class _DeviceBatches(Generic[BatchT]):
     def _next(self) -> BatchT:
         try:
             if self._flight.advance():
-                return self._hand_out()  # not bound to a name: the consumer alone decides how long the batch lives
+                return self._hand_out()  # no name here: the consumer alone decides how long the batch lives
             self._turn.check()
             self._is_over = True
         except BaseException as error:

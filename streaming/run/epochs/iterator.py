@@ -60,7 +60,7 @@ class Run(Protocol):
 
 
 class RunOver:
-    """Base class of runs that wrap another run. It closes and describes that run; subclasses transform its batches."""
+    """Base class of runs that wrap another run: it closes and describes that run; subclasses transform its batches."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -75,20 +75,20 @@ class RunOver:
 
 
 class Stage(Protocol):
-    """A part of the path from the rank's reading to its delivery, across many runs. For one thread."""
+    """A part of the way from what a rank reads to what it hands out, over many runs. For one thread."""
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
-        """Return the batches from ``place`` on. ``read`` begins the run below, if this rank needs one."""
+        """Return batches from ``place`` on; ``read`` begins the run below, if this rank needs one."""
 
     def page_lock(self, locker: Any) -> Any:
-        """Return the locker for batches of the run below, where this stage makes no batches itself; None: no lock."""
+        """Return what page-locks the batches of the run below, where this stage makes none itself; None: nothing."""
 
     def drop(self) -> None:
         """Drop the connections to other ranks; the next run makes new ones."""
 
 
 def staged(stages: Iterable[Stage], read: Callable[[], Run], place: Place) -> Run:
-    """Return the run that ``read`` begins, through stages that each know only the run below."""
+    """Return the run that ``read`` begins, through stages of which each knows only the run below it."""
     for stage in stages:
         read = partial(stage.run, read, place)
     return read()
@@ -399,7 +399,7 @@ class Batches(Generic[BatchT]):
         return batch
 
     def _count(self, begun_s: float, begun_thread_s: float, begun_waited_s: float) -> None:
-        """Count a batch that is about to be delivered, and how the consumer spent its time since the last one."""
+        """Count a batch that is about to be handed out, and how the consumer's time was spent since the last one."""
         last_s, now_s = self._handed_out_s, time.perf_counter()
         self._handed_out_s = now_s
         spent = {

@@ -250,7 +250,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self.go_to(self._taken_over(state), state.next_seed, what)
 
     def _taken_over(self, state: LoaderState) -> Place:
-        """Adopt everything in a state except its place, and return the place. If this raises, nothing has changed.
+        """Adopt everything in a state but its place, and return the place. If this raises, nothing has changed.
 
         Raises:
             StateError: It belongs to another dataset, epoch size or kind of order.

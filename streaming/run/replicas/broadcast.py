@@ -316,7 +316,7 @@ class _SourceRun(_Consumer):
         return room or self._built[0][0] != BATCH or self._gone is not None
 
     def _portioned(self, batch: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Return this rank's portion, and the encoded portions of the others; equal ones are made once."""
+        """Return this rank's portion, and those of the others, encoded; equal ones once."""
         num_samples = batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0
         coded: dict[Part, torch.Tensor] = {}
         for portion in self._portions[1:]:

@@ -155,11 +155,11 @@ class _ExchangedRun(RunOver):
         return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
 
     def _exchanged(self, batch: Batch, num_packs: int) -> Batch:
-        """Return the batch of the packs dealt to this rank, in equal number. All ranks meet here."""
+        """Return the batch of the packs dealt to this rank, as many as it had; all ranks meet here."""
         peers = self._peers
         costs: Any = batch.pop("costs", None)
         valid: Any = batch.get("__valid__")
-        # A batch with packs that do not count is left unchanged: stages without payload count them by the plan.
+        # A batch with packs that do not count is left as it is: stages without payload count them by the plan.
         counts = valid is None or bool(valid.all())
         own = [self._place.epoch, self._place.samples_seen + self._num_batches, num_packs, counts]
         heads = peers.gather(np.array(own, np.int64))
@@ -178,7 +178,7 @@ class _ExchangedRun(RunOver):
         return self._dealt(batch, exchange(everyones.view(costs.numpy().dtype), shares.tolist()), shares)
 
     def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
-        """Exchange packs with the other ranks. Pack n of the global batch is from the rank whose share contains n."""
+        """Exchange packs with the other ranks; pack n of the global batch is from the rank whose share contains n."""
         peers, rows = self._peers, self._peers.rows.split(batch)
         place, ends = peers.place, np.cumsum(shares)
         first = int(ends[place] - shares[place])

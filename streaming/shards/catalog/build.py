@@ -94,7 +94,7 @@ def read_schema(storage: Storage, home: str) -> Schema:
     url = join_url(home, SCHEMA_FILE)
     try:
         return storage.read_parsed(url, Schema.from_bytes, is_sealed)
-    except (NotFoundError, AccessDeniedError):  # S3 denies access to missing objects without permission to list
+    except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
         return Schema()
 
 

@@ -27,9 +27,9 @@ class FoundShards:
     Attributes:
         urls: The shards.
         table: The chunk table over them; None if there is no index (for a large set, permanently).
-        sizes: Size of each shard in bytes, if there is no index.
-        missing_index: Why there is no index, and the cure; "" if there is one.
-        schemas: The schemas of the sets, by directory of the index; empty for sets that state nothing.
+        sizes: Size of each shard, if there is no index.
+        missing_index: Why there is no index, and what to do; "" if there is one.
+        schemas: What the sets say that they mean, by directory of the index; those that say nothing are empty.
     """
 
     urls: tuple[str, ...]

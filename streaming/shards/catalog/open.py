@@ -113,7 +113,7 @@ def open_shards(
         peers: Other processes that open the same set: rank 0 searches for all; each scans a share of a set without an
             index.
         duplicate_keys: As for :func:`streaming.shards.catalog.scan.scan_shard`, if shards are scanned.
-        allow_unfinished: Read the existing shards of a set that is still being written, and log it.
+        allow_unfinished: Read what is there of a set that is still being written, and log it.
 
     Raises:
         UnfinishedError: The set is incomplete (:mod:`streaming.shards.catalog.unfinished`).
@@ -121,7 +121,7 @@ def open_shards(
         IndexMismatchError: The index does not cover or match these shards.
     """
     if peers is None:
-        # Not serialized: for a large table that would take a second.
+        # Not serialized: for a large table the round trip takes a second.
         found = _find(storage, urls, index, allow_unfinished=allow_unfinished)
     else:
         spelt = str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls))
