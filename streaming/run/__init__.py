@@ -1,4 +1,4 @@
 """Run epochs: loops, prefetching, worker processes, delivery, replicas, devices.
 
-Nothing here names data: sets do, one wing below.
+Nothing here names data: the sets do, one wing below.
 """

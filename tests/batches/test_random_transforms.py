@@ -415,6 +415,6 @@ def test_globals_that_change_reach_the_workers(
             found.append(tuple(set(drawn(one).values()) for one in (loader, in_threads)))
     assert found == [({number}, {number}) for number in ("1", "5", "7", "7", "7")]
     told = [record.getMessage() for record in caplog.records]
-    assert [("start anew" in one, "transform was defined anew" in one) for one in told] == [
+    assert [("restart with" in one, "transform was redefined" in one) for one in told] == [
         (True, False), (True, False), (False, True), (False, True),
     ]  # fmt: skip

@@ -271,7 +271,7 @@ def test_damage_where_a_decoder_reads_is_that_of_whole_members(
     bad = loader.metrics()["bad"]
     assert sorted(one["key"] for one in bad) == [f"{number:05d}" for number in lost]
     assert {one["stage"] for one in bad} == {"fetch"}
-    assert all("CRC32C" in one["reason"] and "also when asked for again" in one["reason"] for one in bad)
+    assert all("CRC32C" in one["reason"] and "also when read again" in one["reason"] for one in bad)
 
 
 def test_damage_where_no_decoder_reads_is_not_found(copied: Path, clips: str) -> None:

@@ -152,7 +152,7 @@ def test_threads_go_on_where_a_process_is_slower_than_a_thread(
     assert [one.levelname for one in caplog.records] == [expected] * bool(expected)
     if goes_on:
         assert "builds 333 samples per second of CPU time" in caplog.text
-        assert "at the pace of the first batches, 500: threads of this process (2) go on building" in caplog.text
+        assert "at the pace of the first batches, 500: threads of this process (2) continue to build" in caplog.text
 
 
 def recipe_of(decode: Any, transform: Any = None) -> Recipe:

@@ -142,7 +142,7 @@ def test_a_fetch_that_hangs_is_named(samples: SampleSet, reports: Reports) -> No
     with DataLoader(dataset, batch_size=64, stall_report_s=0.2) as loader:
         text = stall(loader, reports, gate.set, "begun")
     assert re.search(r"batch 0 of 1: waits for a fetch", text)
-    assert re.search(r"fetch: \S+/000000\.tar bytes 0-\d+, asked for \d+\.\d s ago, begun \d+\.\d s ago", text)
+    assert re.search(r"fetch: \S+/000000\.tar bytes 0-\d+, requested \d+\.\d s ago, begun \d+\.\d s ago", text)
 
 
 def test_a_request_that_hangs_is_named(samples: SampleSet, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_users_function_that_hangs_in_a_worker_is_named(samples: SampleSet, re
         text,
     )
     assert re.search(r"worker \d+ \(pid \d+, alive\) is idle", text)
-    assert re.search(r"ring: \d+ slots free, 1 being built in, \d+ hold batches not let go of", text)
+    assert re.search(r"ring: \d+ slots free, 1 in building, \d+ hold batches still in use", text)
 
 
 def test_a_decoder_that_hangs_in_a_worker_is_named_with_its_sample(

@@ -33,8 +33,8 @@ def test_each_epoch_begins_with_one_line(samples: SampleSet, caplog: pytest.LogC
         first, second = lines(caplog)
         for part in (
             "epoch 0 begins: StreamingDataset(", samples.url, "3 shards, 23 samples", "5 batches of 4 over all ranks",
-            "shuffled with seed 7, 4 lanes, a window of 7 samples", "memory_limit 1.0 GiB a rank", "2 threads a rank",
-            "one rank (found by: single)",
+            "shuffled with seed 7, 4 lanes, a window of 7 samples", "memory_limit 1.0 GiB per rank",
+            "2 threads per rank", "one rank (found by: single)",
         ):  # fmt: skip
             assert part in first
         assert second == first.replace("epoch 0 begins", "epoch 1 begins")

@@ -212,7 +212,7 @@ def test_no_verb_takes_it_unasked(killed: Path, tmp_path: Path, spelling: str) -
         assert ran.exit_code == 1, (name, ran.output)
         assert "is not whole: `shard_tools convert`" in ran.output, name
         listed = spelling != "{}/{{000000..000001}}.tar" and name != "convert"  # which lists folders itself
-        assert ("; 2 shards are there" if listed else "; 2 shards of it are asked for") in ran.output, name
+        assert ("; 2 shards are there" if listed else "; 2 shards of it are named") in ran.output, name
         assert "run the same command again" in ran.output, name
         assert "--allow-unfinished" in ran.output, name
         assert contents(str(tmp_path), {}) == before, name
@@ -276,7 +276,7 @@ def test_where_nothing_can_be_listed(killed: Path, scene: Scene) -> None:
     """A web server is asked for one fixed name, beside the request for the index."""
     with HttpServer(str(killed)) as server:
         shards = f"{server.url}/{{000000..000001}}.tar"
-        with pytest.raises(UnfinishedError, match="2 shards of it are asked for"):
+        with pytest.raises(UnfinishedError, match="2 shards of it are named"):
             StreamingDataset(shards)
         assert len(StreamingDataset(shards, allow_unfinished=True)) == 14
         VERBS["convert"](str(scene.source), str(killed), {})

@@ -322,7 +322,7 @@ def test_status_codes_inside_names_are_no_status_codes() -> None:
 @pytest.mark.parametrize(
     ("names", "cure"),
     [
-        (("index.json", "shard.00000.mds.zstd"), "Mosaic's MDS, of which `shard_tools convert`"),
+        (("index.json", "shard.00000.mds.zstd"), "Mosaic's MDS, which `shard_tools convert`"),
         (("index.json", "chunk-0-0.bin"), "LitData's chunks"),
         (("cat/1.jpg",), "it looks like images"),
         (("data.bin", "_shardstream/chunks.parquet", ".git/x.png"), "check the prefix"),

@@ -169,7 +169,7 @@ def test_a_whole_member_asks_again(mini_s3: MiniS3Server, monkeypatch: pytest.Mo
             flips.times = times
             flips.seen.clear()
             if times > MOST_WRONG:
-                with pytest.raises(ChecksumError, match="also when asked for again"):
+                with pytest.raises(ChecksumError, match="also when read again"):
                     source.read_distant(0, start, start + size, whole=True)
                 break
             assert source.read_distant(0, start, start + size, whole=True) == distant_sets.clip(4)

@@ -1,4 +1,4 @@
 """Copy batches to an accelerator ahead of time, on a side stream.
 
-Knows batches and the device, but not where batches come from.
+This folder knows batches and the device, but not the origin of batches.
 """

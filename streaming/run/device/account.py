@@ -11,10 +11,10 @@ from streaming.run.epochs.iterator import Batches
 
 
 class BatchAccount(Protocol):
-    """Tracks the consumer's position while the loader is ahead of it.
+    """Track the consumer's position while the loader is ahead of it.
 
     Attributes:
-        metrics: Where work on its batches is counted: with the loader, if it is one of ours.
+        metrics: Counts the work on batches: the loader's own metrics, if it is one of ours.
     """
 
     metrics: Metrics
@@ -23,7 +23,7 @@ class BatchAccount(Protocol):
         """Note that the loader has delivered a batch."""
 
     def handed_out(self) -> None:
-        """Note that the oldest batch held back goes to the consumer.
+        """Note that the consumer gets the oldest batch held back.
 
         Raises:
             IteratorEndedError: The loader was moved or closed meanwhile.
@@ -31,7 +31,7 @@ class BatchAccount(Protocol):
 
 
 class HeldBack:
-    """Tell our own loader's iterator what is held back; the loader then reports the consumer's position by itself."""
+    """Report the batches held back to our own loader's iterator, so that the loader knows the consumer's position."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -50,9 +50,9 @@ class Noted:
     """The state of another library's loader after each batch.
 
     Attributes:
-        state: Its ``state_dict()`` at the last batch handed out; None: it has none.
+        state: Its ``state_dict()`` at the last delivered batch; None: it has none.
         epoch: Its epoch at that time; None: it has none.
-        metrics: Numbers that nobody reads.
+        metrics: Numbers that are not read.
     """
 
     def __init__(self, loader: Any) -> None:

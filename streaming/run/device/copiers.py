@@ -16,21 +16,21 @@ from streaming.build.batches.jagged import fresh, nested_on, nested_parts
 from streaming.run.engine.workers.ring import Memory, PageLocker
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_GROWTH = 50e-6, 500e-6, 1.25
-"""Pauses between polls of an event: at first short compared with a copy of some MB, and at most one poll per 0.5 ms
-during a long step."""
+"""Pauses between polls of an event, in seconds: at first short compared with a copy of some MB, later at most one poll
+per 0.5 ms during a long step."""
 
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
-"""Types that cannot hold a tensor: lists of nothing else are passed through without looking at each element."""
+"""Types that cannot hold a tensor: lists of nothing else are passed through without examining each element."""
 
 
 class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Tell whether all work before it is done."""
+        """Return whether all work before it is done."""
 
     def synchronize(self) -> None:
-        """Block until it is done, in the device's own way."""
+        """Block until all work before it is done, in the device's own way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Copied:
     """A batch whose copies have been issued.
 
     Attributes:
-        batch: The device's batch; its contents are valid only in a stream that waited for ``event``.
-        event: Done when the last copy is; until then the source and ``staged`` must be kept.
+        batch: The device's batch. Its contents are valid only in a stream that has waited for ``event``.
+        event: Done when the last copy is done; until then keep the source and ``staged``.
         staged: Page-locked copies of source tensors that were not page-locked.
     """
 
@@ -49,16 +49,16 @@ class Copied:
 
 
 class Copier(Protocol):
-    """How batches are copied to a device. For one thread.
+    """Copy batches to a device. For one thread.
 
     Attributes:
-        page_locker: Locks memory for this device's copies; None: they do not need it.
+        page_locker: Locks memory for this device's copies; None: they need no locked memory.
     """
 
     page_locker: PageLocker | None
 
     def issue(self, batch: Any) -> Copied:
-        """Start the copies of ``batch`` and return at once; if it raises, no copy is in progress any more."""
+        """Start the copies of ``batch`` and return at once. If this raises, no copy is in progress any more."""
 
     def hand_over(self, copied: Copied) -> None:
         """Make the consumer's stream, the current one, wait for the copies, and keep their memory for it."""
@@ -67,11 +67,11 @@ class Copier(Protocol):
         """Return an event after everything submitted to the consumer's stream so far."""
 
     def wait(self, event: Event) -> None:
-        """Block until ``event``, one of this copier's, is done."""
+        """Block until ``event``, which comes from this copier, is done."""
 
 
 class _Done:
-    """The event of work that is done already."""
+    """An event whose work is already done."""
 
     def query(self) -> bool:
         return True
@@ -81,7 +81,7 @@ class _Done:
 
 
 class CpuCopier:
-    """Pass tensors through; one on another device is copied to the CPU before ``issue`` returns."""
+    """Pass tensors through. A tensor on another device is copied to the CPU before ``issue`` returns."""
 
     page_locker: PageLocker | None = None
 
@@ -102,9 +102,9 @@ class CpuCopier:
 
 
 class CudaPageLocker:
-    """Registers memory with CUDA: ``cudaHostRegister``, portable, so that every device of the process may copy from it.
+    """Register memory with CUDA: ``cudaHostRegister``, portable, so that every device of the process may copy from it.
 
-    Whoever copies from it must keep it until the copy is done: torch's host allocator does not know of it.
+    The memory must be kept until copies from it are done: torch's host allocator does not know it.
 
     Args:
         device: A CUDA device with its index.
@@ -138,21 +138,21 @@ class CudaCopier:
     """Copy on a stream of its own.
 
     Device memory is allocated in the side stream, so that a copy never waits for the consumer's kernels. The caching
-    allocator would return such memory to the side stream as soon as its tensor is dropped, though kernels that read it
-    may still be queued; ``record_stream`` tells it of them.
+    allocator would return such memory to the side stream as soon as its tensor is dropped, even if kernels that read it
+    are still queued; ``record_stream`` prevents that.
 
     A source that is not page-locked is first copied to page-locked memory of torch's host allocator, on the calling
     thread: from pageable memory CUDA copies more slowly, and makes the host wait. Our own loader's batches are built in
     page-locked memory from the start.
 
-    Events are polled, with pauses. CUDA's blocking wait sleeps until an interrupt, which on a virtual machine may be
-    milliseconds late: copies alone reached 43 GB/s with it and 54 GB/s with polling, for the same CPU time (on an H100
+    Events are polled, with pauses. CUDA's blocking wait sleeps until an interrupt, which may come milliseconds late on
+    a virtual machine: copies alone reached 43 GB/s with it and 54 GB/s with polling, for the same CPU time (on an H100
     whose bare copy reaches 54 GB/s). CUDA's spinning wait occupies a core.
 
     Args:
         device: A CUDA device with its index.
         cuda: Replaces ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-        pause: Sleeps for some seconds.
+        pause: Sleeps for the given number of seconds.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class CudaCopier:
                 event = self._cuda.Event()
                 event.record(self._side)
         except BaseException:
-            self._side.synchronize()  # the caller releases the source now
+            self._side.synchronize()  # now the caller releases the source
             raise
         return Copied(batch=moved, event=event, staged=tuple(staged))
 
     def hand_over(self, copied: Copied) -> None:
-        """Make the current stream wait for the copies, and the allocator for the current stream."""
+        """Make the current stream wait for the copies, and the allocator wait for the current stream."""
         consumer = self._cuda.current_stream(self._device)
         consumer.wait_event(copied.event)
 
@@ -206,7 +206,7 @@ class CudaCopier:
     def _move(self, tensor: torch.Tensor, staged: list[torch.Tensor], consumer: Any) -> torch.Tensor:
         if tensor.device == self._device:
             return tensor
-        if tensor.layout != torch.strided:  # sparse: no stream can be recorded, so copied at once in the consumer's
+        if tensor.layout != torch.strided:  # sparse: no stream can be recorded, so copy at once in the consumer's
             with self._cuda.stream(consumer):
                 return tensor.to(self._device)
         if tensor.device.type == "cpu" and tensor.numel():
@@ -224,9 +224,9 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
 
-    Containers keep their types; those that hold nothing but text and numbers are passed on as they are, and so are all
-    other objects unless ``others`` converts them. For a nested tensor of the jagged layout ``function`` is applied to
-    values and offsets. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch requires it.
+    Containers keep their types. Those that hold only text and numbers are returned unchanged, and so are all other
+    objects unless ``others`` converts them. For a nested tensor of the jagged layout ``function`` is applied to values
+    and offsets. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch requires it.
     """
     if isinstance(value, torch.Tensor):
         nested = nested_parts(value)
@@ -244,7 +244,7 @@ def _map_mapping(
     moved = {name: map_tensors(one, function, others) for name, one in value.items()}
     if type(value) is dict or not isinstance(value, dict | UserDict):
         return moved
-    clone = copy.copy(value)  # keeps what a subclass adds, such as a default factory
+    clone = copy.copy(value)  # keeps attributes that a subclass adds, such as a default factory
     clone.update(moved)
     return clone
 
@@ -264,12 +264,12 @@ def _map_sequence(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a copy on another device has the same strides, so that it is a single run of bytes."""
+    """Return whether a copy on another device has the same strides, so that it is a single run of bytes."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def page_locked(batch: Any) -> Any:
-    """Return a batch with its tensors, at any depth, in page-locked memory; containers keep their types."""
+    """Return a batch with its tensors, at any depth, in page-locked memory. Containers keep their types."""
     return map_tensors(batch, torch.Tensor.pin_memory, _locked_by_itself)
 
 

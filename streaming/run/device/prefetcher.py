@@ -7,11 +7,12 @@ The life of a batch::
                         ▼                                              ▼
                      released (its ring slot is reused)             freed by the consumer, reused after its stream
 
-There is no thread. Copies are asynchronous: the host only has to *issue* them ``depth`` batches before they are needed,
-and it does that whenever the consumer asks for a batch. A thread would help only if the loader were late with a batch
-while an older one was already on the device. But a late loader has nothing built ahead; it is then the bottleneck, and
-meanwhile the consumer has ``depth`` steps of work queued on the device. The costs of a thread are certain: it competes
-with the training loop for the interpreter lock, and makes shutdown harder.
+- There is no thread. Copies are asynchronous: the host only has to *issue* them ``depth`` batches before they are
+  needed, and it does so whenever the consumer requests a batch.
+- A thread would help only if the loader were late with a batch while an older one was already on the device. But a late
+  loader has nothing built ahead; it is then the bottleneck, and meanwhile the consumer has ``depth`` steps of work
+  queued on the device.
+- The costs of a thread are certain: it competes with the training loop for the GIL, and complicates shutdown.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _END = object()
 
 
 class _Held(NamedTuple):
-    """A source that is kept until its copy is done, and when the copy was started."""
+    """A source that is kept until its copy is done, and the start time of the copy."""
 
     event: Event
     source: Any
@@ -56,8 +57,7 @@ class _Held(NamedTuple):
 class _Flight:
     """State of one iteration. For one thread, except ``close``, which any thread may call at any time, repeatedly.
 
-    While that thread is in here, ``close`` from another thread leaves the clean-up to it; closing the loader wakes it
-    up.
+    While that thread is inside, ``close`` from another thread leaves the clean-up to it; closing the loader wakes it.
 
     Invariants: ``busy`` is the id of the thread between ``advance`` and the end of ``hand_out``; ``ahead`` holds at
     most ``depth + 1`` batches; ``held`` holds every source whose copy may be in progress, in the order of the copies;
@@ -90,7 +90,7 @@ class _Flight:
         """Return whether there is a next batch. If so, copies of the ``depth`` batches after it have been issued.
 
         Raises:
-            Exception: An error of the loader or of a copy, once the batches before it have been handed out.
+            Exception: An error of the loader or of a copy, once the batches before it have been delivered.
             ForkedError: The process is a forked child.
         """
         self.maker.check()
@@ -118,7 +118,7 @@ class _Flight:
         return bool(self.ahead)
 
     def hand_out(self) -> Any:
-        """Return the batch that ``advance`` announced; the current stream waits for its copy.
+        """Return the batch that ``advance`` announced. The current stream waits for its copy.
 
         Raises:
             IteratorEndedError: The loader was moved or closed in the meantime.
@@ -135,16 +135,16 @@ class _Flight:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last batch has been handed out.
+        """Whether the last batch has been delivered.
 
-        This is known because the source was asked for one more before that.
+        This is known because one more batch was requested from the source before that.
         """
         return self.ended and not self.ahead and not self.has_failed
 
     def close(self) -> None:
         """Wait for the copies in progress, then release their memory and stop the source. May be called repeatedly.
 
-        In a forked child it does nothing: device, copies and source belong to the parent.
+        Does nothing in a forked child: device, copies and source belong to the parent.
         """
         if not self.maker.is_here:
             self.closed = self.ended = True
@@ -169,7 +169,7 @@ class _Flight:
     def _let_go(self) -> None:
         """Release the oldest source, whose copy is done."""
         held = self.held.popleft()
-        begun_s, self.done_s = max(held.begun_s, self.done_s), time.perf_counter()  # one copy after the other
+        begun_s, self.done_s = max(held.begun_s, self.done_s), time.perf_counter()  # copies run one after another
         self.account.metrics.observer.seen(self.where, "copies", begun_s, self.done_s, dict)
 
     def _pace(self) -> None:
@@ -180,7 +180,7 @@ class _Flight:
             self._await(self.steps.popleft(), "waits for the device to come within depth steps")
 
     def _await(self, event: Event, stage: str) -> None:
-        """Block until ``event`` is done; a watchdog reports if that takes too long."""
+        """Block until ``event`` is done. A watchdog reports if that takes too long."""
         if event.query():
             return
         with self._in_stage(stage), self.account.metrics.timed("wait_for_device_s"):
@@ -210,7 +210,7 @@ class _Flight:
             self.stage = "starts the copies of a batch"
             with self.account.metrics.timed("copy_s"):
                 copied = self.copier.issue(batch)
-        except Exception as error:  # noqa: BLE001  raised in its place, after the batches before it
+        except Exception as error:  # noqa: BLE001  raised when it is due, after the batches before it
             self.ended, self.has_failed, self.failure = True, True, error
         else:
             self.held.append(_Held(copied.event, (batch, copied.staged), time.perf_counter()))
@@ -229,22 +229,23 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
             loss = model(batch["jpg"])
 
     Tensors are found in arbitrarily nested dicts, lists, tuples and named tuples; everything else is passed through.
-    Containers that hold tensors are copied; a batch belongs to the caller that received it. On the CPU, tensors are
+    Containers that hold tensors are copied. A batch belongs to the caller that received it. On the CPU, tensors are
     passed through too, and everything else behaves the same: batches pulled ahead, state, errors, shutdown.
 
     Device memory: ``depth + 2`` batches, or up to ``2 * depth + 2`` if the host runs ahead of the device. Host memory
-    of a batch is released when its copy is done and the next batch is asked for; at most ``2 * depth + 1`` are held.
+    of a batch is released when its copy is done and the next batch is requested; at most ``2 * depth + 1`` batches are
+    held.
 
     The stream that is current when a batch is requested may use the batch immediately; another stream needs the usual
     synchronization (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device is at most
     ``depth`` steps behind.
 
-    A ``streaming.DataLoader`` is told which batches are held back here, so its ``state_dict`` and ``epoch`` refer to
-    the batches handed out, and so do those of this object. A loader of another kind runs ahead: call ``state_dict``,
-    ``set_epoch``, ``seed`` and ``load_state_dict`` on *this* object, which forwards the right values. An error of the
-    loader is raised after the batches before it. However an iteration ends, copies in progress are waited for and the
-    loader's iterator is closed. Epochs follow each other as with the loader itself. Only one iterator is active at a
-    time: a superseded one raises ``IteratorSupersededError``.
+    A ``streaming.DataLoader`` knows which batches are held back here, so its ``state_dict`` and ``epoch`` refer to the
+    delivered batches, and so do those of this object. Any other loader runs ahead: call ``state_dict``, ``set_epoch``,
+    ``seed`` and ``load_state_dict`` on *this* object, which forwards the right values. An error of the loader is raised
+    after the batches before it. At the end of an iteration, whatever its cause, copies in progress are completed and
+    the loader's iterator is closed. Epochs follow each other as with the loader itself. Only one iterator is active at
+    a time: a superseded one raises ``IteratorSupersededError``.
 
     Use it from one thread; ``close`` may be called from any.
 
@@ -252,9 +253,9 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         loader: A ``streaming.DataLoader``, or any iterable of batches. Methods that it lacks raise ``AttributeError``.
         device: ``"cuda"``, ``"cuda:1"``, ``"cpu"`` or a ``torch.device``; None: the current CUDA device, or the CPU if
             there is none.
-        depth: Number of batches copied ahead of the one handed out, at least 1. With 1, one copy overlaps one step; 2
+        depth: Number of batches copied ahead of the delivered one, at least 1. With 1, one copy overlaps one step; 2
             also absorbs steps and batches of uneven length.
-        copier: How batches are copied; default: what ``device`` needs.
+        copier: Copies batches; default: the copier for ``device``.
 
     Raises:
         ConfigError: There is no such device, or ``depth`` is not a positive integer.
@@ -274,16 +275,16 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         self._copier: Copier = copier or (CudaCopier(self.device) if self.device.type == "cuda" else CpuCopier())
         self._flight: _Flight | None = None
         self._turn: Turn | None = None
-        self._noted: Noted | None = None  # None: the loader's position is that of the consumer
+        self._noted: Noted | None = None  # None: the loader's position is the consumer's position
 
     def __iter__(self) -> Iterator[BatchT]:
-        """Return an iterator over the loader's batches; the previous iterator is superseded and releases everything."""
+        """Return an iterator over the loader's batches. The previous iterator is superseded and releases everything."""
         return self._iterated(with_state=False)
 
     def with_state(self) -> Iterator[tuple[BatchT, dict[str, Any]]]:
         """Return an iterator, like ``iter``, that yields each batch with the state that continues after it.
 
-        See ``DataLoader.with_state``. The batches that this object copies ahead are not in the states.
+        See ``DataLoader.with_state``. The states do not include the batches that this object copies ahead.
         """
         return self._iterated(with_state=True)
 
@@ -338,7 +339,7 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
             self._noted.seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch handed out, even if more have been pulled from the loader.
+        """Return the position after the last delivered batch, even if more have been pulled from the loader.
 
         A program that reads ahead of this object needs ``with_state``.
         """
@@ -350,29 +351,29 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, of this object or of the loader; this ends the current iteration."""
+        """Continue from ``state``, of this object or of the loader. This ends the current iteration."""
         self._move("load_state_dict()")
         self.loader.load_state_dict(state)
         self._noted = None
 
     def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
-        """Continue in another world, like the loader's ``remesh``; batches held here are discarded and come again."""
+        """Continue in another world, like the loader's ``remesh``. Batches held here are discarded and come again."""
         self.loader.remesh(dp_rank, dp_size, at=at)
         self._move("remesh()")
         self._noted = None
 
     def metrics(self) -> dict[str, Any]:
-        """Return the loader's metrics; ``consumer_s`` is then the time between two batches that this object takes."""
+        """Return the loader's metrics. ``consumer_s`` is then the time between two batches that this object takes."""
         numbers: dict[str, Any] = self.loader.metrics()
         return numbers
 
     def trace(self, path: str | os.PathLike[str], steps: int = 20) -> None:
-        """Record the next steps of the loop over this object, as the loader's ``trace`` does, with its copies.
+        """Record the next steps of the loop over this object, like the loader's ``trace``, with its copies.
 
         A copy ends, in its lane, when the host first sees that it is done.
 
         Raises:
-            ConfigError: The loader is none of ours; or see ``DataLoader.trace``.
+            ConfigError: The loader is not one of ours; see also ``DataLoader.trace``.
         """
         trace = getattr(self.loader, "trace", None)
         if trace is None:
@@ -383,14 +384,14 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         trace(path, steps)
 
     def _is_iterated(self) -> bool:
-        """Tell whether a loop over this object or the loader is under way, which another iterator would end."""
+        """Return whether a loop over this object or the loader is in progress, which another iterator would end."""
         if self._turn is not None and self._turn.lasts:
             return True
         is_iterated = getattr(self.loader, "_is_iterated", None)
         return is_iterated is not None and bool(is_iterated())
 
     def _observed(self) -> Observation:
-        """Return what exporters read of the loader; from any thread."""
+        """Return the numbers of the loader that exporters read. May be called from any thread."""
         found: Observation = self.loader._observed()
         return found
 
@@ -483,12 +484,12 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if not has_cuda:
         raise ConfigError(
-            f"device: {device!r} was asked for, but torch sees no CUDA device (a CPU build of torch, no driver, or "
+            f"device: {device!r} was requested, but torch sees no CUDA device (a CPU build of torch, no driver, or "
             f'CUDA_VISIBLE_DEVICES hides it). Use device="cpu", or device=None: CUDA where there is one, else the CPU'
         )
     index, count = torch.cuda.current_device() if found.index is None else found.index, torch.cuda.device_count()
     if index >= count:
-        raise ConfigError(f"device: {device!r} was asked for, but torch sees {count} CUDA devices (0 to {count - 1})")
+        raise ConfigError(f"device: {device!r} was requested, but torch sees {count} CUDA devices (0 to {count - 1})")
     return torch.device("cuda", index)
 
 
@@ -538,7 +539,7 @@ class _DeviceBatches(Generic[BatchT]):
         raise StopIteration
 
     def close(self) -> None:
-        """End this iteration; the loader continues with the next epoch."""
+        """End this iteration. The loader continues with the next epoch."""
         self._is_over = True
         self._end()
 

@@ -1,5 +1,5 @@
-"""Execute the plan: one reader per rank fetches ahead, builders turn bytes into batches, and batches leave in order.
+"""Execute the plan: one reader per rank fetches ahead, builders turn bytes into batches, delivery keeps their order.
 
-Threads and their hand-overs belong here. ``plan`` decides what is fetched when, and ``batches`` how a batch is built;
-the engine decides neither, and knows no epochs.
+Threads and the handover of work between them belong here. ``plan`` decides what is fetched and when, ``batches`` how
+a batch is built. The engine decides neither, and knows nothing of epochs.
 """

@@ -1,10 +1,10 @@
-"""Estimate the memory that a batch takes: exactly for tensors and arrays, by sampling for Python objects.
+"""Estimate the memory that a batch takes: exact for tensors and arrays, sampled for Python objects.
 
-A Python object takes far more memory than its content: a number in a list 32 bytes, an empty dict 64. Looking at each
-would cost about as much as decoding. So only a few evenly spaced items of a long list are examined, and represent all;
-what they refer to is followed level by level, in loops that run in C, and thinned out if it becomes too much.
+A Python object takes far more memory than its content: a number in a list 32 bytes, an empty dict 64. Examining every
+object would cost about as much as decoding. So only a few evenly spaced items of a long list are examined; they
+represent the others. Their references are followed level by level, in loops that run in C, and each level is sampled.
 
-No user code runs: values that a user's mapping would compute on access are not requested.
+No user code runs: values that a user's mapping computes on access are not requested.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch
 from streaming.build.batches.jagged import Jagged
 
 _LOOKED_AT, _FLAT_LOOKED_AT = 8, 32
-"""Number of items that represent a list, and one of only text and numbers. For 256 samples of JSON this costs a
+"""Number of items examined per list, and per list of only text and numbers. For 256 samples of JSON this costs a
 tenth of decoding. Items of bytes, which may be whole images, are all counted."""
 _EMPTY_BYTES = sys.getsizeof(b"")
 _MOST_OBJECTS = 20_000
 """Maximum number of objects followed per level: some milliseconds."""
 _RUN = 100
-"""Neighbors examined together, so that alternating objects (a key, its value) are both seen."""
+"""Number of neighbors examined together, so that alternating objects (a key, its value) are both seen."""
 _ROUNDING_BYTES = 8
-"""Python allocates in steps of 16 bytes, so half a step is lost per object on average."""
+"""Python allocates in steps of 16 bytes, so on average half a step is lost per object."""
 _HEADER_BYTES = 96
 """Memory of a tensor or array in addition to its content."""
 _FLAT = frozenset((str, bytes, int, float, bool, complex, type(None)))
 _PLAIN = _FLAT | {dict, list, tuple, set, frozenset, bytearray}
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-"""Objects that are shared rather than owned by those that refer to them."""
+"""Types of objects that are shared with others rather than owned by the object that refers to them."""
 
 
 def weigh(batch: Any) -> int:
-    """Estimate the bytes of memory that are freed with a batch. Never raises; takes microseconds for tensors.
+    """Estimate the memory in bytes that is freed with a batch. Never raises; takes microseconds for tensors.
 
     Example:
         ``weigh({"jpg": torch.zeros(8, 3, 224, 224, dtype=torch.uint8), "txt": ["a cat", ...]})``
@@ -64,9 +64,9 @@ def weigh(batch: Any) -> int:
 
 
 def tensor_bytes(batch: Any) -> int:
-    """Return the part of :func:`weigh` that is in tensors and arrays that are entries of the batch.
+    """Return the bytes of :func:`weigh` that belong to tensors and arrays which are entries of the batch.
 
-    The rest are objects.
+    The rest belongs to Python objects.
     """
     if type(batch) is dict:
         return sum(map(tensor_bytes, batch.values()))
@@ -80,12 +80,12 @@ def tensor_bytes(batch: Any) -> int:
 
 
 def _weigh_all(objects: Iterable[Any]) -> int:
-    """Estimate the bytes of objects and of everything they refer to, each counted once."""
+    """Estimate the bytes of objects and of everything that they refer to. Count each object once."""
     total, scale = 0.0, 1.0
     seen: dict[int, Any] = {}
     level = list(objects)
     while level:
-        if len(level) > _MOST_OBJECTS:  # those left out are assumed to weigh as much as those examined
+        if len(level) > _MOST_OBJECTS:  # objects left out count like the examined ones
             starts = range(0, len(level), -(-len(level) // (_MOST_OBJECTS // _RUN)))
             thinned = [one for start in starts for one in level[start : start + _RUN]]
             scale *= len(level) / len(thinned)
@@ -105,7 +105,7 @@ def _weigh_all(objects: Iterable[Any]) -> int:
 
 
 def _own_bytes(one: Any) -> int:
-    """Return an object's own size, without what it refers to; 0 if it cannot say."""
+    """Return an object's own size in bytes, without its references; 0 if it cannot report one."""
     try:
         if isinstance(one, torch.Tensor):
             return _HEADER_BYTES + _tensor_bytes(one)
@@ -115,7 +115,7 @@ def _own_bytes(one: Any) -> int:
             width, height = one.size
             return int(width * height * (4 if one.mode in ("I", "F") else max(1, len(one.mode))))
         return object.__sizeof__(one) + _ROUNDING_BYTES + 16
-    except Exception:  # noqa: BLE001  an object of the user's, which need not be able to say; the rest still counts
+    except Exception:  # noqa: BLE001  a user's class may fail here; the rest still counts
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Build batches, run after run: in threads of this process, or in worker processes with their ring."""
+"""Build batches, run after run, in threads of this process or in worker processes with their ring."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Mask = npt.NDArray[np.bool_] | None
 _log = logging.getLogger(__name__)
 
 _PARALLEL_SHARE = 0.9
-"""Of the bytes of a batch, what must be decoded without the interpreter's lock so that threads do not wait for it."""
+"""Fraction of a batch's bytes that must be decoded without the GIL, so that threads do not wait for each other."""
 _QUICK_BYTES = 1 << 20
-"""Bytes of a batch up to which copying it takes less time than waking a thread that would do so in parallel."""
+"""Size up to which copying a batch takes less time than waking a thread to do it."""
 PATIENCE_S = 0.1
-"""Time that the first batch waits for a worker process, which takes a tenth of that if the fork server is warm."""
+"""Time for which the first batch waits for a worker process. With a warm fork server, starting takes a tenth of it."""
 START_AFTER_S = 5.0
-"""Time for which threads that build as fast as processes do so alone, if the fork server would have to start first: its
-imports take 1.3 s of CPU (two cores, 2026-11), which a pass of three seconds would not get back."""
+"""Time for which threads build alone if they are as fast as processes and the fork server has yet to start: its imports
+take 1.3 s of CPU time (two cores, 2026-11), too much for a pass of three seconds."""
 
 
 class Builder(Protocol):
@@ -56,19 +56,19 @@ class Builder(Protocol):
     """Allocator for the tensors of batches that this process begins from now on."""
 
     def begin(self, changed: Callable[[], None]) -> None:
-        """Prepare for a run; ``changed`` is called, in any thread, when ``in_consumer`` turns False between batches."""
+        """Prepare for a run. ``changed`` is called, in any thread, when ``in_consumer`` turns False between batches."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the calling thread does the work, so that the consumer may as well do it itself."""
+        """Whether the calling thread does the work, so that the consumer may equally do it itself."""
 
     @property
     def builds_here(self) -> bool:
-        """Whether threads of this process build, all batches or some, so that their memory is needed here."""
+        """Whether threads of this process build some or all batches, so that their memory is needed here."""
 
     @property
     def is_quick(self) -> bool:
-        """Whether a consumer that is in haste had better build it: a hand-over, or its memory, would cost more."""
+        """Whether a consumer in a hurry should build the batch itself, because a handover would cost more."""
 
     @property
     def in_consumer(self) -> bool:
@@ -76,10 +76,10 @@ class Builder(Protocol):
 
     @property
     def most_at_once(self) -> int:
-        """Threads that may build at the same time; more would wait for each other."""
+        """Number of threads that may build at the same time; more would wait for each other."""
 
     def surround(self, surroundings: Surroundings) -> None:
-        """Build with these settings of the process from now on; for between two runs."""
+        """Build with these settings of the process from now on. Call between two runs."""
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
@@ -90,21 +90,20 @@ class Builder(Protocol):
         Args:
             rows: The rows.
             valid: Mask, or None.
-            substitutes: For row i of the batch, single rows to try in its place.
+            substitutes: For row i of the batch, single rows to try instead.
             report: Called for every sample that could not be delivered.
-            seed: Key of the epoch, from which the random numbers of users' functions are derived; None: nothing is
-                seeded.
+            seed: Key of the epoch, from which the random numbers of users' functions are derived; None: no seeding.
             batch: Number of the batch, for reports.
         """
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Build batches begun from now on in page-locked memory; None turns this off."""
+        """Build batches in page-locked memory from now on; None turns this off."""
 
     def give_up(self) -> None:
-        """Make running calls of ``build`` raise GivenUpError soon, if possible. From any thread."""
+        """Make running calls of ``build`` raise GivenUpError soon, if possible. May be called from any thread."""
 
     def describe(self) -> list[str]:
-        """Describe what is being built where, one line each; from any thread."""
+        """Describe what is being built where, one line each. May be called from any thread."""
 
 
 class LocalBuilder:
@@ -112,9 +111,9 @@ class LocalBuilder:
 
     Args:
         recipe: How to build.
-        memory: Where large tensors lie.
-        metrics: Where ``batches_in_turn`` is counted.
-        in_turn: Only the consumer calls it, so every batch can be watched; otherwise, the first one.
+        memory: Memory for large tensors.
+        metrics: Counts ``batches_in_turn``.
+        in_turn: Only the consumer builds, so every batch can be watched; otherwise only the first one is.
     """
 
     is_local = builds_here = True
@@ -187,14 +186,14 @@ class LocalBuilder:
         return built
 
     def _beside_training(self, attempt: Attempt, report: BadSampleReport) -> Any:
-        """Build, in any thread, with functions that have drawn nothing yet from the generators of the process."""
+        """Build in any thread, with functions that have drawn nothing so far from the generators of the process."""
         if not self._watch.draws_beside:
             return attempt(frozenset(), report)
         with self._own_turn:  # one thread at a time draws from the functions' own generators
             return self._watch.build(attempt, report, is_alone=False)
 
     def _conclude(self) -> None:
-        """Keep building this way after a watched batch if functions draw random numbers, else in any thread."""
+        """Choose, after a watched batch, who builds: the consumer if functions draw random numbers, else any thread."""
         drawn = sorted(self._watch.found & ALL_GENERATORS)
         if not drawn:
             self._is_watching = self._in_turn
@@ -202,7 +201,7 @@ class LocalBuilder:
         if not self._metrics.get("batches_in_turn"):
             _log.warning(
                 "transform, decode or collate_fn draws from process-wide random generators (%s). It is therefore "
-                "called on the thread that asks for batches, one batch after the other, seeded by each sample's "
+                "called on the thread that asks for batches, one batch at a time, seeded by each sample's "
                 "position, so that augmentations neither depend on timing nor disturb the training's own random "
                 "numbers. Two faster ways: give it a second argument, transform(sample, rng), and draw from rng only; "
                 "or use num_workers=%d processes, where it is seeded in the same way",
@@ -229,21 +228,20 @@ class LocalBuilder:
 class WorkerBuilder:
     """Let worker processes build batches, unless sending a batch costs more than building it.
 
-    Bytes, text, integers and fixed-size arrays are copied from the arena faster than any process can hand them over:
-    batches with nothing else are built where they are needed. The first batch decides.
+    Bytes, text, integers and fixed-size arrays are copied from the arena faster than any process can deliver them.
+    Batches with nothing else are built where they are needed; the first batch decides.
 
     The first processes take seconds to start. Until one is up, batches that need no user code are built by the calling
-    threads, and all others, if the process can stand in for a worker, by the consumer. Where nearly all the work is
-    decoding of images, threads are as fast: they begin alone, and those for which there is no process go on
-    (``Lanes``).
+    threads, and all others by the consumer, if this process can replace a worker. Where nearly all the work is decoding
+    of images, threads are as fast: they begin alone, and continue to build while no process is free (``Lanes``).
 
     Args:
         recipe: How to build.
         pool: The processes.
-        memory: Where large tensors of batches lie that this process builds.
-        metrics: Where ``batches_before_workers`` is counted, and ``batches_beside_workers``.
-        num_threads: Threads that would build without processes; 0: this process builds nothing.
-        tells: Whether this process logs what all ranks of the job would.
+        memory: Memory for large tensors of batches that this process builds.
+        metrics: Counts ``batches_before_workers`` and ``batches_beside_workers``.
+        num_threads: Number of threads that would build without processes; 0: this process builds nothing.
+        tells: Whether this process logs on behalf of all ranks of the job.
     """
 
     def __init__(
@@ -274,7 +272,7 @@ class WorkerBuilder:
         untold = self._untold_before()
         if untold:
             _log.log(
-                self._level, "all %d batches of the run before were built in this process: no worker process was up",
+                self._level, "all %d batches of the previous run were built in this process: no worker process was up",
                 untold,
             )  # fmt: skip
         self._begun_s, self._changed = time.monotonic(), changed
@@ -283,7 +281,7 @@ class WorkerBuilder:
             return  # the first batch shows whether processes are needed
 
         def is_up() -> None:
-            self._stands_in = False  # for the rest of the run: what threads begin from here on is for processes
+            self._stands_in = False  # for the rest of the run: processes build all later batches
             changed()
 
         self._stands_in = self._helps
@@ -364,7 +362,7 @@ class WorkerBuilder:
             return built
 
     def _num_up(self, *, in_parallel: bool) -> int:
-        """Return how many processes can be asked, having them started unless threads do as well for now."""
+        """Return the number of processes that can take a batch. Start them unless threads are as fast for now."""
         if self._lanes.all_up:
             return self._pool.num_up()
         is_early = time.monotonic() - self._first_s < START_AFTER_S
@@ -373,7 +371,7 @@ class WorkerBuilder:
         return self._pool.num_up()
 
     def _share_memory(self, share_here: float) -> None:
-        """Divide the memory of batches between those built here and the ring."""
+        """Divide the memory of batches between local builds and the ring."""
         if share_here != self._share_here:
             self._share_here = share_here
             here_bytes = int(self._memory_bytes * share_here)
@@ -384,7 +382,7 @@ class WorkerBuilder:
         return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
 
     def _tell_of_before(self) -> None:
-        """Log, at the first batch of a run for a worker process, how many of it were built without one."""
+        """Log, when a worker process first gets a batch of a run, the number of batches built without one."""
         self._pool.dismiss_stand_in()
         untold = self._untold_before()
         if untold:
@@ -394,7 +392,7 @@ class WorkerBuilder:
             )  # fmt: skip
 
     def _untold_before(self) -> int:
-        """Return how many batches were built without a worker process since this was last asked."""
+        """Return the number of batches built without a worker process since the last call."""
         count = self._metrics.get("batches_before_workers")
         untold, self._told_before = count - self._told_before, count
         return int(untold)
@@ -417,7 +415,7 @@ class WorkerBuilder:
 
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Tell whether a batch of ``fields`` is only copied from memory, faster than a thread could hand it over."""
+    """Return whether batches of ``fields`` are only copied from memory, faster than a thread could deliver them."""
     if not recipe.is_plain:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
@@ -426,12 +424,12 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BuildCost:
-    """What the fields of a batch say of building it.
+    """Cost of building a batch, as far as its fields show it.
 
     Attributes:
-        is_copy: It is only copied from memory.
-        makes_objects: It holds bytes of Python, or views. The thread that lets go of them makes them fastest: the C
-            library keeps freed memory for the thread that freed it, and making them needs the interpreter's lock.
+        is_copy: The batch is only copied from memory.
+        makes_objects: The batch holds Python bytes, or views. The thread that frees them makes them fastest: the C
+            library keeps freed memory per thread, and making them needs the GIL.
     """
 
     is_copy: bool
@@ -439,7 +437,7 @@ class BuildCost:
 
 
 class BuildCosts:
-    """Know the cost of batches by their fields: a later batch may have a field, to be decoded, that others lack."""
+    """Estimate the cost of batches by their fields: a later batch may have a field to decode that others lack."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -458,12 +456,12 @@ class BuildCosts:
 
 
 def bytes_of(rows: Rows) -> int:
-    """Return the bytes of the fields of rows, as they are stored."""
+    """Return the bytes of the fields of rows, as stored."""
     return sum(int(where.sizes.clip(0).sum()) for where in rows.fields.values())
 
 
 def is_parallel(recipe: Recipe, rows: Rows) -> bool:
-    """Tell whether threads build as many such batches at once as there are cores: nearly all is decoding of images."""
+    """Return whether threads build such batches in parallel on all cores: nearly all work is decoding of images."""
     image_bytes = all_bytes = 0
     for name, where in rows.fields.items():
         num_bytes = int(where.sizes.clip(0).sum())
@@ -473,42 +471,42 @@ def is_parallel(recipe: Recipe, rows: Rows) -> bool:
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
-    """Tell whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
+    """Return whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
     if fields is None:
         return all(gives_bytes(part.decoders) for part in recipe.parts) and is_trivial(recipe, ())
     return is_trivial(recipe, fields)
 
 
 def num_lanes(recipe: Recipe, num_workers: int, num_threads: int) -> int:
-    """Return how many batches are built at once: by threads, by processes, or by both where either can build all."""
+    """Return the number of batches built at once: by threads, by processes, or by both where either can build all."""
     if num_workers and (recipe.functions_of_user or recipe.worker_init_fn is not None):
         return num_workers
     return max(num_workers, num_threads)
 
 
 class Crew:
-    """An arena and the builders that use it.
+    """Own an arena and the builders that use it.
 
     Args:
         num_workers: Number of worker processes; 0: the caller of the builder builds.
         recipe: Decode, transform, collate.
         arena_bytes: Budget of the arena, which worker processes map.
         depth: Number of batches built ahead.
-        batch_bytes: Upper bound on batches of worker processes.
-        metrics: Where to count restarts.
-        num_threads: Threads of this process that build, also beside worker processes or until these are up; 0: only
-            the consumer builds or, with worker processes, nobody here.
-        tells: Whether this process logs what all ranks of the job would.
-        pace: Compares these with those of worker processes; None: nothing is compared.
+        batch_bytes: Upper bound on the memory of batches of worker processes.
+        metrics: Counts restarts.
+        num_threads: Number of threads of this process that build, also beside worker processes or until these are up;
+            0: only the consumer builds or, with worker processes, nobody in this process.
+        tells: Whether this process logs on behalf of all ranks of the job.
+        pace: Compares threads with worker processes; None: no comparison.
 
     Attributes:
         recipe: Decode, transform, collate.
         arena: Memory that holds the bytes of samples until they are built.
         builder: Builds batches.
-        memory: Memory that holds the large tensors of batches which this process builds.
+        memory: Memory for the large tensors of batches that this process builds.
         ring: Memory that holds the batches of worker processes; None without worker processes.
-        abandoned: A finished run has left behind, or may still leave behind, a thread that uses the arena: no other run
-            may use it.
+        abandoned: A finished run has left behind, or may still leave behind, a thread that uses the arena. No other run
+            may use it then.
     """
 
     def __init__(
@@ -538,24 +536,24 @@ class Crew:
             raise
 
     def renew(self) -> bool:
-        """Start worker processes anew if what the user's functions refer to has changed since they started.
+        """Restart worker processes if objects that the user's functions refer to have changed since the start.
 
-        For between two runs.
+        Call between two runs.
 
         Returns:
-            Whether it has.
+            Whether they have changed.
 
         Raises:
-            ConfigError: It cannot be sent to a process any more.
+            ConfigError: The recipe can no longer be sent to a process.
         """
         return self._pool is not None and self._pool.renew()
 
     def surround(self, surroundings: Surroundings) -> None:
-        """Build with these settings of the process from now on; for between two runs."""
+        """Build with these settings of the process from now on. Call between two runs."""
         self.builder.surround(surroundings)
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Page-lock batches from now on, whoever builds them; None turns this off."""
+        """Page-lock batches from now on, wherever they are built; None turns this off."""
         self.builder.page_lock(locker)
         if self.ring is not None:
             self.ring.locker = locker
@@ -563,6 +561,6 @@ class Crew:
     def close(self) -> None:
         """Stop the worker processes and free the ring.
 
-        The arena is closed by its owner when nothing uses it any more.
+        The arena's owner closes it when nothing uses it any more.
         """
         self._closing.close()

@@ -1,14 +1,18 @@
-"""Deliver one rank's batches of one epoch in order: threads, building ahead, handing out, closing, for every reader.
+"""Deliver one rank's batches of one epoch in order: threads, building ahead, delivery and closing, for every reader.
 
 Life cycle of a batch::
 
-    ready -> being built -> built -> handed out
+    ready -> being built -> built -> delivered
 
-What comes before *ready* (plan and fetch, or read and gather) is up to the reader. Batches are begun strictly in order:
-by builder threads, or by the consumer if nobody has begun the batch that it asks for.
-
-A thread that ends with an exception delivers it to the consumer, whatever line it came from: as the result of the batch
-that the thread had begun, or otherwise as the failure of the whole run, which the consumer gets at its next batch.
+- *Ready* is up to the reader (plan and fetch, or read and gather): ``_num_ready``.
+- Batches are begun strictly in order, each once: by the thread that counts it in ``_started`` under the lock. That is
+  a builder thread, or the consumer if no builder has begun the batch that it requests.
+- A built batch, or the error that prevented it, waits in ``_results`` until the consumer takes it.
+- Batches are delivered strictly in order; ``_handed_out`` is the number of the next one. At most ``_depth.now`` batches
+  are begun beyond it.
+- An exception that ends a thread reaches the consumer, whatever line raised it: as the result of the batch that the
+  thread had begun, or else as the failure of the whole run, which the consumer gets at its next batch.
+- ``close`` ends the run once. ``_closing`` wakes all threads, then ``_closed`` stops each of them at its next step.
 """
 
 from __future__ import annotations
@@ -37,18 +41,18 @@ from streaming.run.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, 
 _log = logging.getLogger(__name__)
 
 _LOCK_S = 2.0
-"""How long a report waits for the lock, which is never held for more than milliseconds."""
+"""How long a report waits for the lock, which is never held for longer than milliseconds."""
 _SHORT_STEP_S = 0.2e-3
-"""Time between two requests for batches in which no thread that has to be woken builds a batch."""
+"""Time between two requests within which no thread builds a batch if it has to be woken first."""
 _SHORT_STEPS = 8
-"""Number of such steps, one after the other, that show that the consumer only pulls batches. Eight times this number
-forgives one long step, in which the consumer waited for a core or for the interpreter."""
+"""Number of consecutive short steps that show that the consumer only pulls batches. Eight times this number forgives
+one long step, in which the consumer waited for a core or for the GIL."""
 _HELD_UP = 16
 """Factor by which the number of batches built ahead may grow while slow ones hold up others."""
 _MOMENT_S = 1e-3
-"""Time in which builders leave the interpreter to a loop that has just got a batch, and lets go of the one before."""
+"""Time for which builders leave the GIL to a loop that has just received a batch and releases the previous one."""
 _WITH_USER = 2
-"""Batches that a training loop usually holds: while it asks for the next one, the last one is still in use."""
+"""Batches that a training loop usually holds: the last one is still in use while it requests the next one."""
 
 _OWN_BYTES = 8 << 20
 """Memory for threads, row tables and heap fragmentation in addition to chunks and batches: 5 to 8 MiB
@@ -57,15 +61,15 @@ _OWN_BYTES = 8 << 20
 
 
 class Depth:
-    """Bound the number of batches built ahead by the largest one seen. Use under the caller's lock.
+    """Bound the number of batches built ahead by the largest one seen. Call under the caller's lock.
 
     Args:
-        most: Upper bound on batches that are built but not handed out, unless a slow one holds up others.
+        most: Upper bound on batches that are built but not delivered, unless a slow one holds up others.
         batch_bytes: Upper bound on their bytes; one batch is always allowed.
         num_builders: Number of threads that build at the same time.
 
     Attributes:
-        now: The current bound; 1 until the first batch shows how large they are.
+        now: The current bound; 1 until the first batch shows how large batches are.
     """
 
     def __init__(self, most: int, batch_bytes: int, num_builders: int) -> None:
@@ -79,19 +83,19 @@ class Depth:
     def saw(self, batch_bytes: int, object_bytes: int, *, is_local: bool) -> None:
         """Record the size of a batch that was built in this process or (not ``is_local``) in another.
 
-        A batch that is being built takes its size twice: as samples, and as the batch made from them. In this process
-        it does so three times, because the C library retains memory that a thread has freed. The Python objects among
-        it (``object_bytes``) do so in another process as well: there it is the heap, and what pickle keeps for each
-        object.
+        Building a batch takes its size twice: as samples, and as the batch made from them. In this process it takes
+        three times its size, because the C library retains memory that a thread has freed. Python objects in the batch
+        (``object_bytes``) take three times their size in another process too: there it is the heap, and the record that
+        pickle keeps for each object.
         """
         self._largest_bytes = max(self._largest_bytes, batch_bytes)
         self._making_bytes = max(self._making_bytes, 2 * batch_bytes if is_local else batch_bytes + object_bytes)
         self._bound()
 
     def held_up(self) -> None:
-        """Record that builders were idle because a slow batch is before many that are built: the bound doubles.
+        """Double the bound: builders were idle because a slow batch precedes many built ones.
 
-        So the next slow batch begins earlier. Memory still bounds it.
+        The next slow batch then begins earlier. Memory still limits the bound.
         """
         self._most = min(2 * self._most, self._most_held_up)
         self._bound()
@@ -104,15 +108,15 @@ class Depth:
 
     @property
     def least_bytes(self) -> int:
-        """Memory needed to build one batch ahead: batches in use by the loop, that one, and the building of it."""
+        """Bytes needed to build one batch ahead: the batches that the loop holds, that one, and its building."""
         return (_WITH_USER + 1) * self._largest_bytes + self._making_bytes
 
 
 class Haste:
-    """Tell whether the consumer leaves time, between two batches, to build the next one. For one thread.
+    """Detect a consumer that leaves no time between two batches to build the next one. For one thread.
 
     Attributes:
-        is_great: It does not: it asks for one batch after the other, as if to copy or to count them.
+        is_great: Whether it leaves none: it requests batch after batch, as if to copy or to count them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -122,7 +126,7 @@ class Haste:
         self.is_great = False
 
     def asks(self) -> None:
-        """Note that the consumer asks for a batch."""
+        """Note that the consumer requests a batch."""
         if self._clock() - self._left_s < _SHORT_STEP_S:
             self._num_short = min(self._num_short + 1, _SHORT_STEPS**2)
         else:
@@ -130,36 +134,40 @@ class Haste:
         self.is_great = self._num_short >= _SHORT_STEPS
 
     def leaves(self) -> None:
-        """Note that it goes away with one."""
+        """Note that the consumer leaves with a batch."""
         self._left_s = self._clock()
 
 
 class Memory(Protocol):
-    """The memory that batches are built from, which outlives a run.
+    """Memory from which batches are built; it outlives a run.
 
     Attributes:
-        abandoned: A finished run has left behind, or may still leave behind, a thread that uses it: no other run may
-            use it.
+        abandoned: Whether a finished run has left behind, or may still leave behind, a thread that uses this memory. No
+            other run may use it then.
     """
 
     abandoned: bool
 
 
 class Delivery(ABC):
-    """Iterate over the batches ``[first, num_batches)`` of one rank; used once, then closed.
+    """Iterate over the batches ``[first, num_batches)`` of one rank. Used once, then closed.
 
     ``__next__`` is for one consumer thread. ``close`` and ``describe`` may be called from any thread, at any time,
     repeatedly.
 
+    ``_changed`` guards ``_started``, ``_handed_out``, ``_results``, ``_failure``, ``_depth``, ``_quiet``, ``_closing``
+    and ``_closed``. Reads of ``_closed`` need no lock, since it is set once; neither does the consumer while
+    ``_quiet``.
+
     Args:
         builder: Builds batches.
-        memory: The memory that they are built from.
+        memory: The memory from which batches are built.
         first: Number of the first batch.
         num_batches: Number past the last batch.
-        num_builders: Background threads that build batches, or wait for worker processes to do so.
-        depth: Upper bound on batches that are built but not handed out.
-        batch_bytes: Upper bound on their bytes; one batch is always allowed.
-        metrics: Where to count waits.
+        num_builders: Number of background threads that build batches, or wait for worker processes that do.
+        depth: Upper bound on batches that are built but not delivered.
+        batch_bytes: Upper bound on the bytes of these batches; one batch is always allowed.
+        metrics: Counts waits.
         report: Called for every bad sample; may raise to stop the run.
         changed: Held for every change of state, and notified after it.
     """
@@ -182,9 +190,7 @@ class Delivery(ABC):
         self._depth = Depth(depth, batch_bytes, num_builders)
         self._haste = Haste()
         self._quiet = False
-        """Whether the consumer cuts batches from memory that only it holds, so that handing one out affects nobody
-        else.
-        """
+        """Whether the consumer cuts batches from memory that only it holds: a delivery then affects no other thread."""
         self._closing = self._closed = False
         self._consumer: threading.Thread | None = None
         self._builders = [
@@ -193,56 +199,56 @@ class Delivery(ABC):
         ]
         self._threads = list(self._builders)
 
-    # --- what a reader adds; under the lock but for _build and _stop_reading ---
+    # --- methods of a reader; called under the lock, except _build, _told and _stop_reading ---
 
     @abstractmethod
     def _num_ready(self) -> int:
-        """Return the number below which batches can be begun, as far as the reader is concerned."""
+        """Return the number below which the reader has all that it takes to begin a batch."""
 
     def _can_advance(self) -> bool:
-        """Tell whether ``_advance`` may have something to do."""
+        """Return whether ``_advance`` may have something to do."""
         return False
 
     @abstractmethod
     def _build(self, number: int) -> Any:
-        """Build a batch that was begun; in any thread, without the lock."""
+        """Build a batch that was begun. Called in any thread, without the lock."""
 
     @abstractmethod
     def _told(self, number: int) -> Mapping[str, Any]:
-        """Tell of a batch that was built what it is made of, for whoever watches; in any thread, without the lock."""
+        """Return what a built batch is made of, for traces. Called in any thread, without the lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
-        """Release everything that the reader holds; no thread uses it any more."""
+        """Release everything that the reader holds. No thread uses it any more."""
 
     @abstractmethod
     def _status(self) -> list[str]:
-        """Describe what the next batch waits for and what the reader is doing, in lines."""
+        """Describe, in lines, what the next batch waits for and what the reader does."""
 
     def _advance(self) -> None:  # noqa: B027  not every reader has something to start
         """Start everything that has become possible. An exception ends the run."""
 
     def _begin(self, number: int) -> None:
-        """Count ``number``, which the consumer is about to build, as started, with any others that it takes along."""
+        """Count ``number``, which the consumer is about to build, as started, with all others that it builds along."""
         self._started = number + 1
 
     def _finish(self, number: int) -> None:  # noqa: B027  or something to give back then
         """Record that a batch is built."""
 
     def _obstacle(self) -> BaseException | None:
-        """Return the error that keeps the next batch from ever becoming ready, if there is one."""
+        """Return the error that prevents the next batch from ever becoming ready, if there is one."""
         return None
 
     def _stop_reading(self) -> None:  # noqa: B027  or threads of its own
-        """Stop the reader's own threads; in the thread that closes, without the lock."""
+        """Stop the reader's own threads. Called in the thread that closes, without the lock."""
 
     # --- the consumer ---
 
     def _start(self, *readers: Callable[[], None]) -> None:
-        """Prepare to start builder threads, and one thread for each of ``readers``, when the first batch is requested.
+        """Prepare builder threads, and one thread per reader in ``readers``. The first request starts them.
 
-        At that point the reader's state is complete. Started earlier, threads would keep a run alive that an interrupt
-        has left without an owner.
+        By then the reader's state is complete. Started earlier, threads would keep a run alive that an interrupt has
+        left without an owner.
         """
         more = [
             threading.Thread(target=self._run, args=(reader,), name="shardstream-stream", daemon=True)
@@ -260,13 +266,13 @@ class Delivery(ABC):
 
         Raises:
             StopIteration: After the last one, and after ``close``.
-            BaseException: Whatever kept the batch from being built, once; the run is closed then.
+            BaseException: The error that prevented the batch, raised once; the run is closed then.
         """
         number = self._handed_out
         if number >= self._num_batches:
             raise StopIteration
         self._haste.asks()
-        # set before _closed is read; close() sets _closed before it reads this
+        # Set before _closed is read: close() sets _closed before it reads this.
         self._consumer = threading.current_thread()
         try:
             value = None if self._closed else self._take_or_close(number)
@@ -274,7 +280,7 @@ class Delivery(ABC):
             self._consumer = None
             if self._closed:
                 with self._changed:
-                    # _closed is set, so whoever waits looks again and goes.
+                    # _closed is set, so every waiting thread looks again and ends.
                     self._changed.notify_all()
         if self._closed:
             raise StopIteration
@@ -286,7 +292,7 @@ class Delivery(ABC):
                 if not self._builders or not self._builds_ahead:
                     with suppress(Exception):  # this batch is good; the next one raises the failure of the run
                         self._go_on()
-                if self._threads:  # builders go on, so that planning does not keep the consumer
+                if self._threads:  # builders advance instead, so the consumer need not plan
                     self._changed.notify_all()
         self._haste.leaves()
         return value
@@ -302,7 +308,7 @@ class Delivery(ABC):
             self.close()
             raise RuntimeError(f"batch {number}: a decoder, transform or collate_fn raised StopIteration") from error
         except Exception:
-            if self._closed:  # by another thread: neither the batch nor its error is wanted any more
+            if self._closed:  # by another thread: nobody needs the batch or its error
                 return None
             self.close()
             raise
@@ -311,9 +317,9 @@ class Delivery(ABC):
             raise
 
     def _take(self, number: int) -> Any:
-        """Return the batch, from a builder or, if none has begun it, built right here."""
+        """Return the batch from a builder or, if none has begun it, build it in this thread."""
         with self._changed:
-            # Each batch is built once: by whoever counts it in _started under this lock.
+            # Each batch is built once: by the thread that counts it in _started under this lock.
             while not self._closed:
                 if number not in self._results:
                     self._go_on()
@@ -331,7 +337,7 @@ class Delivery(ABC):
         return self._build_here(number)
 
     def _build_here(self, number: int) -> Any:
-        """Build, in the consumer's thread, a batch that was begun, here or by a builder that had to leave it."""
+        """Build in the consumer's thread a batch that the consumer has begun, or that a builder has to leave to it."""
         with self._metrics.timed("build_in_consumer_s", self._told, number):
             value = self._build(number)
         with self._changed:
@@ -355,9 +361,9 @@ class Delivery(ABC):
             self._metrics.add("first_batch_wait_s", waiting.seconds)
 
     def _look_at_depth(self) -> None:
-        """Let more be built ahead if the consumer lacks one batch only: half of those behind it are built.
+        """Allow more batches ahead if only one batch holds up the consumer: half of those behind it are built.
 
-        For the consumer, which waits, and for builders, which may begin no other one.
+        Called by the waiting consumer, and by builders that may not begin another batch.
         """
         if self._consumer is None or self._handed_out in self._results:
             return
@@ -366,7 +372,7 @@ class Delivery(ABC):
             self._depth.held_up()
 
     def _consumer_has_work(self, number: int) -> bool:
-        """Tell whether the consumer, which waits for a batch, can take it, build it, call ``_go_on``, or end."""
+        """Return whether the waiting consumer can take its batch, build it, call ``_go_on``, or has to end."""
         if self._closing or self._failure is not None or number in self._results or self._can_advance():
             return True
         return self._builder.is_local and number == self._started < self._num_ready()
@@ -374,14 +380,14 @@ class Delivery(ABC):
     # --- the threads ---
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run a thread of this delivery to its end; an exception ends the run for all."""
+        """Run a thread of this delivery to its end. An exception ends the run for all threads."""
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+        except BaseException as error:  # noqa: BLE001  thread boundary: the consumer gets it
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End the run: the consumer gets ``error`` when it asks for a batch."""
+        """End the run: the consumer gets ``error`` when it next requests a batch."""
         with self._changed:
             self._failure = self._failure or error  # keep the first one; later ones may be its consequences
             self._changed.notify_all()
@@ -390,7 +396,7 @@ class Delivery(ABC):
         """Call ``_advance`` unless the run has failed; under the lock.
 
         Raises:
-            BaseException: The failure of the run. An ``_advance`` that was interrupted must not be continued.
+            BaseException: The failure of the run. An interrupted ``_advance`` must not be continued.
         """
         if self._failure is None and not self._closed:
             try:
@@ -402,10 +408,10 @@ class Delivery(ABC):
             raise self._failure
 
     def _can_start(self, place: int = 0) -> bool:
-        """Tell whether the builder at ``place`` may begin a batch; never the one that the consumer is to build.
+        """Return whether the builder at ``place`` may begin a batch. Never true for the consumer's own batch.
 
-        Only as many builders work as batches may be in progress, always the first ones that are free, because each
-        thread, and each process behind it, keeps memory of its own after its first batch.
+        The number of working builders is the number of batches that may be in progress. The first free builders work,
+        because each thread, and each process behind it, keeps memory of its own after its first batch.
         """
         if self._builder.in_consumer or place >= self._depth.now or not self._builds_ahead:
             return False
@@ -418,11 +424,11 @@ class Delivery(ABC):
             self._deliver(number)
 
     def _next_to_build(self, place: int) -> int | None:
-        """Return the next batch for a builder to begin, waiting until there is one; None: the run is over."""
+        """Return the next batch for a builder to begin; wait until there is one. None: the run is over."""
         with self._changed:
             while not self._closed and self._failure is None and not self._can_start(place):
-                # Of what has been fetched nobody else may know: the consumer is in its step. What was notified before
-                # this waits is lost, so it looks first.
+                # Perhaps nobody else has noticed what has been fetched: the consumer is in its step, and notifications
+                # sent before this wait are lost. So look first.
                 if self._builder_looks():
                     self._go_on()
                     if self._can_start(place):
@@ -432,32 +438,32 @@ class Delivery(ABC):
                     self._changed.wait(_MOMENT_S, when=self._is_urgent)
             if self._closed or self._failure is not None:
                 return None
-            self._started += 1  # nobody else begins it
+            self._started += 1  # no other thread begins it
             return self._started - 1
 
     def _is_urgent(self) -> bool:
-        """Tell whether the consumer waits for a batch, or the run is to end."""
+        """Return whether the consumer waits for a batch, or the run has to end."""
         if self._closing or self._failure is not None:
             return True
         return self._consumer is not None and self._handed_out not in self._results
 
     def _builder_has_work(self, place: int) -> bool:
-        """Tell whether the builder at ``place`` is to begin a batch, to call ``_go_on``, or to end."""
+        """Return whether the builder at ``place`` has to begin a batch, to call ``_go_on``, or to end."""
         if self._closing or self._failure is not None or self._can_start(place):
             return True
         return self._builder_looks() and self._can_advance()
 
     def _builder_looks(self) -> bool:
-        """Tell whether builders call ``_go_on``: after the consumer, since the run may still be in the making."""
+        """Return whether builders call ``_go_on``: only after the consumer has, since setup may be unfinished."""
         return self._builds_ahead and self._started > self._first
 
     @property
     def _builds_ahead(self) -> bool:
-        """Whether threads build: a quick batch is handed over only to a consumer that has left them the time."""
+        """Whether threads build. They build quick batches only if the consumer leaves them the time."""
         return not (self._builder.is_quick and self._haste.is_great)
 
     def _deliver(self, number: int) -> None:
-        """Build a batch in a builder thread, and leave it, or the error that prevented it, for the consumer."""
+        """Build a batch in a builder thread; leave it, or the error that prevented it, for the consumer."""
         value: Any = None
         error: BaseException | None = None
         num_bytes = object_bytes = 0
@@ -466,10 +472,10 @@ class Delivery(ABC):
                 value = self._build(number)
             num_bytes = weigh(value)
             object_bytes = num_bytes - tensor_bytes(value)
-        except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
+        except BaseException as caught:  # noqa: BLE001  thread boundary: the consumer gets it
             value, error = None, caught
         with self._changed:
-            if self._closed:  # it is not wanted any more
+            if self._closed:  # nobody needs the batch any more
                 return
             self._results[number] = value, error  # started and built; untouched until the consumer takes it
             self._depth.saw(num_bytes, object_bytes, is_local=self._builder.builds_here)
@@ -482,7 +488,7 @@ class Delivery(ABC):
             self._tell_of_large(num_bytes, least_bytes)
 
     def _tell_of_large(self, num_bytes: int, least_bytes: int) -> None:
-        """Warn, once, that batches exceed their part of ``memory_limit`` however few are built ahead."""
+        """Warn once that batches exceed their part of ``memory_limit``, however few are built ahead."""
         is_told = self._metrics.get("batches_over_bytes")
         self._metrics.peak("batches_over_bytes", least_bytes - self._batch_bytes)
         if not is_told:
@@ -508,10 +514,10 @@ class Delivery(ABC):
     # --- the end ---
 
     def close(self) -> None:
-        """Stop reading and building, and release what is held; batches in progress have ``GRACE_S`` to finish.
+        """Stop reading and building, and release all resources. Batches in progress have ``GRACE_S`` to finish.
 
-        After that, worker processes are killed. A thread that is still in a user's function is left behind: what it
-        reads from is kept and marked as abandoned, and a warning names the function.
+        After that, worker processes are killed. A thread that is still in a user's function is left behind: the memory
+        that it reads is kept and marked as abandoned, and a warning names the function.
         """
         if self._closed or not self._begin_to_close():
             return
@@ -527,8 +533,8 @@ class Delivery(ABC):
             if consumer not in (None, own):
                 busy.append(consumer)
             self._quiet = False
-            self._results.clear()  # batches of a finished run are not wanted
-            if not busy:  # no other thread has a reference to the run any more
+            self._results.clear()  # nobody needs batches of a finished run
+            if not busy:  # no other thread refers to the run any more
                 self._memory.abandoned = own in self._threads
                 self._give_back()
         if busy:
@@ -543,15 +549,16 @@ class Delivery(ABC):
             if self._closed:
                 return False
             self._memory.abandoned = True  # until proven otherwise, in case this is interrupted
-            # Notified before _closed: if that is interrupted, the next call closes. Invariant: whoever waits is told.
+            # Notified before _closed: if that is interrupted, the next call closes. Invariant: all waiters are
+            # notified.
             self._closing = True
             self._changed.notify_all()
-            # Invariant: only one caller closes, and every thread that checks this stops at its next step
+            # Invariant: only one caller closes, and every thread that checks this stops at its next step.
             self._closed = True
             return True
 
     def ahead(self) -> dict[str, float]:
-        """Count the batches that are ahead of the consumer, by what is done for them; from any thread."""
+        """Count the batches ahead of the consumer by stage. May be called from any thread."""
         if self._closed or not self._changed.acquire(timeout=_LOCK_S):
             return {}
         try:
@@ -560,7 +567,7 @@ class Delivery(ABC):
             self._changed.release()
 
     def describe(self) -> str:
-        """Describe what the next batch waits for and what every stage is doing; from any thread."""
+        """Describe what the next batch waits for and what every stage does. May be called from any thread."""
         if not self._changed.acquire(timeout=_LOCK_S):
             return "\n".join(["a thread is holding the engine's lock", *thread_lines("shardstream-")])
         try:
@@ -571,9 +578,9 @@ class Delivery(ABC):
 
 
 def _look_again(one: weakref.ref[Delivery]) -> None:
-    """Have builder threads look whether they may begin a batch."""
+    """Have builder threads check whether they may begin a batch."""
     delivery = one()
     if delivery is not None:
         with delivery._changed:
-            # Whoever waits has seen what the builder says from now on.
+            # From now on, every waiting thread sees the builder's new state.
             delivery._changed.notify_all()

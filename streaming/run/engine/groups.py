@@ -1,7 +1,7 @@
 """Look up batches in groups if they are only copied from memory.
 
-The book-keeping for such a batch would cost more than the copy. So the rows of all ready batches, up to a bound, are
-looked up together; units are released only slightly later because of it.
+The bookkeeping for such a batch would cost more than the copy. So the rows of all ready batches, up to a bound, are
+looked up together. Units are therefore released slightly later.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from streaming.run.engine.builders import is_trivial
 from streaming.run.engine.units import Block
 
 _GROUP_BYTES = 16 << 20
-"""Bound on a group: what is looked up should still be in the CPU caches when it is copied, as with
+"""Bound on a group: its rows should still be in the CPU caches when they are copied, as with
 ``GroupedRows.group_rows``."""
 _SHARE = 16
-"""A group also takes at most this part of the arena, because its units are released only at its end."""
+"""Part of the arena that a group takes at most, because its units are released only at its end."""
 
 Select = Callable[[Block, slice], Rows | None]
-"""Returns the samples of a span of a block; None if they are to be built batch by batch."""
+"""Returns the samples of a span of a block; None if they have to be built batch by batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Group:
     """Batches ``[first, last)``; batch ``first + i`` has the rows ``splits[i]`` to ``splits[i + 1]`` of ``columns``.
 
     Attributes:
-        rows: All their samples.
+        rows: The samples of all batches.
         allocate: Allocator for their tensors; None: fresh memory.
         columns: The rows as columns, from which batches are copied into that memory.
     """
@@ -50,7 +50,7 @@ class Group:
         """Return one of the batches.
 
         Raises:
-            DecodeError: A value cannot be decoded; decode row by row to find which.
+            DecodeError: A value cannot be decoded. Decode row by row to find it.
         """
         low, high = self.splits[number - self.first : number - self.first + 2]
         valid = None if self.valid is None else self.valid[low:high]
@@ -58,21 +58,21 @@ class Group:
 
 
 class BatchGroups:
-    """Open one group after another, each sized according to the previous one. Not thread-safe."""
+    """Open one group after another, each sized according to the one before. Not thread-safe."""
 
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
         self._padded = padded
         self._kind = recipe.items.grouped
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
-        self._num_batches = 1  # in the next group; 0: the samples are too different for groups
+        self._num_batches = 1  # in the next group; 0: samples differ too much for groups
 
     def open(
         self, block: Block, first: int, frontier: int, select: Select, allocate: Allocate | None, each: int = 1
     ) -> Group | None:
-        """Return the group of the batches from ``first`` on, below ``frontier``, or None to build them one by one.
+        """Return the group of the batches from ``first`` on, below ``frontier``; None: build them one by one.
 
-        The content of a batch does not depend on its group: rows that lack a field or are damaged, and batches without
+        The content of a batch does not depend on its group. Rows that lack a field or are damaged, and batches without
         rows, do not form groups. Each planned row makes ``each`` rows of a batch, in all batches of a group.
         """
         last = min(first + self._num_batches, block.last, frontier)
@@ -84,7 +84,7 @@ class BatchGroups:
         if rows is None:
             self._num_batches = max(1, self._num_batches // 2)
             return None
-        # The batch that decided on groups may have lacked a field that these have, and that is decoded.
+        # The batch that decided on groups may have lacked a field of these batches that needs decoding.
         if not is_trivial(self._recipe, rows.fields) or any((one.sizes < 0).any() for one in rows.fields.values()):
             self._num_batches = 0
             return None

@@ -1,4 +1,4 @@
-"""Find the samples of planned rows in memory, for one rank of one plan: ``Lookup``."""
+"""Find the samples of planned rows in memory, for one rank and one plan: ``Lookup``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streaming.types import Int64Array
 
 
 class Lookup:
-    """Know which units have arrived, and where samples lie. A ``Stock``.
+    """Track which units have arrived, and where their samples lie. A ``Stock``.
 
     Args:
         plan: The plan.
@@ -55,7 +55,7 @@ class Lookup:
             self._damage[number] = unit.damage
 
     def chosen(self, block: Block, span: Int64Array | slice) -> tuple[PlannedRows, dict[int, DataError]]:
-        """Return some rows of a block, all of whose units have arrived; and those whose unit is damaged, and why."""
+        """Return some rows of a block whose units have all arrived, and the error of each row whose unit is damaged."""
         rows, units = self.planned(block, span), block.units[span]
         lost = {row: self._damage[int(units[row])] for row in np.flatnonzero(rows.first_rows < 0).tolist()}
         return rows, lost
@@ -70,7 +70,7 @@ class Lookup:
         )  # fmt: skip
 
     def rows_at_once(self, block: Block, span: slice) -> Rows | None:
-        """Return the samples of a group of batches; None: they are to be built one by one."""
+        """Return the samples of a group of batches; None: they have to be built one by one."""
         kind, rows = self._recipe.items.grouped, self.planned(block, span)
         return None if kind is None or (rows.first_rows < 0).any() else kind.rows_at_once(self, rows)
 
@@ -110,14 +110,14 @@ class Lookup:
         return None if self._first_numbers is None else self._first_numbers[of.chunk_ids] + of.offsets
 
     def stand_ins(self) -> Substitutes:
-        """Return the samples that may take the place of lost ones of a batch; to be closed."""
+        """Return the samples that may replace lost ones of a batch; the caller closes it."""
         return Substitutes(
             self._plan, self._first_numbers, self._source, self._store, self._fields, self._recipe.narrowed,
             self._read_distant,
         )  # fmt: skip
 
     def located(self, bad: BadSample) -> BadSample:
-        """Return a bad sample with its key and location, if they are known."""
+        """Return a bad sample with its key and location, if known."""
         if self._first_numbers is None or bad.number < 0 or bad.dropped:
             return bad
         chunk = int(np.searchsorted(self._first_numbers, bad.number, side="right")) - 1

@@ -1,16 +1,16 @@
-"""Read one rank's batches of one epoch: when units are fetched, when batches are built, and who waits for what.
+"""Read one rank's batches of one epoch: when units are fetched, when batches are built, and what threads wait for.
 
 Life cycle of a batch k::
 
-    planned -> its units requested -> all of them in the arena -> being built -> built -> handed out
+    planned -> its units requested -> all of them in the arena -> being built -> built -> delivered
 
-Units are requested strictly in the order of their first use. So batch k can be built as soon as every unit with a
-``first_batch`` of at most k is there: a single number, the *frontier*, expresses this. A unit is released once all
-batches up to its ``last_batch`` are built. If held units leave no room for those of the next batch, units are from then
-on held only while batches use them (``ChunksInTurns``), and some are fetched again.
-
-Nobody but the arena limits how far the reader runs ahead. Whoever changes a state under the lock (a fetch that ends, a
-batch that is built or handed out) also starts what has become possible; there is no thread that only coordinates.
+- Units are requested strictly in the order of their first use. So batch k can be built as soon as every unit with a
+  ``first_batch`` of at most k is in the arena. A single number expresses this: the *frontier*.
+- A unit is released once all batches up to its ``last_batch`` are built.
+- If held units leave no room for those of the next batch, units are from then on held only while batches use them
+  (``ChunksInTurns``), and some are fetched again.
+- Only the arena limits how far the reader runs ahead. The thread that changes a state under the lock (a fetch that
+  ends, a batch that is built or delivered) also starts everything that has become possible; no thread only coordinates.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from streaming.run.engine.units import BLOCK_SAMPLES, Block, ChunksInTurns, Need
 from streaming.shards.fetch.read import UnitKey
 
 _BLOCKS_AHEAD = 16
-"""Blocks planned beyond the last batch handed out; bounds the plan's own memory to about 16 MB."""
+"""Number of blocks planned beyond the last delivered batch; bounds the plan's own memory to about 16 MB."""
 _BLOCK_PASSES = 4
 """Maximum number of passes in a block: for a small set, each pass costs as much as a thousand rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a pipeline; none of them changes what is delivered.
+    """Settings of a pipeline. None of them changes the batches.
 
     Attributes:
         recipe: Decode, transform, collate.
         builder: Builds batches.
         fields: Fields to read; None: all.
-        num_builders: Background threads that build batches, or wait for worker processes to do so.
-        depth: Upper bound on batches that are built but not handed out.
-        batch_bytes: Upper bound on their bytes; one batch is always allowed.
+        num_builders: Number of background threads that build batches, or wait for worker processes that do.
+        depth: Upper bound on batches that are built but not delivered.
+        batch_bytes: Upper bound on the bytes of these batches; one batch is always allowed.
     """
 
     recipe: Recipe
@@ -71,14 +71,14 @@ class Pipeline(Delivery):
 
     Args:
         plan: The plan.
-        dp_rank: Data-parallel rank whose share to read.
+        dp_rank: The data-parallel rank whose share to read.
         units: The pieces in which data is fetched.
         source: The dataset.
         store: Contents of the arena; may outlive the pipeline.
-        settings: Settings.
-        metrics: Where to count waits.
+        settings: The settings.
+        metrics: Counts waits.
         report: Called for every bad sample; may raise to stop the run.
-        in_turns: Called once, when held ``units`` leave no room for those of the next batch; returns units such that
+        in_turns: Called once, when held ``units`` leave no room for those of the next batch. Returns units such that
             those of any one batch fit. None: there are none.
     """
 
@@ -154,7 +154,7 @@ class Pipeline(Delivery):
     def _advance(self) -> None:
         """Start every fetch that has room, and register every unit that has arrived.
 
-        A failed one stops the frontier.
+        A failed unit stops the frontier.
         """
         if self._store.failure is not None:
             raise self._store.failure
@@ -162,7 +162,7 @@ class Pipeline(Delivery):
         while (need := self._next_need) is not None:
             wanted = self._units.wanted(need.unit)
             if need.first_batch >= soon and self._store.holds(wanted):
-                break  # nothing to fetch: an epoch of many passes over a small set is planned as it is read
+                break  # nothing to fetch: many passes over a small set are planned as they are read
             unit = self._store.admit(wanted, is_awaited=need.first_batch == 0)
             if unit is None:
                 break
@@ -201,7 +201,7 @@ class Pipeline(Delivery):
             self._blocks.append(self._units.block(first, self._planned))
 
     def _finish(self, batch: int) -> None:
-        """Release, after a batch is built, the units that it was the last to need."""
+        """Release, after a batch is built, the units that no later batch needs."""
         self._store.go_on()
         self._built.add(batch)
         while self._num_built in self._built:
@@ -215,7 +215,7 @@ class Pipeline(Delivery):
     def _obstacle(self) -> BaseException | None:
         """Return the error that stops the frontier for good, if there is one.
 
-        If only units of later batches are in the way, they are released.
+        If only units of later batches are in the way, release them.
         """
         if self._coming:
             return self._coming[0][1].failure
@@ -235,9 +235,9 @@ class Pipeline(Delivery):
         )
 
     def _read_in_turns(self, make: Callable[[], ChunksInTurns]) -> None:
-        """Read, from the next batch on, the units that each batch needs, and hold none for later ones.
+        """Read, from the next batch on, only the units that each batch needs, and hold none for later batches.
 
-        All begun batches are built, so released units have no user; they stay as long as there is room.
+        All begun batches are built, so released units have no user. They stay as long as there is room.
         """
         self._in_turns, first = None, self._num_built
         self._store.retain, self._store.limit_bytes = True, self._store.arena.budget_bytes
@@ -265,7 +265,7 @@ class Pipeline(Delivery):
     def _begin(self, number: int) -> None:
         self._group = group = self._open_group(number)
         self._quiet = group is not None
-        if group is not None:  # built when all of it has been handed out
+        if group is not None:  # built once all its batches are delivered
             self._store.go_on()
         self._started = number + 1 if group is None else group.last
 
@@ -273,13 +273,13 @@ class Pipeline(Delivery):
         return super()._build_here(number) if self._group is None else self._cut(self._group, number)
 
     def _cut(self, group: Group, batch: int) -> Any:
-        """Return the batch from its group; after its last batch the group is released."""
+        """Return the batch from its group; release the group after its last batch."""
         with self._metrics.timed("build_in_consumer_s", self._told, batch):
             if group.allocate is not self._builder.allocate:  # page-locking was switched on or off
                 self._group = group = self._groups.moved(group, self._builder.allocate)
             try:
                 value = group.batch(batch, self._settings.recipe)
-            except (DecodeError, ChecksumError):  # building row by row will find out which
+            except (DecodeError, ChecksumError):  # building row by row finds the sample
                 value = self._build(batch)
         if batch + 1 == group.last:
             with self._changed:  # all batches of the group are built: their units may be released
@@ -322,7 +322,7 @@ class Pipeline(Delivery):
 
     def _told(self, number: int) -> dict[str, Any]:
         with self._changed:
-            # The block of a batch is there until the batch is given back, unless the run has ended meanwhile.
+            # The block of a batch is present until the batch is given back, unless the run has ended meanwhile.
             block = next((one for one in self._blocks if one.first <= number < one.last), None)
             if block is None:
                 return {}
@@ -336,12 +336,12 @@ class Pipeline(Delivery):
         }  # fmt: skip
 
     def _key_of(self, unit: int) -> UnitKey:
-        """Return what identifies a unit, for whoever watches; those of a window are asked for by each batch."""
+        """Return the key of a unit, for traces. It is cached: each batch requests the units of a window again."""
         key = self._told_keys.get(unit)
         if key is None:
             key = self._told_keys[unit] = self._units.wanted(unit).key
         return key
 
     def _report(self, bad: BadSample) -> None:
-        """Report a bad sample, by its key and location if they are known."""
+        """Report a bad sample, with its key and location if known."""
         super()._report(self._lookup.located(bad))

@@ -1,4 +1,4 @@
-"""Read plan after plan with the same machinery: an arena, what lies in it, and the builders of batches."""
+"""Read plan after plan with the same machinery: an arena, its contents, and the builders of batches."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _log = logging.getLogger(__name__)
 
 
 class Contents(Protocol):
-    """What lies in an arena.
+    """Contents of an arena.
 
     Attributes:
-        limit_bytes: The most that chunks may take of it, as the current run was planned; 0: there are no chunks.
+        limit_bytes: Upper bound on the bytes of chunks in it, for the current run; 0: there are no chunks.
     """
 
     limit_bytes: int
 
     @property
     def is_broken(self) -> bool:
-        """Whether no other run may use the arena: a thread was left behind in it, or has failed."""
+        """Whether no other run may use the arena, because a thread was left behind in it, or has failed."""
 
     def close(self) -> None:
-        """Stop what fills the arena, and free it."""
+        """Stop the threads that fill the arena, and free it."""
 
 
 _Contents = TypeVar("_Contents", bound=Contents)
@@ -48,13 +48,13 @@ _Delivery = TypeVar("_Delivery", bound=Delivery)
 
 
 class Machinery(Generic[_Contents]):
-    """Keep the builders of batches, and what lies in their arena, over runs, worlds and sizes of batches.
+    """Keep the builders of batches, and the contents of their arena, across runs, world sizes and batch sizes.
 
-    They end with the last reference to this object, or with ``drop``; then ``open`` makes new ones. For one thread.
+    They end with the last reference to this object, or with ``drop``; ``open`` then makes new ones. For one thread.
 
     Attributes:
         crew: The builders; None until ``open``, and after ``drop``.
-        contents: What lies in their arena; likewise.
+        contents: Contents of their arena; None until ``open``, and after ``drop``.
         surroundings: Settings under which batches are built, set by the loop that begins a run; None: those of the
             process.
     """
@@ -69,13 +69,13 @@ class Machinery(Generic[_Contents]):
         in_children(self, Machinery.leave_behind)
 
     def open(self, make: Callable[[], tuple[Crew, _Contents]]) -> tuple[Crew, _Contents]:
-        """Return what is kept; if there is nothing, or no other run may use it, what ``make`` makes."""
+        """Return the kept crew and contents; if there are none, or no other run may use them, those from ``make``."""
         if self.is_broken:
             self.drop()
         if self.crew is None or self.contents is None:
             crew, contents = make()
             self._end = weakref.finalize(self, _close_all, crew, contents)
-            self.crew, self.contents = crew, contents  # from here on they end with this, or by an interrupt
+            self.crew, self.contents = crew, contents  # from here on they end with this object, or by an interrupt
             crew.page_lock(self._locker)
         if self.surroundings is not None:
             self.crew.surround(self.surroundings)
@@ -83,7 +83,7 @@ class Machinery(Generic[_Contents]):
 
     @property
     def is_broken(self) -> bool:
-        """Whether no other run may use what is kept."""
+        """Whether no other run may use the kept crew and contents."""
         return self.contents is not None and self.contents.is_broken
 
     def page_lock(self, locker: PageLocker | None) -> None:
@@ -93,16 +93,16 @@ class Machinery(Generic[_Contents]):
             self.crew.page_lock(locker)
 
     def renew(self) -> bool:
-        """Start worker processes anew if what the user's functions refer to has changed; return whether it has."""
+        """Restart worker processes if the user's functions, or objects they refer to, have changed; return whether."""
         return self.crew is not None and not self.crew.abandoned and self.crew.renew()
 
     def serves(self, delivery: _Delivery) -> _Delivery:
-        """Note which run uses this now, and return it."""
+        """Note that ``delivery`` uses this machinery now, and return it."""
         self._delivery = weakref.ref(delivery)
         return delivery
 
     def gauges(self) -> dict[str, float]:
-        """Return the current values of gauges, by name; from any thread."""
+        """Return the current values of gauges by name. May be called from any thread."""
         self._note_peak()
         crew, delivery = self.crew, None if self._delivery is None else self._delivery()
         ring = None if crew is None else crew.ring
@@ -140,16 +140,16 @@ def _close_all(crew: Crew, contents: Contents) -> None:
 
 
 class PlanReader:
-    """Read one rank's share of plans over a source. What an earlier reader left in the machinery serves this one.
+    """Read one rank's share of plans over a source. Chunks that an earlier reader left in the machinery are used again.
 
     Args:
         source: The dataset.
         rooms: The memory for its chunks.
         dp_rank: The data-parallel rank.
         machinery: The machinery.
-        make: Makes the builders and the chunk store, where there are none yet.
+        make: Makes the builders and the chunk store, if there are none yet.
         settings: Returns the settings of a pipeline with these builders.
-        metrics: Where to count waits.
+        metrics: Counts waits.
         report: Called for every bad sample; may raise to stop a run.
     """
 
@@ -164,14 +164,14 @@ class PlanReader:
         self.is_accepted = False
 
     def accept(self, plans: Iterable[Plan], *, resumed: bool) -> None:
-        """Refuse a run that needs more memory than it has.
+        """Check that a run has the memory that it needs.
 
         Args:
             plans: Plans of the run: one for each batch size to come.
             resumed: The order comes from a loaded state, which overrides the dataset's lanes and window.
 
         Raises:
-            MemoryLimitError: The units needed at once do not fit; raised on all ranks.
+            MemoryLimitError: The units needed at once do not fit. Raised on all ranks.
         """
         with self._metrics.timed("plan_s"):
             for plan in plans:
@@ -185,11 +185,11 @@ class PlanReader:
         return lambda: self._read(plan, demand)
 
     def hold(self) -> None:
-        """Keep the chunks that the current run releases, until the next run has chosen those that it needs."""
+        """Keep the chunks that the current run releases, until the next run has selected those that it needs."""
         store = self._machinery.contents
         if store is not None:
             with store.changed:
-                # From here on, released units stay in memory until keep_first() chooses.
+                # From here on, released units stay in memory until keep_first() selects.
                 store.retain = store.is_held = True
 
     def _read(self, plan: Plan, demand: Demand) -> Pipeline:
@@ -201,7 +201,7 @@ class PlanReader:
         store.room = {self.source.chunk(number).key: size for number, size in demand.pieces.items()}
         if store.is_held:
             with store.changed:
-                # What is kept and wanted is held again; everything else that was retained is free.
+                # Kept units that are needed are held again; all other retained units are free.
                 num_kept = store.keep_first([] if demand.is_sliced else self._first_units(plan, demand.limit_bytes))
             _log.info("%d chunks of the old plan are still in memory and are not fetched again", num_kept)
         pipeline = Pipeline(
@@ -212,7 +212,7 @@ class PlanReader:
         return self._machinery.serves(pipeline)
 
     def _in_turns(self, plan: Plan, demand: Demand) -> ChunksInTurns:
-        """Return units in turns for a plan that needs more at once than there is room for, and log it."""
+        """Return units in turns for a plan that needs more memory at once than there is, and log it."""
         _log.warning("%s", demand.shortage())
         return ChunksInTurns(
             plan, self.dp_rank, self.source, sizes=demand.sizes, room_bytes=self.rooms.most_bytes,
@@ -220,7 +220,7 @@ class PlanReader:
         )  # fmt: skip
 
     def _first_units(self, plan: Plan, limit_bytes: int) -> Iterator[FetchRange]:
-        """Yield the chunks that this rank needs first, at least as many as fit.
+        """Yield the chunks that this rank needs first, at least until the room is full.
 
         For an endless order, look ahead by at most one pass.
         """

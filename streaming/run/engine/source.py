@@ -1,6 +1,6 @@
 """Define the interface that the loop, the engine and the plan require of a dataset: ``Source``.
 
-Code that needs a part of it names that part: ``Table`` and ``Bytes`` (``shards/fetch/chunks.py``), ``RowSamples``
+Code that needs only a part names that part: ``Table`` and ``Bytes`` (``shards/fetch/chunks.py``), ``RowSamples``
 (``order/packing/layout.py``).
 """
 
@@ -21,7 +21,7 @@ from streaming.types import Transform
 
 
 class ShardSet(Protocol):
-    """Shards to read, with an index or without: the interface for accounting, reports and comparisons between ranks."""
+    """Shards to read, with or without an index: the interface for accounting, reports and comparisons between ranks."""
 
     fields: tuple[str, ...] | None
     """Fields to read; None: all."""
@@ -35,14 +35,14 @@ class ShardSet(Protocol):
 
     @property
     def bad_files(self) -> Mapping[str, str]:
-        """Files in which bad samples are recorded, by the name in batches of the source they are in; "": of all."""
+        """Files in which bad samples are recorded, by the source's name in batches; "": the file of all sources."""
 
     @property
     def items(self) -> RowKind:
         """What a row of a batch is."""
 
     def expected_samples(self, num_rows: float) -> float:
-        """Return how many samples ``num_rows`` rows of batches are made of, on average."""
+        """Return the average number of samples in ``num_rows`` rows of batches."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -50,20 +50,20 @@ class ShardSet(Protocol):
 
     @property
     def recipe_parts(self) -> tuple[SourceRecipe, ...]:
-        """How the samples of each source are decoded and transformed; one entry for a single set."""
+        """How to decode and transform the samples of each source; one entry for a single set."""
 
     def counters(self) -> Mapping[str, float]:
-        """Return the counters of storage and cache since the set was opened, over all its loaders."""
+        """Return the counters of storage and cache since the set was opened, summed over all its loaders."""
 
     def in_flight(self) -> list[ActiveRequest]:
         """Return the storage requests in progress, oldest first."""
 
 
 class Source(ShardSet, Table, Bytes, Protocol):
-    """A dataset with known numbers of samples, its order, and what its rows are made of; thread-safe.
+    """A dataset with known numbers of samples, its order, and the samples of its rows. Thread-safe.
 
-    What stands at an offset is a row of a batch: a sample, or in a set whose ``items`` say so, several samples inside
-    the chunk, which ``rows`` names. Such a set has no slices.
+    At each offset of a chunk lies a row of a batch: one sample or, in a set whose ``items`` say so, several samples
+    inside the chunk, which ``rows`` names. Such a set has no slices.
     """
 
     @property
@@ -72,10 +72,10 @@ class Source(ShardSet, Table, Bytes, Protocol):
 
     @property
     def rows(self) -> RowSamples:
-        """Which samples each row is made of."""
+        """The samples of each row."""
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
-        """Return the order under a loader with this batch size: the user's choices, with defaults for the rest."""
+        """Return the order for this global batch size: the user's choices, with defaults for the rest."""
 
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the order of each pass under these settings."""
@@ -84,10 +84,10 @@ class Source(ShardSet, Table, Bytes, Protocol):
         """Say how to open what had this fingerprint, of which there is a state; "" if that is not known."""
 
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
-        """Return what makes this set need less memory, for messages; "" if nothing of its own does.
+        """Return the setting that makes this set need less memory, for messages; "" if it has none.
 
         Args:
             lanes: Lanes of a rank.
             room_bytes: Memory for chunks.
-            resumed: A state was loaded, which says how chunks are cut.
+            resumed: A state was loaded, which fixes how chunks are cut.
         """

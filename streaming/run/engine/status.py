@@ -19,12 +19,12 @@ class PipelineStatus:
     """State of a pipeline at one moment.
 
     Attributes:
-        batch: Number of the next batch to hand out.
+        batch: Number of the next batch to deliver.
         num_batches: Number of batches in the epoch.
         frontier: Batches below this number have all their units in the arena.
         num_started: Number of batches that have been begun.
         num_built: Batches below this number are built.
-        num_waiting: Number of built batches, or errors, that wait to be handed out.
+        num_waiting: Number of built batches, or errors, that wait for delivery.
         pending: Units whose fetch has not ended, in the order of their first use.
         arena_used_bytes: Memory that the units take.
         arena_limit_bytes: Memory that they may take.
@@ -44,10 +44,10 @@ class PipelineStatus:
 
 
 def status_lines(now: PipelineStatus) -> list[str]:
-    """Return a line for the next batch, one for the arena, one for each of the oldest fetches."""
+    """Return one line for the next batch, one for the arena, and one for each of the oldest fetches."""
     batch = (
         f"batch {now.batch} of {now.num_batches}: {_waits_for(now)}; units are here up to batch {now.frontier}, "
-        f"{now.num_started} batches started, {now.num_built} built, {now.num_waiting} wait to be handed out"
+        f"{now.num_started} batches started, {now.num_built} built, {now.num_waiting} wait for delivery"
     )
     arena = (
         f"arena: {format_bytes(now.arena_used_bytes)} of {format_bytes(now.arena_limit_bytes)} in use, "
@@ -58,7 +58,7 @@ def status_lines(now: PipelineStatus) -> list[str]:
 
 
 def thread_lines(prefix: str) -> list[str]:
-    """Describe where each thread whose name begins with ``prefix`` currently is."""
+    """Describe the position of each thread whose name begins with ``prefix``."""
     return [f"thread {thread.name} in {where_is(thread.ident)}" for thread in thread_named(prefix)]
 
 
@@ -85,6 +85,6 @@ def _unit_line(unit: Unit) -> str:
     wanted, now_s = unit.wanted, time.monotonic()
     begun = f"begun {now_s - unit.begun_at_s:.1f} s ago" if unit.begun_at_s else "waits for a fetch thread"
     return (
-        f"fetch: {redact(wanted.url)} bytes {wanted.byte_start}-{wanted.byte_end}, asked for "
+        f"fetch: {redact(wanted.url)} bytes {wanted.byte_start}-{wanted.byte_end}, requested "
         f"{now_s - unit.asked_at_s:.1f} s ago, {begun}"
     )

@@ -1,7 +1,7 @@
-"""Choose substitutes for samples that cannot be delivered: which, in which order, and where their bytes come from.
+"""Choose substitutes for samples that cannot be delivered: which, in what order, and where their bytes come from.
 
-The choice depends on the plan's order and on what is damaged in the store, so it is the same for every world size.
-Their bytes come from the arena if they are there, otherwise from the store.
+The choice depends on the plan's order and on the damage in the store, so it is the same for every world size. Bytes
+come from the arena if they are there, otherwise from the store.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from streaming.types import Int64Array
 
 
 class Substitutes:
-    """The substitutes for the rows of one batch; a context manager that releases what it holds. Used by one thread.
+    """The substitutes for the rows of one batch. A context manager that releases what it holds. For one thread.
 
-    Keeps one chunk outside the arena: the latest one that had to be fetched.
+    It keeps one chunk outside the arena: the latest one that it had to fetch.
 
     Args:
         plan: The plan.
-        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset; None: rows are no samples,
-            and those of which they are made have no numbers.
+        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the dataset; None: rows are not
+            samples, and the samples that they are made of have no numbers.
         source: The dataset.
         store: Contents of the arena.
         fields: Fields to read; None: all.
-        narrowed: Removes from rows what their sources do not read.
+        narrowed: Removes from rows the fields that their sources do not read.
         read_distant: Reads distant fields; None: there are none.
     """
 
@@ -62,14 +62,14 @@ class Substitutes:
         held = [unit for units in self._held.values() for unit in units]
         if held:
             with self._store.changed:
-                for unit in held:  # Invariant: each was held once, so the store's counts are as before
+                for unit in held:  # Invariant: each was held once, so the store's counts are restored
                     self._store.release(unit)
                 self._store.changed.notify_all()
 
     def of(self, chunk: int, offset: int, pass_number: int) -> Iterator[Rows]:
-        """Yield single rows to try in place of a sample: those after it in its chunk, then those of earlier chunks.
+        """Yield single rows to try instead of a sample: those after it in its chunk, then those of earlier chunks.
 
-        Where rows are made of several: the samples of the rows after it, then those of the rows of earlier chunks.
+        If rows are made of several samples: the samples of the rows after it, then those of the rows of earlier chunks.
         """
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
@@ -141,7 +141,7 @@ class Substitutes:
 
     def _fetch_apart(self, chunk: int) -> _Apart | None:
         if self._apart[0] != chunk:
-            self._apart = (-1, None)  # its memory is freed before the next is fetched
+            self._apart = (-1, None)  # free its memory before the next fetch
             self._apart = (chunk, self._read(chunk))
         return self._apart[1]
 
@@ -162,7 +162,7 @@ class Substitutes:
 
 
 class _Apart:
-    """A chunk in memory of its own."""
+    """A chunk in memory outside the arena."""
 
     def __init__(self, data: bytes, rows: RowTable, first_row: int) -> None:
         self.data = data
@@ -171,7 +171,7 @@ class _Apart:
 
 
 def _has(unit: Unit, sample: int) -> bool:
-    """Tell whether a unit holds a sample of the shard, in bytes verified by a checksum."""
+    """Return whether a unit holds a sample of the shard, in bytes that a checksum has verified."""
     if unit.first_row < 0:
         return False
     return 0 <= sample - unit.wanted.first_sample < unit.wanted.num_samples

@@ -1,4 +1,4 @@
-"""Turn the plan into work: which units one rank's batches need, from which batch on, and until which."""
+"""Turn the plan into work: the units that one rank's batches need, from which batch on, and until which."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from streaming.shards.fetch.read import FetchRange
 from streaming.types import Int64Array
 
 BLOCK_SAMPLES = 16_384
-"""Rows planned at once: evaluating a block costs a few milliseconds, far less per row than a small one."""
+"""Rows planned at once. A block takes a few milliseconds to evaluate, and far less per row than a small one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """A unit that batches ``first_batch`` to (at most) ``last_batch`` of this rank use, in a pass of the stream.
+    """A unit that this rank's batches ``first_batch`` to (at most) ``last_batch`` use, in a pass of the stream.
 
-    For slices, which no packed dataset has, the pass is not set.
+    The pass is not set for slices, which no packed dataset has.
     """
 
     unit: int
@@ -51,7 +51,7 @@ class Block:
 
 
 class Units(Protocol):
-    """The pieces that are fetched for one rank's share of a plan. Not thread-safe.
+    """The pieces fetched for one rank's share of a plan. Not thread-safe.
 
     A unit is a small number. ``needs`` lists units in the order of their first use; it may be ahead of ``block``.
     """
@@ -97,7 +97,8 @@ class WholeChunks:
 class BatchSlices:
     """Units are the runs of consecutive samples that one batch needs.
 
-    For plans in storage order over several ranks, where whole chunks would be read by every rank that needs a slice.
+    Used for plans in storage order over several ranks, where otherwise every rank that needs a slice of a chunk would
+    read the whole chunk.
     """
 
     def __init__(self, plan: Plan, dp_rank: int, source: Table) -> None:
@@ -149,16 +150,16 @@ class BatchSlices:
 class ChunksInTurns:
     """Units are chunks, each in memory only while batches use it, or single samples of chunks too large for a batch.
 
-    For plans that need more at once than there is room for. A chunk's uses in consecutive batches are one need. Between
+    For plans that need more memory at once than there is. A chunk's uses in consecutive batches are one need. Between
     needs it may leave memory and be fetched again. So only the units of one batch must be in memory together, and these
-    fit. If the chunks of a batch do not fit together, the largest are read sample by sample, as far as the source has
+    fit. If the chunks of a batch do not fit together, the largest are read sample by sample, provided the source has
     slices.
 
     Args:
         plan: The plan.
         dp_rank: The data-parallel rank.
         source: The dataset.
-        sizes: int64 [C], memory that each chunk takes.
+        sizes: int64 [C], bytes of memory per chunk.
         room_bytes: Memory for the units of a batch.
         slice_room: Returns the memory that a slice takes, given its bytes.
     """
@@ -206,7 +207,7 @@ class ChunksInTurns:
         return self._slices.slice(chunk, sample, sample + 1)
 
     def _crowded(self, rows: RankBatches) -> list[int]:
-        """Return the batches of these rows whose chunks do not fit, by their number among the rows' batches."""
+        """Return the batches of these rows whose chunks do not fit, numbered within the batches of the rows."""
         if self._slices is None:
             return []
         batches = np.repeat(np.arange(len(rows.row_splits) - 1), np.diff(rows.row_splits))
@@ -215,7 +216,7 @@ class ChunksInTurns:
         return np.flatnonzero(taken > self._room_bytes).tolist()
 
     def _cut(self, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the unit of each row of one batch, and the row's place in it, such that the units fit."""
+        """Return the unit of each row of one batch, and the row's place in it, such that all units fit."""
         units, within = chunk_ids.copy(), inside.copy()
         different = np.unique(chunk_ids)
         left = int(self._sizes[different].sum()) - self._room_bytes

@@ -1,1 +1,1 @@
-"""Manage the sequence of epochs: the position, the iterator that users get, and the stall watchdog. Reads no data."""
+"""Manage the sequence of epochs: the position, the users' iterator, and the stall watchdog. Nothing here reads data."""

@@ -1,4 +1,4 @@
-"""Tell exceptions raised by a signal handler, which can occur at any line, from errors of the line itself."""
+"""Distinguish exceptions of a signal handler, which can occur at any line, from errors of the line itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Tell whether ``error`` is no ``Exception``, or it or its cause came from a signal handler (a timeout, say)."""
+    """Return whether ``error`` is no ``Exception``, or a signal handler (such as a timeout) raised it or its cause."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     seen = set[int]()
-    while error is not None and id(error) not in seen:  # the cause of what was raised meanwhile may be raised again
+    while error is not None and id(error) not in seen:  # a chain of causes may be circular
         seen.add(id(error))
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
         if not isinstance(error, Exception) or any(frame.f_code in codes for frame in frames):

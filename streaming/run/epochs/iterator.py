@@ -1,4 +1,17 @@
-"""Iterate a loop: what all kinds of loops share, and the iterator that users get."""
+"""Iterate a loop: the common part of all loops, and the users' iterator.
+
+Life cycle of an iteration::
+
+    made -> begun -> batch, batch, … -> over -> let go
+
+- ``Batches`` opens a turn, which ends the turn of the iterator before it, and stops that iterator's run.
+- The first request begins: ``Position.begin`` gives the place, ``Loop.start`` a run from there on. The loop keeps it as
+  ``running``.
+- Each request takes a batch from the run, advances the position, and only then returns the batch.
+- After the last batch, an error, ``close`` or the end of the turn, no batch follows. ``_let_go`` closes the run and
+  stops the watchdog; the next request raises.
+- After an interrupt (``is_interrupt``) the loop also discards its machinery (``Loop.clean_up``).
+"""
 
 from __future__ import annotations
 
@@ -108,7 +121,7 @@ class Loop(ABC):
         metrics: Counters and times.
         running: The run that currently produces batches, if any.
         announce: Called with the place at which an iteration begins.
-        samples_per_epoch: Samples of an epoch, over all ranks; only where ``is_counted``.
+        samples_per_epoch: Number of samples of an epoch, over all ranks; only if ``is_counted``.
     """
 
     samples_per_epoch: int
@@ -116,14 +129,14 @@ class Loop(ABC):
     is_counted = True
     """Whether ``batches_left`` is known before the end of the epoch is reached."""
     state_type: Any = LoaderState
-    """Class of the loop's states: ``from_dict`` reads what their ``to_dict`` returns."""
+    """Class of the loop's states. Its ``from_dict`` reads the result of ``to_dict``."""
     can_seek = True
-    """Whether a place alone says what comes from there on, without the state of a dataset or of readers."""
+    """Whether a place alone determines the samples from there on, without the state of a dataset or of readers."""
     no_remesh = (
         "it works with a StreamingDataset or a Mixture only. For this data set make a new DataLoader with the new "
         "device_mesh and call load_state_dict(state)"
     )
-    """Why the loop cannot change its world, and what to do."""
+    """Reason why the loop cannot change its world, and the cure."""
 
     def __init__(self, shape: Shape, position: Position | None = None) -> None:
         self.position = Position() if position is None else position
@@ -151,12 +164,12 @@ class Loop(ABC):
         return self.batches_left(place.samples_seen)
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
-        """Return the place after the batch that ``run`` has just returned, which is the next one after ``place``."""
+        """Return the place after the batch that ``run`` has just returned; ``place`` is the place before it."""
         seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
         return self.settled(Place(epoch=place.epoch, samples_seen=seen))
 
     def settled(self, place: Place) -> Place:
-        """Return a place as an end, behind all samples of its epoch, if no batch of the epoch comes after it.
+        """Return a place as an end, after all samples of its epoch, if no batch of the epoch follows it.
 
         So an end is the same whatever the size of the batches before it, and the row after it begins the next epoch.
         """
@@ -165,20 +178,20 @@ class Loop(ABC):
         return replace(place, samples_seen=self.samples_per_epoch, is_end=True, has_begun=False)
 
     def row_of(self, place: Place) -> int:
-        """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""
+        """Return the number of samples before a place, over all ranks; any number if batch sizes never change."""
         return place.samples_seen
 
     @property
     def next_shape(self) -> Shape:
-        """The shape of the batch that comes next."""
+        """Shape of the next batch."""
         return self.shape.at(self.row_of(self.position.place))
 
-    def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know what they will draw
-        """Describe what changes after ``place`` in what is read; "" if nothing does."""
+    def outlook(self, place: Place) -> str:  # noqa: ARG002  for loops that know their next samples
+        """Describe the changes in reading after ``place``; "" if there are none."""
         return ""
 
     def now_read(self, dataset: Any) -> Any:
-        """Return what is read of the dataset that the loop was made with, if a state or a call changed it since."""
+        """Return the dataset in its current form, if a state or a call has changed it since the loop was made."""
         return dataset
 
     @property
@@ -187,7 +200,7 @@ class Loop(ABC):
         return self.position.is_endless
 
     def check_ends(self) -> None:
-        """Refuse to count the batches of an epoch without an end.
+        """Check that an epoch has an end, so that its batches can be counted.
 
         Raises:
             TypeError: It has none.
@@ -215,12 +228,12 @@ class Loop(ABC):
         raise ConfigError(NO_SOURCES_WEIGHED)
 
     def state(self) -> Any:
-        """Return the position, as a ``state_type``; the same on every rank."""
+        """Return the position as a ``state_type``. It is the same on every rank."""
         return self.state_at(self.position.place)
 
     @abstractmethod
     def state_at(self, place: Place) -> Any:
-        """Return the state that continues from a place of the run in progress."""
+        """Return the state that continues from a place of the current run."""
 
     @abstractmethod
     def load(self, state: Any) -> None:
@@ -235,7 +248,7 @@ class Loop(ABC):
         """Return all metrics and bad samples, by name."""
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of ``report`` that this process knows; from any thread."""
+        """Return the numbers of ``report`` that this process knows. May be called from any thread."""
         return self.metrics.snapshot()
 
     def numbers_elsewhere(self) -> dict[int, dict[str, float]]:
@@ -266,7 +279,7 @@ class Loop(ABC):
         return batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; if that epoch is already next, a loaded place is kept."""
+        """Go to the start of an epoch. If that epoch is already next, keep a loaded place."""
         if self.position.set_epoch(epoch):
             self.stop()
 
@@ -280,7 +293,7 @@ class Loop(ABC):
             self.stop()
 
     def succeed(self, other: Loop) -> None:
-        """Take the place of another loop over the same dataset: in its epoch, with the seed that it was given."""
+        """Replace another loop over the same dataset: continue in its epoch, with its seed."""
         self.metrics.observer = other.metrics.observer
         here, there = self.position, other.position
         there.leave_end()
@@ -318,12 +331,12 @@ class Loop(ABC):
 class Batches(Generic[BatchT]):
     """Iterate over the rest of one epoch. After its last batch, every call raises ``StopIteration``.
 
-    Use it from one thread at a time, in the process that made it; if several threads ask, each batch goes to one of
-    them.
+    Use it from one thread at a time, in the process that made it. If several threads request batches, each batch goes
+    to one of them.
 
-    It begins when the first batch is requested: until then ``set_epoch`` and ``load_state_dict`` determine where. When
-    it is dropped or closed, its threads end and its memory is released. An iterator that is still open at interpreter
-    exit is closed first, before the interpreter stops threads at arbitrary points, with locks held.
+    It begins when the first batch is requested; until then ``set_epoch`` and ``load_state_dict`` determine the place.
+    When it is dropped or closed, its threads end and its memory is released. An iterator that is still open at
+    interpreter exit is closed first, before the interpreter stops threads at arbitrary points, with locks held.
 
     Raises:
         IteratorSupersededError: From every ``next`` after another iterator of this loader, ``set_epoch``,
@@ -337,7 +350,7 @@ class Batches(Generic[BatchT]):
         self._maker = Maker("this iteration over a loader", "Begin one here: iter(loader) works in a forked child, too")
         self._loop = loop
         self._watchdog = watchdog
-        self._place: Place | None = None  # after the last batch handed out; None: not begun
+        self._place: Place | None = None  # after the last delivered batch; None: not begun
         self._was: Place | None = None  # before it
         self._run: Run | None = None
         self._is_over = False
@@ -354,7 +367,7 @@ class Batches(Generic[BatchT]):
     def __next__(self) -> BatchT:
         """Return the next batch. The position advances before the batch is returned."""
         self._maker.check()
-        with self._asked:  # held until the position has advanced, so that no two threads begin, or take the same batch
+        with self._asked:  # held until the position has advanced: no two threads begin, or take the same batch
             asked = self._loop.metrics.observer.asks()
             if asked is None:
                 return self._answer()
@@ -400,7 +413,7 @@ class Batches(Generic[BatchT]):
         self._loop.metrics.add_each(spent)
 
     def hold_back(self, change: int) -> None:
-        """Change the number of batches that were handed out but not yet received by training.
+        """Change the number of batches that were delivered but not yet received by training.
 
         For wrappers that read ahead.
 
@@ -415,21 +428,21 @@ class Batches(Generic[BatchT]):
             return kept
 
         Raises:
-            IteratorEndedError: The loader was moved or closed in the meantime, so batches kept must not be passed on.
+            IteratorEndedError: The loader was moved or closed in the meantime, so kept batches must not be passed on.
         """
         self._turn.check()
         self._loop.position.hold_back(change)
 
     @property
     def metrics(self) -> Metrics:
-        """Where the loop counts, for wrappers that count with it."""
+        """Metrics of the loop, for wrappers that count in them."""
         return self._loop.metrics
 
     def came_from(self) -> dict[str, Any]:
-        """Return the state from which the batch handed out last comes again.
+        """Return the state from which the last delivered batch comes again.
 
         Raises:
-            ConfigError: None was handed out.
+            ConfigError: No batch was delivered.
         """
         if self._was is None:
             raise ConfigError("came_from: no batch was handed out yet; call it after next()")
@@ -438,12 +451,12 @@ class Batches(Generic[BatchT]):
 
     @property
     def is_over(self) -> bool:
-        """Whether its last batch has been handed out."""
+        """Whether the last batch has been delivered."""
         return self._is_over
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was superseded, or its loader was closed."""
+        """Whether the iterator was superseded, or its loader was closed."""
         return self._turn.has_ended
 
     def close(self) -> None:
@@ -466,13 +479,13 @@ class Batches(Generic[BatchT]):
         after = self._place = self._loop.after_batch(place, run)
         self._is_over = self._turn.is_over = after.is_end
         self._loop.position.advance(after)
-        if self._with_state:  # made here, where no other thread can ask for the batch after it
+        if self._with_state:  # made here, where no other thread can request the next batch
             batch = batch, self._loop.state_at(after).to_dict()
         handed_out: BatchT = batch
         return handed_out
 
     def _told(self) -> dict[str, Any]:
-        """Tell which step the batch handed out last is of, for whoever watches."""
+        """Return the step of the last delivered batch, for traces."""
         loop, was, now = self._loop, self._was, self._place
         if was is None or now is None:
             return {}
@@ -504,7 +517,7 @@ class Batches(Generic[BatchT]):
         return batch
 
     def _finish(self) -> NoReturn:
-        """End, because there is no batch to hand out."""
+        """End, because there is no further batch."""
         self._is_over = self._turn.is_over = True
         self._loop.position.finish()
         raise StopIteration
@@ -519,9 +532,9 @@ class Batches(Generic[BatchT]):
         self._let_go()
 
     def _let_go(self) -> None:
-        """End what runs for this iterator. May be called repeatedly, also by the garbage collector.
+        """End the run of this iterator. May be called repeatedly, also by the garbage collector.
 
-        After the last batch the turn stays open, because a wrapper may still be passing on batches that it held back.
+        After the last batch the turn stays open, because a wrapper may still pass on batches that it held back.
         """
         if not self._maker.is_here:
             return
@@ -529,7 +542,7 @@ class Batches(Generic[BatchT]):
         try:
             if run is not None:
                 run.close()
-                # Forgotten when closed: if that was interrupted, whoever ends this iterator or its loop closes it.
+                # Forgotten once closed: after an interrupt, the end of this iterator or its loop closes it.
                 if self._loop.running is run:
                     self._loop.running = None
                 self._run = None
@@ -543,7 +556,7 @@ def failed(error: BaseException) -> str:
 
 
 def _add_cure(error: BaseException) -> None:
-    """Add a note to an error that only says what the system refused: which limits to raise, and which options help."""
+    """Add a note to an error that only reports a refusal of the system: which limits to raise, which options help."""
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         error.add_note(
             "The system allows no further thread. Raise the limit of threads (ulimit -u, or the container's limit of "

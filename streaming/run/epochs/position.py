@@ -1,4 +1,4 @@
-"""Track the position in a run: the rules of ``iter``, ``set_epoch`` and checkpoints, for every kind of loop."""
+"""Track the position in a run: the rules of ``iter``, ``set_epoch`` and checkpoints, for all loops."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Place:
 
     Attributes:
         epoch: Epoch of the next batch.
-        samples_seen: Samples of that epoch, over all ranks, that come before it.
-        detail: Whatever else the loop needs to continue from here. ``Position`` only stores it.
-        is_end: It lies behind the last batch of ``epoch``, which nobody has left yet. ``samples_seen`` are then all
-            samples of the epoch, as far as the loop knows them.
-        has_begun: At 0 samples: batches of the epoch are already in progress, in the previous order; a pending seed
+        samples_seen: Number of samples of that epoch, over all ranks, before the place.
+        detail: Additional data that the loop needs to continue from here. ``Position`` only stores it.
+        is_end: The place follows the last batch of ``epoch``, and the end has not been left. ``samples_seen`` is then
+            the number of all samples of the epoch, as far as the loop knows it.
+        has_begun: At 0 samples: batches of the epoch are already in progress, in the previous order. A pending seed
             applies to the epoch after it.
     """
 
@@ -51,17 +51,17 @@ class Place:
 
     @property
     def onward(self) -> Self:
-        """The place from which the next batch comes: the start of the next epoch if this is the end of one."""
+        """The place of the next batch: the start of the next epoch if this is the end of one."""
         return replace(self, epoch=self.epoch + 1, samples_seen=0, is_end=False) if self.is_end else self
 
 
 class Turn:
-    """The right of one iterator to hand out batches. It ends once and for all, from any thread.
+    """The right of one iterator to deliver batches. It ends once and for all, from any thread.
 
     Attributes:
-        has_begun: Its iterator has been asked for a batch.
+        has_begun: Its iterator has received a request for a batch.
         is_open: Its iterator has been neither closed nor dropped.
-        is_over: Its iterator has handed out its last batch, or failed.
+        is_over: Its iterator has delivered its last batch, or failed.
     """
 
     __slots__ = ("_error", "has_begun", "is_open", "is_over")
@@ -79,14 +79,14 @@ class Turn:
 
     @property
     def lasts(self) -> bool:
-        """Whether its iterator has batches to hand out, and somebody who may ask for them."""
+        """Whether its iterator has more batches, and may still be asked for them."""
         return self.is_open and not self.is_over and self._error is None
 
     def check(self) -> None:
-        """Do nothing while the turn lasts.
+        """Check that the turn lasts.
 
         Raises:
-            IteratorEndedError: It has ended; the message gives the reason.
+            IteratorEndedError: It has ended. The message gives the reason.
         """
         if self._error is not None:
             kind, why = self._error
@@ -118,7 +118,7 @@ class Turn:
         )
 
     def _end(self, kind: type[IteratorEndedError], why: str) -> None:
-        if self._error is None:  # the first reason is kept
+        if self._error is None:  # keep the first reason
             self._error = (kind, why)
 
 
@@ -148,24 +148,25 @@ class Lasting(Iterator[_Item]):
 
 
 class Position:
-    """Track where the next iteration begins, and what a checkpoint holds. Knows nothing of datasets.
+    """Track where the next iteration begins, and what a checkpoint holds. Independent of datasets.
 
-    The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``).
+    The rules; *received* means: delivered, and not held back by a wrapper (``hold_back``).
 
     1. ``place`` is the place after the last batch received: the next batch comes from there. Checkpoints store it.
     2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or leaving the end of an epoch, and no
       batch has been received since. ``begin`` starts at a place that is due; from any other it advances to the next
-      epoch and leaves the rest of the current one unread. An iterator that nobody asked for a batch, or that handed out
-      none, changes nothing.
-    3. After the last batch of an epoch, ``place`` is its *end*, as long as the iterator that handed it out can still be
-      asked for more. Once it was asked, closed, dropped or superseded, the end is left: ``place`` is then (next epoch,
-      0), and due. An end that was loaded is left by the first iterator that is asked for a batch: it has none.
+      epoch and leaves the rest of the current one unread. An iterator that has received no request for a batch, or has
+      delivered none, changes nothing.
+    3. After the last batch of an epoch, ``place`` is its *end*, as long as the iterator that delivered it can still be
+      asked for more. Once that iterator is asked again, closed, dropped or superseded, the end is left: ``place`` is
+      then (next epoch, 0), and due. A loaded end is left by the first iterator that is asked for a batch: it has none.
     4. ``set_epoch(e)``: if ``place`` is due in epoch e, nothing changes, so that a loaded place survives trainers that
       call ``set_epoch`` first. If epoch e is in progress, or at its end, the next ``begin`` restarts it at 0, and an
-      open iterator continues undisturbed. From the end of epoch e - 1 it leaves that, as an iterator would. From any
-      other epoch it goes to (e, 0).
-    5. ``set_seed`` takes effect at the next ``begin`` at 0 samples. An epoch of which batches are held back and none
-      has been received keeps its order, also if it is begun again, here or from a checkpoint (``Place.has_begun``).
+      open iterator continues undisturbed. From the end of epoch e - 1 it leaves that end, as an iterator would. From
+      any other epoch it goes to (e, 0).
+    5. ``set_seed`` takes effect at the next ``begin`` at 0 samples. If batches of an epoch are held back and none has
+      been received, the epoch keeps its order, even if it is begun again, here or from a checkpoint
+      (``Place.has_begun``).
     6. There is one turn at a time: ``open`` ends the previous one. ``set_epoch`` and ``load`` end the current turn if
       they move the place; an iterator that has not begun yet begins at the new place.
     7. Leaving the rest of an epoch that was loaded in its middle logs one WARNING.
@@ -202,7 +203,7 @@ class Position:
 
     @property
     def handed_out(self) -> Place:
-        """The place after the last batch handed out, whether training has received it or a wrapper holds it back."""
+        """The place after the last delivered batch, whether training has received it or a wrapper holds it back."""
         return self._places[-1]
 
     @property
@@ -222,7 +223,7 @@ class Position:
 
     @property
     def upcoming(self) -> Place:
-        """The place at which the next iteration begins; at an end that was loaded it has no batch."""
+        """The place at which the next iteration begins. At a loaded end it has no batch."""
         place = self.place
         if self.is_due or self.is_endless:
             return place
@@ -232,12 +233,12 @@ class Position:
 
     @property
     def has_first_batch_out(self) -> bool:
-        """Whether the current iterator has handed out one batch, and is neither closed nor dropped."""
+        """Whether the current iterator has delivered one batch, and is neither closed nor dropped."""
         return self._num_handed_out == 1 and self._turn is not None and self._turn.is_open and self._turn.has_begun
 
     @property
     def is_iterated(self) -> bool:
-        """Whether there is an iterator that has batches to hand out."""
+        """Whether there is an iterator that has more batches."""
         return self._turn is not None and self._turn.lasts
 
     def open(self) -> Turn:
@@ -250,7 +251,7 @@ class Position:
         return self._turn
 
     def leave_end(self) -> None:
-        """Go to the start of the next epoch, from an end that an iterator came to; anywhere else, do nothing."""
+        """Go to the start of the next epoch, from an end that an iterator has reached; anywhere else, do nothing."""
         if self._is_at_end:
             self._go_to(self._places[-1].onward, is_loaded=False)
 
@@ -268,7 +269,7 @@ class Position:
         Returns:
             The place to begin at, and the seed of the order from here on (None: no change). An epoch that begins
             because the previous one was left has the ``detail`` of the place where that was left; with another seed it
-            has none. From an end that was loaded there is no batch to begin with: call ``finish``.
+            has none. At a loaded end there is no batch to begin with: call ``finish``.
 
         Raises:
             IteratorEndedError: The turn has ended.
@@ -286,22 +287,22 @@ class Position:
         return self._start, seed
 
     def advance(self, place: Place) -> None:
-        """Record that a batch was handed out and that ``place`` follows it; after the last batch, the epoch's end."""
+        """Record that a batch was delivered and that ``place`` follows it; after the last batch, the epoch's end."""
         self._num_handed_out += 1
         self._starts_again = False
-        self._places.append(place)  # the first call: an interrupt comes before all of this, or after it
-        while len(self._places) > self._num_held + 2:  # may be held back: these, and the one handed out now
+        self._places.append(place)  # this call comes first: an interrupt comes before all changes, or after them
+        while len(self._places) > self._num_held + 2:  # may be held back: these, and the one delivered now
             self._places.popleft()
 
     def hold_back(self, change: int) -> None:
-        """Add ``change`` to the number of batches that were handed out but not received by training.
+        """Add ``change`` to the number of batches that were delivered but not received by training.
 
         For wrappers that read ahead: 1 immediately after each batch that they keep, -1 when they pass one on, oldest
         first. ``place`` and everything derived from it then describe what training has received. Batches still held
         back when the next iteration begins, or when the place is set, count as never received.
 
         Raises:
-            ConfigError: The number held back would exceed the number handed out, or be negative.
+            ConfigError: The number held back would exceed the number delivered, or be negative.
         """
         held = self._num_held + change
         if not 0 <= held < len(self._places):
@@ -312,7 +313,7 @@ class Position:
         self._num_held = held
 
     def finish(self) -> None:
-        """Record that the current epoch turned out to have no further batch."""
+        """Record that the current epoch has turned out to have no further batch."""
         place = self.place
         after = place.onward if place.is_end else Place(epoch=place.epoch + 1, samples_seen=0)
         self._go_to(after, is_loaded=False)
@@ -355,14 +356,14 @@ class Position:
         self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)
 
     def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
-        """Load a place and seed on behalf of the method ``what``; return whether this ends the current turn."""
+        """Load a place and seed on behalf of the method ``what``. Return whether this ends the current turn."""
         ends = self._move(place, what)
         self._is_loaded = place.samples_seen > 0 and not place.is_end
         self.next_seed = next_seed
         return ends
 
     def close(self) -> None:
-        """End the current turn because the loader is closed; the place is kept. From any thread."""
+        """End the current turn because the loader is closed; keep the place. May be called from any thread."""
         if self._turn is not None:
             self._turn.close()
 
@@ -372,7 +373,7 @@ class Position:
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the last batch received was the last one of its epoch, and nobody has gone on from there."""
+        """Whether the last batch received was the last one of its epoch, and that end has not been left."""
         return self._num_received > 0 and self._num_held == 0 and self._places[-1].is_end
 
     @property
@@ -380,7 +381,7 @@ class Position:
         return self._turn is not None and not self._turn.is_open
 
     def _beginning(self) -> Place:
-        """Return the start of the current epoch; if the epoch was loaded in its middle, the detail is unknown."""
+        """Return the start of the current epoch. If the epoch was loaded in its middle, the detail is unknown."""
         start = self._start
         return Place(epoch=start.epoch, samples_seen=0, detail=None if start.samples_seen else start.detail)
 
@@ -394,7 +395,7 @@ class Position:
     def _go_to(self, place: Place, *, is_loaded: bool) -> None:
         self._start = place
         self._is_loaded = is_loaded
-        # Invariant: the last place follows the last batch handed out, the one before it follows the batch before, and
+        # Invariant: the last place follows the last delivered batch, the one before it follows the batch before, and
         # so on.
         self._places = deque([place])
         self._num_handed_out = 0

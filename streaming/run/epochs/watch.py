@@ -10,16 +10,16 @@ from collections.abc import Callable
 from streaming.common.forks import in_children
 
 STALL_REPORT_S = 60.0
-"""Longer than any retry of a request that succeeds, shorter than people wait before they look at a stalled job."""
+"""Longer than the retries of a request that succeeds, shorter than people wait before they look at a stalled job."""
 
 _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watch the waits of one thread, and report each that is too long: once, and again each time it has doubled.
+    """Watch the waits of one thread, and report each that is too long: once, and again whenever it has doubled.
 
-    ``begin`` and ``end`` are called by the watched thread, and cost almost nothing. The watching thread starts with the
-    first ``begin``, sleeps ``after_s`` at a time, and ends with ``stop``.
+    The watched thread calls ``begin`` and ``end``, which cost almost nothing. The watching thread starts with the first
+    ``begin``, sleeps ``after_s`` at a time, and ends with ``stop``.
 
     Args:
         after_s: Seconds after which a wait is reported; None: never.
@@ -60,12 +60,12 @@ class Watchdog:
         return None if since_s is None else time.monotonic() - since_s
 
     def stop(self) -> None:
-        """End the watching thread; at interpreter exit this touches no module that may be gone."""
+        """End the watching thread. At interpreter exit this touches no module that may be gone."""
         self._stopped.set()
         thread = self._thread
         if thread is None:
             return
-        if thread is not threading.current_thread() and thread.is_alive():  # an interrupt may have come before it ran
+        if thread is not threading.current_thread() and thread.is_alive():  # an interrupt may precede its start
             thread.join()
         self._thread = None
 
@@ -84,7 +84,7 @@ class Watchdog:
     def _report(self, waited_s: float) -> None:
         try:
             text = self._describe()
-        except Exception:  # noqa: BLE001  a thread border; a report must not end the reports
+        except Exception:  # noqa: BLE001  thread boundary; a failed report must not end the reports
             _log.exception("%s for %.1f s; describing what it waits for failed", self._what, waited_s)
         else:
             _log.warning("%s for %.1f s\n%s", self._what, waited_s, text)

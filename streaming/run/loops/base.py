@@ -1,4 +1,4 @@
-"""Share what both loops over a ``StreamingDataset`` have: order, accounting of bad samples, batch builders."""
+"""Share the common part of both loops over a ``StreamingDataset``: order, accounting of bad samples, builders."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class LoopConfig:
         shape: Shape of the batches.
         mesh: The mesh, including this process's place in it.
         memory: The rank's ``memory_limit``, divided.
-        num_workers: Processes that build batches; 0: threads of this process.
-        num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
-            it. With processes: 0 leaves all to them, also while they start.
+        num_workers: Number of processes that build batches; 0: threads of this process build.
+        num_threads: Number of threads that build batches if there are no processes; 0: the thread that requests a batch
+            builds it. With processes, 0 leaves all batches to them, also while they start.
         depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Which ranks of a data share read, and what each gets.
@@ -66,7 +66,7 @@ class LoopConfig:
 
     @property
     def num_builders(self) -> int:
-        """Background threads that build batches, or send them to worker processes."""
+        """Number of background threads that build batches, or send them to worker processes."""
         return num_lanes(self.recipe, self.num_workers, self.num_threads)
 
 
@@ -86,11 +86,12 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics, pace: Work
 
 
 def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
-    """Return the options of the reading side, and how one rank of a data share reads for the others, if one does.
+    """Return the options of the reading side, and the stage by which one rank of a data share reads for the others.
 
-    Batches are page-locked after their portions are taken, and so not where they are built. The thread that asks for
-    batches reads where ranks exchange rows, since all such ranks have then come equally far when their loops end; and
-    where users' functions run in this process, since these may draw from the training's random generators.
+    Batches are page-locked after their portions are taken, and so not where they are built. The thread that requests
+    batches reads in two cases: where ranks exchange rows, since all such ranks are then at the same batch when their
+    loops end; and where users' functions run in this process, since these may draw from the training's random
+    generators.
     """
     broadcast = config.replicas.broadcast(config.mesh)
     if broadcast is None:
@@ -106,7 +107,7 @@ def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tupl
 
 
 def tell_of_own_generators(recipe: Recipe) -> None:
-    """Log, if functions hold generators, that these are seeded anew: what they draw does not follow their own seeds."""
+    """Log, if functions hold generators, that these are seeded again: their numbers do not follow their own seeds."""
     found = list(own_generators(recipe.functions_of_user))
     if found:
         _log.info(
@@ -120,22 +121,22 @@ def tell_of_own_generators(recipe: Recipe) -> None:
 
 
 def tell_of_copied_views(recipe: Recipe, why: str) -> None:
-    """Log, if users asked for views, that these show copies, and why; "": they do not."""
+    """Log, if users requested views, that they get copies, and why; "": they get views."""
     if why and recipe.lends:
         _log.warning('decode "view": %s, so views show copies, which cost what bytes do', why)
 
 
 class Accounting:
-    """Account for the bad samples of a loop: its own, and through a tally those that all known ranks find.
+    """Account for the bad samples of a loop: its own and, through a tally, those that all known ranks find.
 
     Args:
         dataset: The dataset.
         mesh: The mesh, including this process's place in it.
-        metrics: Where to count.
+        metrics: Counts bad samples.
         sample_in_shard: See ``BadSamples``.
 
     Attributes:
-        bad: What was found here.
+        bad: The bad samples found here.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Accounting:
         self._left: ProcessGroup | None = None  # the group of an earlier world, whose ranks may all be gone
 
     def open(self, mesh: DeviceMesh) -> None:
-        """Count in another world. Some ranks of the earlier world's process group may be gone, so it is not used."""
+        """Count in another world. Some ranks of the earlier world's process group may be gone, so that is not used."""
         self._mesh, self._tally, self._left = mesh, None, self._counted_in
 
     def begin(
@@ -163,8 +164,8 @@ class Accounting:
     ) -> None:
         """Begin accounting for an epoch of ``num_rows``, together with other known ranks.
 
-        A rank that does not know what the others find allows itself its own part of what shares of the epoch allow, and
-        calls ``allowed`` with that part.
+        A rank that does not know the others' bad samples allows itself its own part of the limits that are shares of
+        the epoch, and calls ``allowed`` with that part.
         """
         mesh, dataset = self._mesh, self._dataset
         if self._tally is None and not (self._left is not None and self._left.is_current):
@@ -206,7 +207,7 @@ class BaseLoop(Loop, Generic[_Contents]):
         tell_of_copied_views(config.recipe, self._copies_views())
 
     def _copies_views(self) -> str:
-        """Say why no views of the memory of chunks are handed out; "": they are."""
+        """Return why no views of the memory of chunks are delivered; "" if they are."""
         if self.config.num_workers:
             return (
                 "with worker processes batches are built in, or for, other processes (num_workers=0 builds them here)"
@@ -226,16 +227,16 @@ class BaseLoop(Loop, Generic[_Contents]):
         return _Accounted(self._start(place), self._account.bad, self.shape.rows_of(self.config.mesh.data_rank))
 
     def _follow_changes(self) -> None:
-        """Give worker processes what the user's functions refer to by now; name functions that were defined anew."""
+        """Send worker processes the current state of the user's functions; report functions that were redefined."""
         for name in self._redefinitions.new():
             _log.warning(
-                "%s was defined anew in __main__ after it was given to this loader, which keeps calling the earlier "
+                "%s was redefined in __main__ after it was given to this loader, which keeps calling the earlier "
                 "one. Make the dataset and the loader again to use the new one", name,
             )  # fmt: skip
         if self._machinery.renew() and self.config.mesh.rank == 0:
             _log.info(
                 "globals or objects that transform, decode or collate_fn refers to have changed: worker processes "
-                "start anew with them"
+                "restart with them"
             )
 
     def report(self) -> dict[str, Any]:
@@ -283,14 +284,14 @@ class BaseLoop(Loop, Generic[_Contents]):
         self.running = None
 
     def _drop_machinery(self) -> None:
-        """Release what outlives a run."""
+        """Release everything that outlives a run."""
         for stage in self._stages:
             stage.drop()
         self._machinery.drop()
 
 
 class _Accounted(RunOver):
-    """Hand out the batches of a run; after each, check whether all ranks have found too many bad samples.
+    """Deliver the batches of a run. After each, check whether all ranks have found too many bad samples.
 
     Sum up at the end.
     """

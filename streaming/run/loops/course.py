@@ -1,4 +1,4 @@
-"""Say what is drawn when in a run: all samples of one set, or those of a mixture by the ledger of the run."""
+"""Define which samples are drawn when in a run: all samples of one set, or those of a mixture by the run's ledger."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ from streaming.types import override
 _PASSES_TOLD = 6
 """Number of passes named in the log line at the start; later ones follow from them."""
 _COARSE = 0.05
-"""Part of all samples by which a source may stray from its share without a warning."""
+"""Part of all samples by which a source may deviate from its share without a warning."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _log = logging.getLogger("streaming")
 
 
 class RunOrder(ABC):
-    """What is drawn when, in one run over a source; here what holds where samples have no sources. A value.
+    """The samples drawn in one run over a source, in order. A value. The defaults hold for samples without sources.
 
-    What changes a course returns another one. Rows are samples of the run, over all ranks and epochs.
+    A change returns another run order. Rows are samples of the run, over all ranks and epochs.
 
     Attributes:
-        source: What is read: the source given, or, after a state was loaded, the same samples in the units of its run.
-        num_samples: Samples of the source.
-        samples_per_pass: Samples of an epoch without ``epoch_size``; ``ENDLESS`` if it has no end.
+        source: The source that is read: the given one or, after a state was loaded, the same samples in the units of
+            the state's run.
+        num_samples: Number of samples of the source.
+        samples_per_pass: Number of samples of an epoch without ``epoch_size``; ``ENDLESS`` if it has no end.
     """
 
     source: Source
@@ -61,18 +62,18 @@ class RunOrder(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what a state records of the course, by the names of ``LoaderState``."""
+        """Return the entries of a state that describe the run order, by the names of ``LoaderState``."""
 
     @abstractmethod
     def restored(self, state: LoaderState, row: int) -> RunOrder:
-        """Return the course of the run of a state, from ``row`` on.
+        """Return the run order of a state's run, from ``row`` on.
 
         Raises:
             StateError: It belongs to another dataset, or to another kind of dataset.
         """
 
     def succeeding(self, other: RunOrder, state: LoaderState, row: int) -> RunOrder:  # noqa: ARG002  no weights to take over
-        """Return this course with the weights that ``other``, of a loop with this state, was given in the meantime."""
+        """Return this run order with the weights that ``other``, of a loop with this state, has received meanwhile."""
         return self
 
     def now_read(self, dataset: Any) -> Any:
@@ -88,11 +89,11 @@ class RunOrder(ABC):
         raise ConfigError(NO_SOURCES_SEEN)
 
     def saying(self, weights: Any, at: Any) -> Callable[[int], Facts]:  # noqa: ARG002
-        """Return what gives the facts that ranks compare before they change weights, for the row a rank can plan from.
+        """Return a function from the row that a rank can plan from to the facts that ranks compare before a change.
 
         Args:
-            weights: As the user gave them.
-            at: Likewise.
+            weights: Weights as the user gave them.
+            at: Row as the user gave it.
 
         Raises:
             ConfigError: There are no sources. The function raises if the mixture has an end, the weights are not valid
@@ -101,12 +102,12 @@ class RunOrder(ABC):
         raise ConfigError(NO_SOURCES_WEIGHED)
 
     def reweighed(self, told: Mapping[int, Facts], settings: OrderSettings, *, can_agree: bool) -> RunOrder:  # noqa: ARG002
-        """Return the course after a change of weights: a function of the ledger and of what ranks said, on all alike.
+        """Return the run order after a change of weights: a function of ledger and all facts, equal on all ranks.
 
         Args:
-            told: What each rank said.
+            told: The facts of each rank.
             settings: The order settings.
-            can_agree: Whether all ranks that are to make the change are in ``told``.
+            can_agree: Whether ``told`` has all ranks that have to make the change.
 
         Raises:
             ConfigError: There are no sources; ``at`` is too soon, or missing where ranks cannot agree.
@@ -115,31 +116,31 @@ class RunOrder(ABC):
         raise ConfigError(NO_SOURCES_WEIGHED)
 
     def tell_change(self, told: Mapping[int, Facts], row: int, settings: OrderSettings) -> int:  # noqa: ARG002
-        """Log the weights that ranks have agreed on, at a row of the run; return the row from which they apply."""
+        """Log the weights that ranks have agreed on, at a row of the run. Return the row from which they apply."""
         return row
 
     def replannable(self, run: Run, plan: Plan) -> Run:  # noqa: ARG002
-        """Return a run that hands out the batches of ``run``, and can be held if this course can be reweighed."""
+        """Return a run with the batches of ``run``. It can be paused if this run order can be reweighed."""
         return run
 
     def held(self, otherwise: Place) -> AbstractContextManager[PausedRun]:
-        """Hold the current run until the ``with`` block ends; without one, ``otherwise`` is the place come to."""
+        """Pause the current run until the ``with`` block ends. Without a run, ``otherwise`` is the current place."""
         return nullcontext(NoRun(otherwise))
 
     def allowed_bad(self, row: int, num_samples: int) -> Callable[[float], Mapping[str, int] | None]:  # noqa: ARG002
-        """Return what gives the bad samples allowed to each source, where a part of ``num_samples`` rows is counted."""
+        """Return a function that gives the allowed bad samples per source, for a part of ``num_samples`` rows."""
         return no_limits
 
     def what_follows(self, row: int) -> str:  # noqa: ARG002
-        """Describe which sources open, and which begin which pass, at which step; "" if none does."""
+        """Describe which sources open, and which begin a pass, with the step of each; "" if none does."""
         return ""
 
     def warn_if_coarse(self, lanes: int) -> None:  # noqa: B027  nothing to warn of
-        """Warn, once, if sources are so small that whole chunks cannot keep the shares."""
+        """Warn once if sources are so small that whole chunks cannot keep the shares."""
 
 
 def course_of(source: Source, shape: Shape) -> RunOrder:
-    """Return the course of a run that begins.
+    """Return the run order of a new run.
 
     Raises:
         ConfigError: Batches of one source each are not possible with this shape.
@@ -218,7 +219,7 @@ class Mixed(RunOrder):
         self._running: Callable[[], ReplannedRun | None] = lambda: None
 
     def _with(self, mixture: MixedSource, ledger: Ledger, orders: Orders | None) -> Self:
-        """Return the course with another ledger, perhaps with other fetch units."""
+        """Return this run order with another ledger, perhaps with other fetch units."""
         made = copy(self)
         made.source, made.ledger, made._orders, made._now = mixture, ledger, orders, mixture.weighed_as(ledger)
         return made
@@ -327,7 +328,7 @@ class Mixed(RunOrder):
         for name, count in drawn_before(orders, row).items():
             found[name] = {"samples": count}
             if name not in passes:
-                continue  # dropped since, so nothing more is known about it
+                continue  # dropped since then, so nothing more is known
             found[name]["passes"] = passes[name].read(count)
             if self.source.weighing.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
@@ -379,11 +380,11 @@ def no_limits(part: float) -> None:
 
 
 def ranks_together(mesh: DeviceMesh, timeout_s: float, *, subject: str = "set_weights") -> tuple[RankGroup, bool]:
-    """Return the ranks that change weights, or do another thing, together; and whether these are all that read the set.
+    """Return the ranks that change weights, or do another thing, together; and whether they are all that read the set.
 
-    They are all processes of the job if the mesh has as many ranks, or those ranks of the job that the mesh names. A
-    mesh that is numbered from 0 and smaller than the job may be one of data ranks only, several processes of which are
-    the same rank. Nobody can tell who else has one, so each of them is alone.
+    They are all processes of the job if the mesh has the same number of ranks, or those ranks of the job that the mesh
+    names. A mesh that is numbered from 0 and smaller than the job may consist of data ranks only, with several
+    processes per rank. Their other processes are unknown, so each process is alone.
     """
     job, ranks, rank = job_world_size(), mesh.ranks, mesh.rank
     board = None

@@ -36,7 +36,7 @@ class Announcer:
     def line(self, loop: Any, place: Place) -> str:
         """Return the line: what is read, in which order, within which limits, and by which rank."""
         at = f"epoch {place.epoch} begins"
-        if place.samples_seen:  # due to a checkpoint, or because an epoch without an end continues
+        if place.samples_seen:  # from a checkpoint, or in an epoch without an end
             at = f"epoch {place.epoch} continues after {place.samples_seen} samples"
         parts = [
             what_is_read(loop.now_read(self._dataset)),
@@ -73,11 +73,11 @@ class Announcer:
     def _builders(self) -> list[str]:
         workers, threads = getattr(self._config, "num_workers", None), getattr(self._config, "num_threads", None)
         memory = getattr(self._config, "memory", None)
-        made = [] if memory is None else [f"memory_limit {format_bytes(memory.limit_bytes)} a rank"]
+        made = [] if memory is None else [f"memory_limit {format_bytes(memory.limit_bytes)} per rank"]
         if workers:
-            made.append(f"{workers} worker processes a rank")
+            made.append(f"{workers} worker processes per rank")
         elif threads is not None:
-            made.append(f"{threads} threads a rank" if threads else "built by the thread that asks")
+            made.append(f"{threads} threads per rank" if threads else "built by the thread that requests them")
         return made
 
     def _where(self) -> str:
@@ -92,12 +92,12 @@ class Announcer:
 
 
 def _lengths(mesh: DeviceMesh, names: Sequence[str]) -> str:
-    """Format the lengths of axes, those of one rank left out."""
+    """Format the lengths of axes, except those of one rank."""
     return " x ".join(f"{name}={mesh.axis_sizes[name]}" for name in names if mesh.axis_sizes[name] > 1) or "no axis"
 
 
 def what_is_read(dataset: Any) -> str:
-    """Describe a dataset, without what may be secret in it."""
+    """Describe a dataset, without parts that may be secret."""
     if isinstance(dataset, StreamingDataset) or type(dataset).__module__.startswith("streaming."):
         return repr(dataset)
     try:

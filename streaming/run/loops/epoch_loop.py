@@ -1,4 +1,17 @@
-"""Loop over a set with an index: place, course, sizes and stages of one rank, and a world that may change."""
+"""Loop over a set with an index: place, run order, sizes and stages of one rank, and a world that may change.
+
+Life cycle of a run::
+
+    start -> segment, segment, … -> closed
+
+- ``EpochLoop`` makes the machinery (arena, builders, workers) at the first run, and keeps it across runs, worlds and
+  batch sizes. ``close`` and an interrupt discard it; the next run makes it again.
+- ``_start`` begins a run at a place. A segment (``_segment``) is a stretch of batches of equal size: one plan.
+- Before the first segment of a run, its plans for all later batch sizes must fit into memory (``PlanReader.accept``).
+- A segment reads this rank's share (``_read``) through the stages that exchange rows or share them with replicas.
+- Only ``set_weights`` and ``remesh`` change a run in progress: the first plans the batches again that were not
+  delivered, the second ends the run.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +58,16 @@ _log = logging.getLogger(__name__)
 
 _MOST_AHEAD = 16
 """Batches by which a rank may have read ahead of training when its weights change: a ``DevicePrefetcher`` holds three,
-and a rank that reads for its replicas is up to eight ahead of the last of them."""
+and a rank that reads for its replicas is up to eight ahead of the slowest of them."""
 FETCH_THREADS = 64
-"""Ranged GETs in parallel (for files: one per core). Eight saturate a nearby server (docs/design/0002); with a
+"""Number of parallel ranged GETs (for files: one per core). Eight saturate a nearby server (docs/design/0002); with a
 distant one, the chunks of the first batch should take a single round trip."""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tuple[Stage, ...]]:
     """Return the options for building batches, and the exchange of rows with other ranks, if there is one.
 
-    Rows are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
+    Rows are exchanged whole. This rank's portion is taken from the result, and page-locked after that. A stage without
     payload has nothing to exchange: its number of rows is that of the plan.
     """
     recipe = config.recipe
@@ -70,8 +83,8 @@ class EpochLoop(BaseLoop[ChunkStore]):
     """Run the plan and engine of one rank, over a set with an index.
 
     Attributes:
-        course: What is drawn when.
-        samples_per_epoch: Samples of an epoch, over all ranks; used for every batch.
+        course: The run order: which samples are drawn when.
+        samples_per_epoch: Number of samples of an epoch, over all ranks; used for every batch.
     """
 
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
@@ -93,7 +106,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
                     "worker_init_fn is not called: batches are only cut out of memory, so no worker process starts"
                 )
             recipe = replace(config.recipe, worker_init_fn=None)
-            config = replace(config, num_workers=0, recipe=recipe)  # they would have nothing to do
+            config = replace(config, num_workers=0, recipe=recipe)  # processes would have nothing to do
         super().__init__(dataset, order, config, partial(_sample_in_shard, dataset))
         dataset.rows.keep_at_most(config.memory.packs_bytes)
         self.samples_per_epoch = self.shape.epoch_size or self.course.samples_per_pass
@@ -108,7 +121,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self._open(self.config)
 
     def _open(self, config: LoopConfig) -> None:
-        """Open what depends on world and source, over the machinery: the reader of this rank's share, and the stages.
+        """Open all that depends on world and source, over the machinery: this rank's reader, and the stages.
 
         Args:
             config: The options, before those that an exchange of packs needs.
@@ -167,16 +180,17 @@ class EpochLoop(BaseLoop[ChunkStore]):
 
             ranks.exchange(prepare)
             ((self.course, begin),) = found
-            # Invariant: all ranks can make the change, and do: the same ledger, from the same row on.
+            # Invariant: all ranks can make the change, and do so: with the same ledger, from the same row on.
             start = self.course.tell_change(told, self.row_of(self.position.place), self.order)
             held.replace(begin)
         return start
 
     def _row_behind(self, come_to: Place) -> int:
-        """Return a row that no rank has handed out, given the place that this one has come to.
+        """Return a row that no rank has delivered, given the place that this rank has reached.
 
-        It follows from what training has received, which is the same on all ranks at the same step, and leaves room for
-        what a rank may have read ahead of that. Only a wrapper that holds back more than this counts by itself.
+        It follows from the samples that training has received, which are the same on all ranks at the same step, and
+        leaves room for the batches that a rank may have read ahead. A wrapper that holds back more than this counts by
+        itself.
         """
         place = self.position.place
         for _ in range(_MOST_AHEAD if self.row_of(place) else 0):
@@ -184,10 +198,10 @@ class EpochLoop(BaseLoop[ChunkStore]):
         return max(map(self.row_of, (place, come_to, self.position.handed_out)))
 
     def _replanned(self, place: Place, course: RunOrder) -> Begin:
-        """Return what begins to read the batches after a place by another course.
+        """Return a function that begins to read the batches after a place by another run order.
 
         Raises:
-            MemoryLimitError: What is needed at once does not fit.
+            MemoryLimitError: The units needed at once do not fit.
         """
         plan = self._plan(place, course)
         self._reader.accept([plan], resumed=self._is_resumed)
@@ -242,7 +256,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             StateError: It belongs to another dataset, epoch size or kind of order.
         """
         place = Place.of(state)
-        if place.is_end:  # of a mixture, perhaps with another number of samples than now
+        if place.is_end:  # of a mixture, perhaps with another number of samples
             place = self.settled(place)
         course = self.course.restored(state, self.row_of(place))
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
@@ -253,11 +267,11 @@ class EpochLoop(BaseLoop[ChunkStore]):
         return place
 
     def _follow(self, course: RunOrder) -> None:
-        """Draw by another course from the next run on."""
+        """Draw by another run order from the next run on."""
         is_cut = course.source is not self.course.source
         self.course = course
         if is_cut:  # the same samples, in the fetch units of the loaded run
-            self.stop()  # what it holds are other units
+            self.stop()  # the current run holds other units
             self._drop_machinery()
             self._open(self._before_exchange)
 
@@ -265,15 +279,15 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """Continue from ``at`` in the mesh ``mesh``, keeping worker processes, memory and chunks that are still needed.
 
         Args:
-            mesh: The new mesh; this rank's replica rank is the same.
+            mesh: The new mesh. This rank's replica rank is the same.
             at: A state, or a number of global batches of the run.
             what: The call, for the error of the current iterator, which ends.
 
         Returns:
-            How many samples of the batches that were handed out come again, over all ranks.
+            The number of samples of delivered batches that come again, over all ranks.
 
         Raises:
-            ConfigError, StateError: It is not possible; nothing has changed then.
+            ConfigError, StateError: It is not possible. Nothing has changed then.
         """
         if self.config.replicas.broadcast(self.config.mesh) is not None:
             raise ConfigError(
@@ -328,7 +342,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         )  # fmt: skip
 
     def _plans_to_come(self, plan: Plan) -> Iterator[Plan]:
-        """Yield a plan, and one of the same samples for each size of later batches.
+        """Yield a plan, and a plan of the same samples for each size of later batches.
 
         Yield none if an endless run resumes: its start, at which it was accepted, cannot be planned again.
         """
@@ -379,7 +393,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
 
 
 def _sizes_behind(was: Sizes | None, own: Sizes, row: int) -> Sizes:
-    """Return the batch sizes of a run that had those of a state before a row; log once if others follow."""
+    """Return the batch sizes of a run that had a state's sizes before a row. Log once if other sizes follow."""
     if was is None:
         return own
     if not was.goes_on_as(own, row):
@@ -405,7 +419,7 @@ def _open_store(
     source: Source, config: LoopConfig, rooms: ChunkMemory, metrics: Metrics, pace: WorkerPace
 ) -> tuple[Crew, ChunkStore]:
     """Return the builders of batches and the chunk store, for all runs."""
-    keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order
+    keep_freed_memory()  # not for streamed sets: their window frees such memory in random order
     crew = open_crew(config, rooms.most_bytes, metrics, pace)
     in_place = None if rooms.in_place is None else source.in_place
     return crew, ChunkStore(

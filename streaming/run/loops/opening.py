@@ -1,4 +1,4 @@
-"""Open the loop over a set of shards, by the options of a loader: ``open_shards``."""
+"""Open the loop over a set of shards with the options of a loader: ``open_shards``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class OpenLoop:
 
     Attributes:
         loop: The loop.
-        given: What it is opened over again: the dataset that the user's function made, or, for actors, the function.
-        dataset: What is read.
-        check: Compares it with the loops of other ranks; None: nothing is compared.
-        announces: Whether a line in the log says what an epoch reads.
+        given: The argument to open the loop again: the dataset from the user's function or, for actors, the function.
+        dataset: The dataset that is read.
+        check: Compares the loop with the loops of other ranks; None: no comparison.
+        announces: Whether a log line describes each epoch.
     """
 
     loop: Loop

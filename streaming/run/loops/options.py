@@ -34,7 +34,7 @@ from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
 _OF_REBUILDERS = frozenset({"multiprocessing_context", "pin_memory_device", "in_order"})
-"""Attributes of torch's loader for which only programs ask that make another loader like the one that they got."""
+"""Attributes of torch's loader that only programs read which make another loader like the given one."""
 
 ELSEWHERE = {
     name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
@@ -62,7 +62,7 @@ _CALLED = {"epoch": "set_epoch({value!r})", "seed": "seed({value!r})"}
 
 
 def refuse_change(name: str, value: object) -> None:
-    """Refuse to set an option of a loader that is made; torch's loader lets some of them act, and refuses others.
+    """Refuse to set an option of an existing loader. Torch's loader lets some of them act, and refuses others.
 
     Raises:
         ConfigError: ``name`` is an option, or belongs to a method; the message says what to do.
@@ -78,7 +78,7 @@ def refuse_change(name: str, value: object) -> None:
 
 
 def check_jagged(recipe: Recipe, dataset: AnySource) -> None:
-    """Refuse jagged fields that nobody reads; warn about fields that shards do not seem to have.
+    """Refuse jagged fields that are not read. Warn about fields that the shards do not seem to have.
 
     Raises:
         ConfigError: There are such fields.
@@ -134,7 +134,7 @@ def streaming_config(
 
 
 def _memory_limit(options: LoaderOptions[Any], mesh: DeviceMesh) -> int:
-    """Return ``memory_limit`` in bytes; if a control group lowers the default, log it."""
+    """Return ``memory_limit`` in bytes. If a control group lowers the default, log it."""
     if options.memory_limit is not None:
         return parse_bytes(options.memory_limit)
     group_bytes, ranks = group_limits().memory_bytes, ranks_here()
@@ -158,7 +158,7 @@ def no_dataset(given: object) -> ConfigError:
 
 
 def refuse_what_deals(made: Any) -> None:
-    """Refuse loaders, which have already dealt out their samples, and lists of datasets.
+    """Refuse loaders, which have already dealt their samples to ranks, and lists of datasets.
 
     Raises:
         ConfigError: ``made`` is one of these; the message says what to give instead.
@@ -177,7 +177,7 @@ def refuse_what_deals(made: Any) -> None:
 
 
 def refuse_rebuilding(name: str) -> None:
-    """Refuse an attribute that is read only to make one of torch's loaders in place of this one, over its dataset.
+    """Refuse an attribute that is read only to make one of torch's loaders over its dataset instead of this one.
 
     Each rank would get all rows, or shares of its share, without position, ``epoch_size`` and dispatch. This is not an
     ``AttributeError``, because such programs then take torch's default.

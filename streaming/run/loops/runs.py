@@ -1,7 +1,7 @@
 """Continue an epoch with another plan: where the batch size changes, and where the weights of a mixture do.
 
-The machinery of the loop is kept; only what was planned, and built ahead, is given up. That loses nothing, because
-batches are a function of the plan.
+The machinery of the loop is kept. Only the plan, and the batches built ahead, are given up. That loses nothing,
+because batches are a function of the plan.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from streaming.run.epochs.iterator import Run, RunOver
 from streaming.run.epochs.position import Place
 
 Begin: TypeAlias = Callable[[], tuple[Run, Plan]]
-"""Begins to read; returns the run, and the plan that it follows."""
+"""Begins to read. Returns the run, and the plan that it follows."""
 _log = logging.getLogger(__name__)
 
 
 class SegmentedRun(RunOver):
-    """Hand out the batches of an epoch, segment after segment. For one thread, except ``describe``.
+    """Deliver the batches of an epoch, segment after segment. For one thread, except ``describe``.
 
-    A segment ends with the epoch, or where the size of batches changes. Then another plan begins after it, as at a
-    resume: the machinery is kept, and the contents of the window are looked up again.
+    A segment ends with the epoch, or where the size of batches changes. Then another plan begins, as at a resume: the
+    machinery is kept, and the contents of the window are looked up again.
 
     Args:
-        begin: Starts producing the batches of the segment that begins at a place; returns the run, and its plan.
+        begin: Starts producing the batches of the segment that begins at a place. Returns the run, and its plan.
         place: Place of the first batch.
         tells: Whether to log changes of the size.
     """
@@ -60,12 +60,12 @@ class SegmentedRun(RunOver):
 
 
 class NotedRun(RunOver):
-    """Log, as batches are handed out, what rows are from some rows of the run on. For one thread.
+    """Log, as batches are delivered, what the rows are from certain rows of the run on. For one thread.
 
     Args:
         run: Produces the batches of the rest of an epoch.
         row: Row of the run at which the first of them begins.
-        sizes: Their sizes.
+        sizes: Batch sizes of the run.
         changes: See ``RowKind.changes``.
     """
 
@@ -87,7 +87,7 @@ class NotedRun(RunOver):
 
 
 def what_changes(changes: Sequence[tuple[int, str]], row: int) -> str:
-    """Say what rows are at a row of the run, and at which they become what; see ``RowKind.changes``."""
+    """Describe what the rows are at a row of the run, and the changes that follow it; see ``RowKind.changes``."""
     if not changes:
         return ""
     coming = [f"{words} from row {at:,} on" for at, words in changes if at > row]
@@ -95,24 +95,24 @@ def what_changes(changes: Sequence[tuple[int, str]], row: int) -> str:
 
 
 class PausedRun(Protocol):
-    """What hands out no batch for the time being.
+    """A run that delivers no batch while it is paused.
 
     Attributes:
-        place: The place after the last batch handed out.
+        place: The place after the last delivered batch.
     """
 
     @property
     def place(self) -> Place: ...  # noqa: D102
 
     def prepared(self, plan_anew: Callable[[], Begin]) -> Begin | None:
-        """Return what begins to read the batches after ``place`` anew; None if there are none to hand out."""
+        """Return a function that reads the batches after ``place`` again by another plan; None if there are none."""
 
     def replace(self, begin: Begin | None) -> None:
-        """Give up the batches that were not handed out, and hand out those that ``begin`` begins to read."""
+        """Give up the batches that were not delivered, and deliver those that ``begin`` begins to read."""
 
 
 class NoRun:
-    """Where no run is in progress."""
+    """Represent the absence of a run."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -125,9 +125,10 @@ class NoRun:
 
 
 class ReplannedRun(RunOver):
-    """Hand out the batches of a plan; what it has not handed out can be planned anew.
+    """Deliver the batches of a plan. The batches that were not delivered can be planned again.
 
-    One thread asks for batches, another one may hold the run and plan anew; any thread may close it.
+    One thread requests batches, another one may pause the run and plan again. Any thread may close it. ``_asked``
+    guards ``_run``, ``_plan`` and ``_num_taken``.
 
     Args:
         run: Produces the batches.
@@ -144,7 +145,7 @@ class ReplannedRun(RunOver):
         """Return the next batch."""
         with self._asked:
             batch = next(self._run)
-            # Invariant: this many batches of the plan were handed out, in its order.
+            # Invariant: this number of batches of the plan was delivered, in its order.
             self._num_taken += 1
         return batch
 
@@ -157,7 +158,7 @@ class ReplannedRun(RunOver):
 
     @contextmanager
     def held(self) -> Iterator[Self]:
-        """Hand out nothing until the ``with`` block ends."""
+        """Deliver nothing until the ``with`` block ends."""
         with self._asked:
             yield self
 
@@ -172,7 +173,7 @@ class ReplannedRun(RunOver):
         self._run.close()
         self._run, self._plan = begin()
         self._num_taken = 0
-        if self.is_closed:  # by another thread, which may have closed the run before this one
+        if self.is_closed:  # by another thread, which may have closed the earlier run
             self._run.close()
 
     def close(self) -> None:

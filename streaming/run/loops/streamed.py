@@ -24,17 +24,17 @@ from streaming.sets.sources.samples import SampleSource
 from streaming.types import override
 
 DEFAULT_WINDOW = 4096
-"""Samples in the shuffle window of a set of unknown size; its bytes are limited to half of memory_limit."""
+"""Samples in the shuffle window of a set of unknown size. Their bytes are limited to half of memory_limit."""
 _WINDOW_SHARE = 0.5
 _ARENA_SHARE = 0.0625
-"""Part of memory_limit for batches that are read but not built. Pieces of shards get as much, and batches a quarter;
+"""Part of memory_limit for batches that are read but not built. Pieces of shards get the same, and batches a quarter;
 the rest covers memory that the C library retains, since samples leave the window in random order."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Window:
-    """What lies in the arena: batches that are read but not built."""
+    """Contents of the arena: batches that are read but not built."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew, self.limit_bytes = crew, 0
@@ -118,7 +118,7 @@ class StreamedLoop(BaseLoop[_Window]):
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
-        """Continue from ``state``, by reading again what came before it.
+        """Continue from ``state``, by reading again all samples before it.
 
         Raises:
             StateError: It belongs to other shards, or to another number of ranks in the middle of an epoch.

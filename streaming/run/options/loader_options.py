@@ -1,7 +1,7 @@
-"""Hold the options of a loader as one value, and say of each where it acts, what is checked, and why it is refused.
+"""Hold the options of a loader as one value, with each option's place of effect, check, and reasons for refusal.
 
 This is the one table of a loader's options. The signature of ``DataLoader`` is made from it, for people and for type
-checkers; the docstring of ``DataLoader`` says what each option means.
+checkers; the docstring of ``DataLoader`` explains each option.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ where samples are delivered one by one."""
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """Why an option has no effect somewhere, and is refused.
+    """Reason why an option has no effect somewhere, and is refused.
 
     Attributes:
-        why: The reason and the cure. ``{value!r}`` stands for the given value, ``{own!r}`` for the dataset's own one,
-            ``{kind}`` for the dataset's class.
-        harmless: Values that ask for what is done there anyway.
+        why: The reason and the cure. ``{value!r}`` is replaced by the given value, ``{own!r}`` by the dataset's own
+            value, ``{kind}`` by the dataset's class.
+        harmless: Values that request what happens there anyway.
     """
 
     why: str
@@ -59,12 +59,12 @@ class NoEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What holds for an option, beside its type and default.
+    """Rule for an option, in addition to its type and default.
 
     Attributes:
         check: Returns a given value in the form that is kept, or raises. None: its reader checks it, by the mesh or the
             dataset.
-        refused: Why it is refused, by ``Where``.
+        refused: Reasons for refusal, by ``Where``.
         is_local: With a ``remote_group`` it acts in the training process, and loaders in actors have the default.
         is_fixed: It cannot change once a loader is made.
     """
@@ -118,8 +118,8 @@ _ONE_OBJECT = (
 class LoaderOptions(Generic[BatchT]):
     """Hold the options of a loader, as given or by default.
 
-    They travel as this value from the constructor to where each acts: to the loop that is opened in a mesh, to another
-    process, to the actors of a ``remote_group``. The docstring of ``DataLoader`` describes each.
+    They travel as this value from the constructor to the places where each acts: to the loop that is opened in a mesh,
+    to another process, to the actors of a ``remote_group``. The docstring of ``DataLoader`` describes each.
 
     Raises:
         ConfigError: One is invalid for any dataset and mesh.
@@ -151,7 +151,7 @@ class LoaderOptions(Generic[BatchT]):
             harmless=(None, parse_bytes(DEFAULT_MEMORY_LIMIT)),
         )
     ))  # fmt: skip
-    tuned: str | PathLike[str] | None = field(default=None, repr=False, metadata=_rule(  # a URL may hold a secret
+    tuned: str | PathLike[str] | None = field(default=None, repr=False, metadata=_rule(  # a URL may contain a secret
         torch=NoEffect(
             "the file was measured with the engine that reads shards, not with a torch data set. Leave it out, and "
             "give num_workers= and prefetch_factor= yourself"
@@ -235,15 +235,15 @@ class LoaderOptions(Generic[BatchT]):
                 keep(name, rule.check(name, getattr(self, name)))
         if self.remote_group is not None:
             keep("device_mesh", as_device_mesh(self.device_mesh))
-        _ = self.replicas, self.balance_rules  # which check themselves
+        _ = self.replicas, self.balance_rules  # they check themselves
 
     def refuse(self, where: Where, dataset: object = None) -> None:
-        """Refuse options that have no effect somewhere, unless their value asks for what is done there anyway.
+        """Refuse options that have no effect somewhere, unless their value requests what happens there anyway.
 
         Raises:
             ConfigError: One was given.
         """
-        for name in ("tuned", *RULES):  # first the file, which may have given others
+        for name in ("tuned", *RULES):  # the file first, which may have set others
             no_effect, value = RULES[name].refused.get(where), getattr(self, name)
             if no_effect is None or no_effect.allows(value):
                 continue
@@ -275,7 +275,7 @@ class LoaderOptions(Generic[BatchT]):
 
     @property
     def balance_rules(self) -> BalanceRules | None:
-        """The options about balancing packs; None: rows keep their order."""
+        """The options for balancing packs; None: rows keep their order."""
         if self.balance is not None:
             return BalanceRules(how=self.balance, cost=self.cost)
         if self.cost is not None:
@@ -285,15 +285,15 @@ class LoaderOptions(Generic[BatchT]):
         return None
 
     def for_mesh(self, mesh: DeviceMesh | None) -> Self:
-        """Return the same for a loader with another ``device_mesh``; None: it is detected."""
+        """Return the same options for a loader with another ``device_mesh``; None: it is detected."""
         return replace(self, device_mesh=mesh)
 
     def with_sizes(self, shape: Shape) -> Self:
-        """Return the same with the batch sizes of a shape, over all ranks: right for any number of them."""
+        """Return the same options with the batch sizes of a shape, over all ranks: right for any number of them."""
         return replace(self, batch_size=None, global_batch_size=shape.sizes.option)
 
     def uncollated(self) -> Self:
-        """Return the same for a loader that delivers lists of samples: without ``collate_fn``, padding or pinning.
+        """Return the same options for a loader that delivers lists of samples: no ``collate_fn``, padding or pinning.
 
         Raises:
             ConfigError: One acts on whole batches.

@@ -25,10 +25,10 @@ class RemoteGroup:
             (several are spread over the nodes), and the name is only a label.
         num_actors: Number of readers. Data ranks are dealt to them in consecutive runs of equal length; they read in
             parallel.
-        num_cpus: CPUs reserved for each actor.
-        memory: Main memory reserved for each actor, in bytes or as text such as ``"16GiB"``; None: no reservation.
-        resources: Custom Ray resources reserved for each actor, such as ``{"data_node": 1}``.
-        ahead_limit: Upper bound on the bytes of batches in the object store that the loop has not handed out yet.
+        num_cpus: Number of CPUs reserved per actor.
+        memory: Main memory reserved per actor, in bytes or as text such as ``"16GiB"``; None: no reservation.
+        resources: Custom Ray resources reserved per actor, such as ``{"data_node": 1}``.
+        ahead_limit: Upper bound on the bytes of batches in the object store that the loop has not delivered yet.
 
     Raises:
         ConfigError: A value is invalid.

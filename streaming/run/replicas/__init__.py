@@ -1,4 +1,4 @@
 """Read once for ranks that need the same batches, and send the batches to the others.
 
-Handles groups of ranks, and batches as bytes; nothing depends on what a batch contains.
+This folder handles groups of ranks, and batches as bytes. Nothing depends on the content of a batch.
 """

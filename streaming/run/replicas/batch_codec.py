@@ -19,7 +19,7 @@ from streaming.build.batches.jagged import Jagged, fresh, nested_on, nested_part
 from streaming.errors import ConfigError
 
 ALIGN_BYTES = 64
-"""Each buffer begins at a multiple of this, so that any dtype can be a view, and copies run at full speed."""
+"""Alignment of each buffer, so that any dtype can be a view, and copies run at full speed."""
 
 Buffers: TypeAlias = list[tuple[int, torch.Tensor]]
 
@@ -39,7 +39,7 @@ def encode(batch: Any, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
         allocate: Returns a uint8 tensor of a given size, with arbitrary content.
 
     Raises:
-        ConfigError: It contains an object that cannot be encoded; says where.
+        ConfigError: It contains an object that cannot be encoded; the message names its place.
     """
     buffers: Buffers = []
     header = json.dumps(_Encoder(buffers).encode(batch, "batch"), separators=(",", ":")).encode()
@@ -54,7 +54,7 @@ def encode(batch: Any, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor) -> Any:
-    """Return the batch of ``encode``; its tensors and arrays are views of ``data`` and keep it alive."""
+    """Return the batch of ``encode``. Its tensors and arrays are views of ``data`` and keep it alive."""
     size = int(data[:8].numpy().view("<i8")[0])
     header = json.loads(bytes(data[8 : 8 + size].numpy()))
     return _decoded(header, data[_aligned(8 + size) :])
@@ -66,7 +66,7 @@ class _Encoder:
         self._end = 0
 
     def encode(self, value: Any, where: str) -> Any:
-        """Return JSON for ``value``: itself, or a list that begins with its kind."""
+        """Return JSON for ``value``: the value itself, or a list that begins with its kind."""
         kind = type(value)
         if value is None or kind in {bool, int, float, str}:
             return value
@@ -74,7 +74,7 @@ class _Encoder:
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             return [_TENSOR, str(value.dtype).removeprefix("torch."), list(value.shape), self._place(flat)]
         if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject and value.dtype.kind != "V":
-            # C order; "b1" and "<i8" alike as bytes.
+            # C order; "b1" and "<i8" both as bytes.
             flat = torch.frombuffer(bytearray(np.asarray(value).tobytes()), dtype=torch.uint8) if value.size else None
             return [_ARRAY, value.dtype.str, list(value.shape), kind is not np.ndarray, self._place(flat)]
         if kind in {bytes, bytearray, memoryview}:

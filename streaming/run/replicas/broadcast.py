@@ -5,9 +5,10 @@ Each side runs a thread, so that batch k + 1 is sent while the training loop wor
     reading rank   pipeline ─▶ teller ═▶ consumer          START, BATCH, …, END; BEAT while there is nothing to send
     other ranks    listener ═▶ consumer                    every message is answered with the number of batches waiting
 
-A batch is handed out on the reading rank only when every other rank has it. So if all ranks leave their loops after the
-same batch, nothing is in transit. Messages continue (BEAT) however long a training step, a store or a decoder takes;
-only a process that is gone, or a host that is silent, ends a run by the time-out.
+- A batch is delivered on the reading rank only when every other rank has it. So if all ranks leave their loops after
+  the same batch, nothing is in transit.
+- Messages continue (BEAT) however long a training step, a store or a decoder takes. Only a process that is gone, or a
+  host that is silent, ends a run by the time-out.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ from streaming.types import override
 
 START, BATCH, BEAT, END, FAILED = range(5)
 BEAT_S = 0.5
-"""Interval of signs of life while there is nothing to send, and so the delay until a rank hears that another left."""
+"""Interval of signs of life while there is nothing to send, and so the delay until a rank learns that another left."""
 MOST_WAITING = 4
 """Maximum number of batches that wait on a rank that falls behind the reading one."""
 _BATCH_BYTES = 1 << 30
 """Limit on reused memory of received batches, unless ``memory_limit`` sets another."""
-_NO_MORE = 2**62  # number of batches read: no more will follow
-_GRACE_S = 10.0  # for a thread that only has to answer what is in progress
+_NO_MORE = 2**62  # as the number of batches read: no more will follow
+_GRACE_S = 10.0  # for a thread that only has to answer messages in progress
 
 _left_behind: list[ReplicaGroup | None] = []  # the parent's, in a forked child
 
 Allocate = Callable[[int], torch.Tensor]
 Finish = Callable[[Any], Any]
 Part = Callable[[Any, int], Any]
-"""Cuts one rank's portion out of a batch with this number of samples. Hashable: equal ones cut the same."""
+"""Cuts one rank's portion out of a batch with this number of samples. Hashable: equal ones cut the same portion."""
 
 
 class Sharing:
-    """The ranks that share one reader, over many runs. For one thread.
+    """The ranks that share one reader, across many runs. For one thread.
 
     Args:
         portions: Each rank's portion of a batch, by rank; equal ones are made once.
@@ -67,12 +68,12 @@ class Sharing:
         pin: Page-locks a batch, or None.
         option: See ``ReplicaGroup``.
         of: See ``ReplicaGroup``.
-        reads_inline: On the reading rank, the thread that asks for batches reads; else a separate thread.
-        metrics: Counts the consumer's waits; None: they are not counted.
+        reads_inline: On the reading rank, the thread that requests batches reads; otherwise a separate thread does.
+        metrics: Counts the consumer's waits; None: no count.
         batch_bytes: Limit on reused memory of received batches.
 
     Attributes:
-        ranks: All ranks; the first one reads.
+        ranks: All ranks. The first one reads.
         metrics: Counts the consumer's waits.
     """
 
@@ -98,7 +99,7 @@ class Sharing:
         cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
         reads_inline: bool = False, metrics: Metrics | None = None, batch_bytes: int = _BATCH_BYTES,
     ) -> Sharing:  # fmt: skip
-        """Make it for the replicas of the rank that ``mesh`` represents."""
+        """Return the sharing for the replicas of the rank that ``mesh`` represents."""
         ranks = mesh.replicas_of(mesh.data_rank)
         portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
         return cls(
@@ -107,7 +108,7 @@ class Sharing:
         )  # fmt: skip
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
-        """Return batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
+        """Return batches from ``place`` on. ``read`` begins to read them, on the one rank that reads.
 
         Raises:
             ConfigError, ReplicaError: See ``ReplicaGroup``.
@@ -128,13 +129,16 @@ class Sharing:
         self._group = None
 
     def leave_behind(self) -> None:
-        """Drop the connections in a forked child: they are the parent's, and their threads are not here."""
+        """Drop the connections in a forked child: they are the parent's, and their threads do not exist here."""
         _left_behind.append(self._group)
         self._group = None
 
 
 class _Consumer(ABC):
-    """The common part of both kinds of run: batches that wait for the training loop, and how the run ended."""
+    """The common part of both kinds of run: batches that wait for the training loop, and the end of the run.
+
+    ``_changed`` guards ``_waiting``, ``_num_taken``, ``_ended``, ``_error`` and ``_left``.
+    """
 
     def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, name: str) -> None:
         self._sharing = sharing
@@ -153,7 +157,7 @@ class _Consumer(ABC):
     def __next__(self) -> Any:
         """Return the next batch."""
         with self._changed:
-            # A batch is handed out once, in order, and counted in _num_taken.
+            # A batch is delivered once, in order, and counted in _num_taken.
             if not self._has_answer():
                 with self._sharing.metrics.timed("wait_for_batch_s"):
                     while not self._changed.wait_for(self._has_answer, LOOK_UP_S):
@@ -169,13 +173,13 @@ class _Consumer(ABC):
         raise StopIteration
 
     def _has_answer(self) -> bool:
-        """Return whether the consumer can know its next item: a batch, or the end."""
+        """Return whether the next item of the consumer is known: a batch, or the end."""
         return bool(self._waiting) or self._ended or self._left
 
     def close(self) -> None:
-        """Leave the run; waits until the other ranks know."""
+        """Leave the run. Waits until the other ranks know."""
         with self._changed:
-            # Nothing is handed out after _left; batches that wait are dropped once.
+            # Nothing is delivered after _left; waiting batches are dropped once.
             self._left = True
             self._waiting.clear()
             self._changed.notify_all()
@@ -197,7 +201,7 @@ class _Consumer(ABC):
 
     @abstractmethod
     def _converse(self) -> None:
-        """Talk to the other replicas until the epoch, or this run, is over."""
+        """Communicate with the other replicas until the epoch, or this run, is over."""
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
@@ -223,7 +227,7 @@ class _SourceRun(_Consumer):
         self._others_wait = 0
         try:
             self._running = read()
-        except Exception as error:  # noqa: BLE001  sent to the other ranks, too
+        except Exception as error:  # noqa: BLE001  sent to the other ranks too
             self._built.append((FAILED, error))
         self._reader: threading.Thread | None = None
         self._start_reading()
@@ -258,7 +262,7 @@ class _SourceRun(_Consumer):
             except BaseException as error:  # noqa: BLE001  thread boundary: all ranks get it
                 item = (FAILED, error)
             with self._changed:
-                # At most one item waits to be told; after the end, or after _left, nothing follows.
+                # At most one item waits to be sent; after the end, or after _left, nothing follows.
                 self._changed.wait_for(lambda: self._left or not self._built)
                 self._built.append(item)
                 self._changed.notify_all()
@@ -274,7 +278,7 @@ class _SourceRun(_Consumer):
             if kind == BATCH:
                 try:
                     value, payloads = self._portioned(value)
-                except Exception as error:  # noqa: BLE001  treated as if collate_fn had raised it
+                except Exception as error:  # noqa: BLE001  handled as if collate_fn had raised it
                     kind, value = FAILED, error
             if kind == END:
                 self._tell(END, number, b"")
@@ -285,7 +289,7 @@ class _SourceRun(_Consumer):
                 return
             self._heard(self._group.tell(BATCH, number, payloads))
             with self._changed:
-                # What the other ranks were told is here too, unless this one has left.
+                # The items sent to the other ranks are here too, unless this rank has left.
                 if not self._left:
                     self._waiting.append(value)
                 self._changed.notify_all()
@@ -294,7 +298,7 @@ class _SourceRun(_Consumer):
         """Return the next item, once there is room for it on every rank."""
         while True:
             with self._changed:
-                # The item is out of _built before the others are told of it: it is told once.
+                # The item leaves _built before it is sent to the others: it is sent once.
                 if self._changed.wait_for(lambda: self._left or self._decided(), BEAT_S):
                     if self._left:
                         return FAILED, _left(self._sharing.ranks[0], number)
@@ -341,7 +345,7 @@ class _SourceRun(_Consumer):
 
 
 class _InlineRun(_SourceRun):
-    """The reading rank's run if the consumer itself reads, so that what it reads runs in no other thread.
+    """The reading rank's run if the consumer itself reads, so that reading runs in no other thread.
 
     It reads one batch more than it delivers: that one is sent while the training works with the other.
     """
@@ -361,20 +365,20 @@ class _InlineRun(_SourceRun):
             self._num_read += 1
         except StopIteration:
             item, self._num_read = (END, None), _NO_MORE
-        except Exception as error:  # noqa: BLE001  all ranks get it, in its place after the batches before
+        except Exception as error:  # noqa: BLE001  all ranks get it, after the batches before it
             item, self._num_read = (FAILED, error), _NO_MORE
         with self._changed:
-            # _built is in the order of batches, and ends with what ended the run.
+            # _built is in the order of batches, and ends with the item that ended the run.
             self._built.append(item)
             self._changed.notify_all()
 
     def _decided(self) -> bool:
-        # Nobody reads during a training step: a rank that has left must not wait for it to end.
+        # Nothing is read during a training step: a rank that has left must not wait for it to end.
         return super()._decided() or (self._gone is not None and not self._built)
 
 
 class _ReplicaRun(_Consumer):
-    """The run of a rank for which another one reads."""
+    """The run of a rank for which another rank reads."""
 
     def __init__(
         self,
@@ -402,7 +406,7 @@ class _ReplicaRun(_Consumer):
             if kind == BATCH and payload is not None:
                 batch = self._decode(decode(payload))
                 with self._changed:
-                    # Waiting batches are in the order in which they were heard; none after _left.
+                    # Waiting batches are in the order in which they arrived; none after _left.
                     if not self._left:
                         self._waiting.append(batch)
                     self._changed.notify_all()
@@ -410,7 +414,7 @@ class _ReplicaRun(_Consumer):
                 note = f"raised on rank {self._sharing.ranks[0]}, which reads for this one"
                 self._error = error_from_json(bytes(payload.numpy()), note)
             with self._changed:
-                # The reply is of one moment: nothing is counted as waiting that this rank has dropped.
+                # The reply describes one moment: batches that this rank has dropped do not count as waiting.
                 has_left, waiting = self._left, len(self._waiting)
             self._group.reply(has_left, waiting, self._place.epoch, self._place.samples_seen)
             if kind in {END, FAILED}:

@@ -1,13 +1,14 @@
-"""Exchange packs: the data ranks redistribute those of each global batch by cost (``balance="exchange"``).
+"""Exchange packs: the data ranks redistribute the packs of each global batch by cost (``balance="exchange"``).
 
-Every rank reads and builds the packs of its own lanes, as usual; then packs are sent, over a gloo group of our own::
+Every rank reads and builds the packs of its own lanes, as usual. Then packs are sent, over a gloo group of our own::
 
     costs of all packs ─▶ who computes which (the same on all ranks) ─▶ packs to where they go ─▶ each rank's batch
 
 The packs of a global batch do not change, so position, state and elasticity are not affected. The exchange happens in
-the thread that asks for a batch, when it asks: ranks that leave their loops after the same batch leave nothing in
-transit. Replicas (tensor, pipeline, context parallel) exchange with those in the same place of other shares, each its
-own whole copy; stages and slices of the sequence are cut out of the result. If one rank reads for them, it exchanges.
+the thread that requests a batch, at the request: ranks that leave their loops after the same batch leave nothing in
+transit. Replicas (tensor, pipeline, context parallel) exchange with the replicas in the same place of other shares,
+each its own whole copy; stages and slices of the sequence are cut out of the result. If one rank reads for them, that
+rank exchanges.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from streaming.run.replicas.group import gloo_group
 from streaming.types import Batch, Int64Array
 
 TIMEOUT_S = 600.0
-"""How far apart ranks may ask for a batch: time for a checkpoint, or an evaluation on one rank."""
+"""Time in seconds between ranks' requests for the same batch: enough for a checkpoint, or an evaluation on one rank."""
 _OPTION = 'balance="exchange"'
 
 _left_behind: list[Any] = []  # the parent's, in a forked child
 
 
 class RowExchange:
-    """The ranks that exchange packs, over many runs: one of each data share, those in the same place within it.
+    """The ranks that exchange packs, across many runs: one of each data share, all in the same place within it.
 
     Used by one thread.
 
     Args:
         mesh: The position of this process.
-        rows: How they are passed on.
+        rows: How rows are passed on.
         cut: Called with each batch and its number of packs; returns this rank's portion, possibly page-locked.
-        metrics: Where bytes and waits are counted.
+        metrics: Counts bytes and waits.
         keeps_all: Whether that portion is the whole batch, so that it can lie in page-locked memory.
 
     Attributes:
@@ -94,12 +95,12 @@ class RowExchange:
         self._group = None
 
     def leave_behind(self) -> None:
-        """Drop the connections in a forked child: they are the parent's, and their threads are not here."""
+        """Drop the connections in a forked child: they are the parent's, and their threads do not exist here."""
         _left_behind.append(self._group)
         self._group = None
 
     def gather(self, own: Int64Array) -> Int64Array:
-        """Gather one row [n] of each rank, [ranks, n]."""
+        """Gather one row of each rank. ``own``: int64 [n]; returns int64 [ranks, n]."""
         if self._group is None:
             return own[None]
         sent = torch.from_numpy(own)
@@ -108,7 +109,7 @@ class RowExchange:
         return torch.stack(got).numpy()
 
     def swap(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send ``messages[r]`` (uint8) to the r-th rank; return one from each, including the one to this rank."""
+        """Send ``messages[r]`` (uint8) to the r-th rank. Return one from each rank, including the one to this rank."""
         if self._group is None:
             return list(messages)
         sizes = int64s(len(message) for message in messages)
@@ -133,7 +134,7 @@ class RowExchange:
 
 
 class _ExchangedRun(RunOver):
-    """The rest of an epoch, its packs exchanged."""
+    """The rest of an epoch, with its packs exchanged."""
 
     def __init__(self, peers: RowExchange, running: Run, place: Place) -> None:
         super().__init__(running)
@@ -181,7 +182,7 @@ class _ExchangedRun(RunOver):
         peers, rows = self._peers, self._peers.rows.split(batch)
         place, ends = peers.place, np.cumsum(shares)
         first = int(ends[place] - shares[place])
-        # To each rank its packs, in its order; to this one nothing, they are here.
+        # To each rank its packs, in its order; nothing to this one, whose packs are here.
         mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
         messages = [
             _EMPTY if rank == place or not packs else encode([peers.rows.sent(pack) for pack in packs], _allocated)
@@ -195,7 +196,7 @@ class _ExchangedRun(RunOver):
 
 
 def _allocated(size: int) -> torch.Tensor:
-    """Allocate at least this many bytes, such that consecutive messages all begin where tensors may."""
+    """Allocate at least this number of bytes, such that consecutive messages all begin where tensors may."""
     return fresh((-(-size // ALIGN_BYTES) * ALIGN_BYTES,), torch.uint8)
 
 

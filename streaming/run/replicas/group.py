@@ -1,7 +1,7 @@
-"""Exchange messages among the ranks of one data share: the reading rank sends, the others reply, in a separate group.
+"""Exchange messages among the ranks of one data share, in a group of our own: the reading rank sends, the others reply.
 
-Always gloo, whatever backend the job uses, and separate from the job's groups: its messages cannot mix with the user's
-collectives. Every message is answered, so that after the last answer nothing is in transit.
+The group is always gloo, whatever backend the job uses, and separate from the job's groups: its messages cannot mix
+with the user's collectives. Every message is answered, so that after the last answer nothing is in transit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReplicaGroup:
 
     Args:
         ranks: Ranks of ``torch.distributed``, in the same order on all members.
-        timeout_s: Time limit for any member to join, or to send or receive a message.
+        timeout_s: Time limit in seconds for any member to join, or to send or receive a message.
         option: The user's option, for messages; groups of different options never meet.
         of: What the ranks have in common, for messages.
 
@@ -48,7 +48,7 @@ class ReplicaGroup:
         self._group, self.place = gloo_group(self.ranks, timeout_s, option=option, of=of, cure=cure)
 
     def tell(self, kind: int, number: int, payloads: Sequence[torch.Tensor | None]) -> list[list[int]]:
-        """Send a message to every other member, ``payloads[i]`` (uint8) to member i + 1; return their replies.
+        """Send a message to every other member, ``payloads[i]`` (uint8) to member i + 1. Return their replies.
 
         Raises:
             ReplicaError: A member is gone, or took longer than the time-out.
@@ -83,7 +83,7 @@ class ReplicaGroup:
         return kind, number, payload
 
     def reply(self, *values: int) -> None:
-        """Answer the message heard last.
+        """Answer the last received message.
 
         Raises:
             ReplicaError: Member 0 is gone.
@@ -106,18 +106,18 @@ class ReplicaGroup:
 def gloo_group(
     ranks: Sequence[int], timeout_s: float, *, option: str, of: str, cure: str, rank: int | None = None
 ) -> tuple[Any, int]:
-    """Make a process group of some ranks over gloo, and return it with this rank's place; waits for all.
+    """Make a process group of some ranks over gloo, and return it with this rank's place. Waits for all members.
 
     Args:
         ranks: In the same order on all members.
-        timeout_s: Time limit for any member to join, or to send or receive a message.
+        timeout_s: Time limit in seconds for any member to join, or to send or receive a message.
         option: The user's option.
         of: What the ranks have in common, for messages.
         cure: What to do if a member does not join, for messages.
         rank: The member that this one must be by torch.distributed; None: any.
 
     Raises:
-        ConfigError: torch.distributed is not set up, or counts this process as another rank.
+        ConfigError: torch.distributed is not set up, or gives this process another rank.
         ReplicaError: A member did not join.
     """
     own, store = job_store(option)
@@ -125,11 +125,11 @@ def gloo_group(
         expected = f"one of {tuple(ranks)}" if rank is None else f"{rank}"
         raise ConfigError(
             f"{option}: torch.distributed calls this process rank {own}, but in the mesh it is {expected}; make the "
-            "mesh of torch.distributed's ranks, or, after remesh(), set torch.distributed up anew for the new world"
+            "mesh of torch.distributed's ranks, or, after remesh(), set up torch.distributed again for the new world"
         )
     place = ranks.index(own)
     digest = hashlib.sha256(repr((option, tuple(ranks))).encode()).hexdigest()[:32]
-    # The n-th group of a member meets the n-th of the others.
+    # The n-th group of a member meets the n-th group of the others.
     number = store.add(f"shardstream/replicas/{digest}/{place}", 1)
     prefix = dist.distributed_c10d.PrefixStore(f"shardstream/replicas/{digest}/group/{number}", store)
     try:

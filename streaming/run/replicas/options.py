@@ -34,7 +34,7 @@ class Broadcast:
         loader = DataLoader(dataset, 8, replicate=Broadcast(timeout_s=120))
 
     Attributes:
-        timeout_s: How far apart ranks may start to iterate, and how long a rank may show no sign of life, in seconds.
+        timeout_s: Upper bound, in seconds, on the time between ranks' starts of an iteration, and on a rank's silence.
             Slow stores and long training steps do not count.
         encode: Function that turns a batch into these types on the reading rank, if ``collate_fn`` returns something
             else.
@@ -75,7 +75,7 @@ class Replicas:
                 raise ConfigError(f"{name}: expected a {kind.__name__}(…) or None, got {value!r}")
 
     def check_plain(self, *, dispatch: bool = False) -> None:
-        """Check that no option was set; ``dispatch``, for ``sharding="dispatch"``, allows ``replicate``.
+        """Check that no option was set. ``dispatch``, for ``sharding="dispatch"``, allows ``replicate``.
 
         Raises:
             ConfigError: An option was set that ordinary datasets do not support.
@@ -87,13 +87,13 @@ class Replicas:
             )
 
     def broadcast(self, mesh: DeviceMesh) -> Broadcast | None:
-        """Return how one rank reads for the others, or None if this rank reads for itself."""
+        """Return how one rank reads for the others; None if this rank reads for itself."""
         if self.replicate == "read" or mesh.replica_world_size == 1:
             return None
         return self.replicate if isinstance(self.replicate, Broadcast) else Broadcast()
 
     def built(self, mesh: DeviceMesh) -> Portion:
-        """Return the portion of batches to build on this rank; a rank that reads for others builds whole batches."""
+        """Return the portion of batches to build on this rank. A rank that reads for others builds whole batches."""
         if self.broadcast(mesh) is None:
             return self.portion(mesh)
         return Portion(counts=self.stage_fields is not None)
@@ -125,13 +125,13 @@ class Replicas:
         if sequence is None:
             return Portion(fields=fields)
         peer = find_peer(sequence, mesh.coordinates, mesh.axis_sizes)
-        if fields is not None and not set(fields) & set(sequence.fields):  # its peers use the same
+        if fields is not None and not set(fields) & set(sequence.fields):  # peers use the same fields
             return Portion(fields=fields)
         return Portion(fields=fields, sequence=sequence, peer=peer)
 
 
 class CountedRun:
-    """Yield batches for a pipeline stage that needs no data: counts and masks come from the plan; nothing is read."""
+    """Yield batches for a pipeline stage that needs no data: counts and masks come from the plan. Nothing is read."""
 
     def __init__(self, plan: Plan, dp_rank: int, items: RowKind) -> None:
         self._batches = self._counts(plan, dp_rank, items)
@@ -151,7 +151,7 @@ class CountedRun:
         return next(self._batches)
 
     def close(self) -> None:
-        """Drop the remaining batches; there is nothing to stop."""
+        """Drop the remaining batches. There is nothing to stop."""
         self._batches = iter(())
 
     def describe(self) -> str:

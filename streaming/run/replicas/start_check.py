@@ -1,4 +1,4 @@
-"""Compare what ranks know before iterating: the facts of a loader over a ``StreamingDataset``."""
+"""Compare the facts that ranks know before iterating: those of a loader over a ``StreamingDataset``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from streaming.types import VERSION
 
 
 class StartCheck:
-    """Compares once, before the first iteration, and on request.
+    """Compare ranks once, before the first iteration, and on request.
 
     Args:
         dataset: The dataset that is read.
         mesh: The ranks that take part.
         options: The loader's own options that must agree, by name.
         replicas: The options about replicas.
-        timeout_s: Time-out of the first iteration; None: no comparison.
+        timeout_s: Time-out of the first iteration, in seconds; None: no comparison.
         state: Returns the position.
     """
 
@@ -47,7 +47,7 @@ class StartCheck:
         """Compare before an iteration, if it is the first one and the job has other ranks.
 
         Ranks are matched by the shards that this loader reads: a loader over other shards, on some ranks only, is not
-        mistaken for this one.
+        mistaken for this one. mistaken for this one.
 
         Raises:
             AgreementError: They differ.
@@ -67,9 +67,9 @@ class StartCheck:
             stand_aside(board, rank, self._mesh.ranks, subject=subject)
 
     def opened(self, mesh: DeviceMesh) -> Self:
-        """Return the check of another world: the next iteration compares, if torch.distributed was set up anew for it.
+        """Return the check of another world: the next iteration compares, if torch.distributed was set up again for it.
 
-        In the process group of the older world some ranks may be gone, and nobody waits for them.
+        In the process group of the older world some ranks may be gone, so no rank waits for them.
         """
         made = copy(self)
         made._mesh, made._is_done, made._is_remeshed = mesh, self._timeout_s is None, True
@@ -113,7 +113,7 @@ class StartCheck:
 
 
 def _described(value: Any) -> Any:
-    """Return functions by name, never by address."""
+    """Describe functions by name, never by address."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):

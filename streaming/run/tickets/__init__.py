@@ -1,4 +1,4 @@
-"""Account for samples that training consumes out of order: open, settled, and coming again after a restart.
+"""Account for samples that training consumes out of order: open, settled, and repeated after a restart.
 
-Nothing here reads data: a loader does. ``records`` is pure, ``ledger`` is what many threads share.
+Nothing here reads data: a loader does. ``records`` is pure; many threads share ``ledger``.
 """

@@ -1,4 +1,4 @@
-"""Where tickets get their samples: a loader of ours, by position, or any iterable with states, by snapshots."""
+"""Supply tickets with samples: from a loader of ours, by position, or from any iterable with states, by snapshots."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Dealt:
 
     Attributes:
         spot: The place of the batch.
-        state: The state from which it comes again.
-        after: The state from which the next one comes.
-        size: Rows of the batch over all ranks.
-        low: The first of this rank's rows in it.
+        state: The state from which the batch comes again.
+        after: The state from which the next batch comes.
+        size: Number of rows of the batch over all ranks.
+        low: Index of the first of this rank's rows.
         samples: The rows, or one batch.
     """
 
@@ -37,13 +37,13 @@ class Dealt:
 
 
 class Feed(Protocol):
-    """Portions of a run, one epoch after another. For one thread.
+    """Portions of a run, epoch after epoch. For one thread.
 
     Attributes:
         rank: This data rank.
-        num_ranks: The data ranks of the world.
+        num_ranks: Number of data ranks of the world.
         mesh: The mesh of the loader; None: there is none.
-        is_elastic: Whether another number of ranks continues from a state.
+        is_elastic: Whether another number of ranks can continue from a state.
     """
 
     rank: int
@@ -68,15 +68,15 @@ class Feed(Protocol):
         """Continue from a state."""
 
     def close(self) -> None:
-        """Free what the feed has opened."""
+        """Free the resources that the feed has opened."""
 
 
 class ByPosition:
-    """The samples or batches of a loader of ours: what a row is follows from its position, on any number of ranks.
+    """The samples or batches of a loader of ours. A row follows from its position, on any number of ranks.
 
     Args:
         loader: The loader.
-        whole: Whether a portion is one batch, as the loader hands it out; otherwise its samples, not collated.
+        whole: Whether a portion is one batch, as the loader delivers it; otherwise it is its samples, not collated.
     """
 
     def __init__(self, loader: Any, *, whole: bool) -> None:
@@ -117,7 +117,7 @@ class ByPosition:
         return state
 
     def sizes(self) -> Any:
-        """Return the sizes of global batches, which ordinals of rows count on."""
+        """Return the sizes of global batches, on which the ordinals of rows depend."""
         return self._loader.state_dict().get("batch_sizes") or self._loader.global_batch_size
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class ByPosition:
 
 
 class BySnapshots:
-    """The items of any iterable with states: a state is taken before each item, and kept while the item is open.
+    """The items of any iterable with states. A state is taken before each item, and kept while the item is open.
 
     Args:
         source: The iterable.
@@ -200,7 +200,7 @@ def spot_of(state: Mapping[str, Any]) -> Spot:
 
 
 def feed_of(loader: Any, *, whole: bool) -> Feed:
-    """Return what feeds tickets from ``loader``.
+    """Return the feed of tickets from ``loader``.
 
     Raises:
         ConfigError: It is neither a loader of ours nor an iterable with states.

@@ -1,4 +1,4 @@
-"""Keep the books of the tickets that one rank has handed out: open, coming again, settled. For any thread."""
+"""Keep the books of the tickets that one rank has issued: open, waiting to be repeated, settled. For any thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST_RANKS = 1 << RANK_BITS
 
 @dataclass(slots=True)
 class Open:
-    """A ticket that was handed out.
+    """An issued ticket that is not settled.
 
     Attributes:
         sample: Its sample, until it is settled.
-        since_s: When it was handed out, by the monotonic clock.
-        at: The number of tickets handed out before it.
-        waits: Whether it waits to come again.
+        since_s: Time of issue, by the monotonic clock.
+        at: Number of tickets issued before it.
+        waits: Whether it waits to be repeated.
     """
 
     sample: Any
@@ -34,15 +34,19 @@ class Open:
 
 
 class OpenTickets:
-    """Count one rank's tickets, from those that any thread settles to those that the iterating thread hands out.
+    """Count one rank's tickets, from any thread's settling to the iterating thread's issuing.
 
-    ``_lock`` guards all fields but ``_tail``. An ordinal is in
-    ``_open`` from its hand-out until it is settled, also while it waits in ``_again``. ``_changed`` is notified when a
-    ticket is settled or requeued, for the iterating thread that waits for room.
+    Life cycle of a ticket::
+
+        issued -> open <-> waiting to be repeated -> settled
+
+    - ``_lock`` guards all fields but ``_tail``.
+    - An ordinal is in ``_open`` from its issue until it is settled, also while it waits in ``_again``.
+    - ``_changed`` is notified when a ticket is settled or requeued, for the iterating thread that waits for room.
 
     Args:
         rank: This data rank.
-        run: A number that tickets of another run, or of before the last restart, do not have.
+        run: A number that differs from that of other runs, and of the time before the last restart.
     """
 
     def __init__(self, rank: int, run: int) -> None:
@@ -60,7 +64,7 @@ class OpenTickets:
     # --- the thread that iterates ---
 
     def skip(self) -> None:
-        """Count a row that was settled before."""
+        """Count a row that was settled in an earlier run."""
         with self._lock:
             # The next row is the one after it.
             self._next += 1
@@ -75,9 +79,9 @@ class OpenTickets:
         return self._ticket(ordinal)
 
     def again(self) -> tuple[int, Any] | None:
-        """Return a ticket that is to come again, with its sample; None if there is none."""
+        """Return a ticket that waits to be repeated, with its sample; None if there is none."""
         with self._lock:
-            # What is returned is open and waits no longer; what was settled meanwhile is left out.
+            # The returned ticket is open and waits no longer; tickets settled meanwhile are left out.
             while self._again:
                 ordinal = self._again.popleft()
                 found = self._open.get(ordinal)
@@ -88,9 +92,9 @@ class OpenTickets:
         return None
 
     def wait_for_room(self, most: int | None) -> None:
-        """Wait until fewer than ``most`` tickets are open (0: until none is), or one is to come again."""
+        """Wait until fewer than ``most`` tickets are open (0: until none is), or one waits to be repeated."""
         with self._changed:
-            # Nothing changes here; the caller looks again.
+            # Nothing changes here; the caller checks again.
             self._changed.wait_for(lambda: bool(self._again) or most is None or len(self._open) < max(most, 1))
 
     def has_room(self, most: int | None) -> bool:
@@ -102,13 +106,13 @@ class OpenTickets:
     # --- any thread ---
 
     def settle(self, ticket: int, how: str) -> None:
-        """Settle a ticket: it never comes again.
+        """Settle a ticket: its sample never comes again.
 
         Raises:
             TicketError: It is not open.
         """
         with self._changed:
-            # The ticket is open no longer, and counted; or noted for the rank that handed it out.
+            # The ticket is no longer open, and is counted; or it is noted for the rank that issued it.
             if self._is_anothers(ticket):
                 self._note_for_others(ticket, how)
                 return
@@ -118,13 +122,13 @@ class OpenTickets:
             self._changed.notify_all()
 
     def requeue(self, ticket: int) -> None:
-        """Hand a ticket out again before new ones.
+        """Repeat a ticket before new ones.
 
         Raises:
             TicketError: It is not open, belongs to another rank, or waits already.
         """
         with self._changed:
-            # It stays open, and is in line once.
+            # It stays open, and is in the queue once.
             found = self._found(ticket)
             if found.waits:
                 raise TicketError(f"ticket {ticket} waits to come again already; requeue it once")
@@ -147,9 +151,9 @@ class OpenTickets:
             self._scores[key] = float(value)
 
     def open_rows(self) -> tuple[list[int], int]:
-        """Return the ordinals that are open, ascending, and the number of rows handed out or skipped."""
+        """Return the open ordinals, ascending, and the number of rows issued or skipped."""
         with self._lock:
-            # Of one moment: all rows before the second value that are not in the first are settled.
+            # At one moment: all rows before the second value that are not in the first are settled.
             return sorted(self._open), self._next
 
     def is_open(self, ticket: int) -> bool:
@@ -159,11 +163,11 @@ class OpenTickets:
             return ticket >> RANK_BITS + RUN_BITS in self._open
 
     def is_mine(self, ticket: int) -> bool:
-        """Return whether this rank handed a ticket out."""
+        """Return whether this rank issued a ticket."""
         return ticket & (1 << RANK_BITS + RUN_BITS) - 1 == self._tail
 
     def counted(self) -> Counter[str]:
-        """Return how many tickets were settled, by how."""
+        """Return the number of settled tickets, by the way of settling."""
         with self._lock:
             # A copy.
             return Counter(self._counts)
@@ -175,20 +179,20 @@ class OpenTickets:
             return dict(self._scores)
 
     def for_others(self) -> dict[int, str]:
-        """Return the tickets of other ranks that were settled here, with how."""
+        """Return the tickets of other ranks that were settled here, with the way of settling."""
         with self._lock:
             # A copy.
             return dict(self._for_others)
 
     def delivered(self, tickets: Iterable[int]) -> None:
-        """Forget tickets of other ranks, which these have settled."""
+        """Forget tickets of other ranks that their own ranks have settled."""
         with self._lock:
-            # What was noted meanwhile stays.
+            # Tickets noted meanwhile stay.
             for ticket in tickets:
                 self._for_others.pop(ticket, None)
 
     def oldest(self) -> tuple[int, float, int] | None:
-        """Return the ticket in flight for longest, its seconds, and how many were handed out since; None: none is."""
+        """Return the ticket in flight for longest, its seconds, and the number issued since then; None: none is."""
         now_s = time.monotonic()
         with self._lock:
             # A snapshot.
@@ -199,7 +203,7 @@ class OpenTickets:
             return self._ticket(ordinal), now_s - since_s, self._num_handed - at - 1
 
     def num_open(self) -> tuple[int, int]:
-        """Return how many tickets are in flight, and how many of them wait to come again."""
+        """Return the number of tickets in flight, and the number of those that wait to be repeated."""
         with self._lock:
             # A snapshot.
             return len(self._open), sum(one.waits for one in self._open.values())

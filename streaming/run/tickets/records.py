@@ -1,9 +1,9 @@
-"""What ranks had handed out, and which of it is settled: the part of a state that another world can read. Pure.
+"""Record which rows ranks had delivered, and which of them are settled: the portable part of a state. Pure.
 
-A rank's rows are its shares of the global batches, in order; an *ordinal* counts them. A ``Handed`` says of one rank:
-from this place on so many rows were handed out, and these of them are still open. All others of them are settled. So
-the state of a run is a place from which to read again, and one ``Handed`` per rank. Ranks of another world ask, batch
-by batch, which rows of it are settled (``Settled``), whichever rank had them.
+A rank's rows are its shares of the global batches, in order; an *ordinal* counts them. A ``Handed`` describes one rank:
+the number of rows delivered from a place on, and which of them are still open. All others are settled. So the state of
+a run is a place from which to read again, and one ``Handed`` per rank. Ranks of another world ask, batch by batch,
+which of its rows are settled (``Settled``), whichever rank had them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from streaming.common.arguments import checked_count, checked_int
 from streaming.errors import ConfigError, StateError
 
 Spot: TypeAlias = tuple[int, int]
-"""Epoch and samples of the epoch, over all ranks, before a global batch."""
+"""Epoch, and number of samples of the epoch over all ranks, before a global batch."""
 
 
 def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return which of the ``size`` rows of a global batch, ``[low, high)``, one rank gets."""
+    """Return the rows ``[low, high)`` that one rank gets of the ``size`` rows of a global batch."""
     return size * rank // num_ranks, size * (rank + 1) // num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """The rows that one rank has handed out from a place on.
+    """The rows that one rank has delivered from a place on.
 
     Attributes:
         rank: Its data rank.
-        num_ranks: The data ranks of its world.
+        num_ranks: Number of data ranks of its world.
         spot: The first global batch whose rows count.
-        num_rows: Number of its rows handed out from there on.
+        num_rows: Number of its rows delivered from there on.
         open: Ordinals among them that are not settled, ascending.
     """
 
@@ -45,13 +45,13 @@ class Handed:
     open: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able dict; open rows as steps from one to the next, which have few digits."""
+        """Return a JSON-able dict. Open rows are stored as differences, which have few digits."""
         steps = [b - a for a, b in pairwise((0, *self.open))]
         return {"share": [self.rank, self.num_ranks], "from": list(self.spot), "rows": self.num_rows, "open": steps}
 
     @classmethod
     def from_dict(cls, found: Any) -> Self:
-        """Return the record of a dict of ``to_dict``.
+        """Return the record of a dict from ``to_dict``.
 
         Raises:
             StateError: It is malformed.
@@ -73,7 +73,7 @@ class Handed:
         return cls(rank=rank, num_ranks=num_ranks, spot=(epoch, seen), num_rows=found["rows"], open=rows)
 
     def behind(self, spot: Spot, num_rows: int) -> Self:
-        """Return the same from a later place on, up to which this rank had handed out ``num_rows``."""
+        """Return the same record from a later place on, up to which this rank had delivered ``num_rows`` rows."""
         first = bisect_left(self.open, num_rows)
         return type(self)(
             rank=self.rank, num_ranks=self.num_ranks, spot=spot, num_rows=max(0, self.num_rows - num_rows),
@@ -81,7 +81,7 @@ class Handed:
         )  # fmt: skip
 
     def without(self, rows: Iterable[int]) -> Self:
-        """Return the same with some open rows settled."""
+        """Return the same record with some open rows settled."""
         settled = set(rows)
         return type(self)(
             rank=self.rank, num_ranks=self.num_ranks, spot=self.spot, num_rows=self.num_rows,
@@ -90,10 +90,10 @@ class Handed:
 
 
 class Settled:
-    """Walk the global batches of a run from a place on, and know which rows of each were settled before.
+    """Walk the global batches of a run from a place on, and report which rows of each were settled earlier.
 
     Args:
-        records: What the ranks of earlier worlds had handed out.
+        records: The rows that ranks of earlier worlds had delivered.
     """
 
     def __init__(self, records: Iterable[Handed] = ()) -> None:
@@ -101,13 +101,13 @@ class Settled:
         self._come_to = [0] * len(self._records)
 
     def of_batch(self, spot: Spot, size: int, low: int, high: int) -> list[bool]:
-        """Return which of the rows ``[low, high)`` of the next global batch are settled, and go on behind the batch.
+        """Return which of the rows ``[low, high)`` of the next global batch are settled, and move past the batch.
 
         Args:
-            spot: Its place.
-            size: Its rows over all ranks.
-            low: First row asked for.
-            high: Row behind the last one.
+            spot: Place of the batch.
+            size: Number of its rows over all ranks.
+            low: First row.
+            high: Row past the last one.
         """
         found = [False] * (high - low)
         for number, (record, is_open) in enumerate(self._records):
@@ -124,7 +124,7 @@ class Settled:
         return found
 
     def _drop_ended(self, spot: Spot) -> None:
-        """Drop the records that say nothing of batches behind ``spot``."""
+        """Drop the records that have no batches after ``spot``."""
         kept = [
             n for n, (record, _) in enumerate(self._records)
             if spot < record.spot or self._come_to[n] < record.num_rows
@@ -134,7 +134,7 @@ class Settled:
             self._come_to = [self._come_to[n] for n in kept]
 
     def rest(self, spot: Spot) -> tuple[Handed, ...]:
-        """Return what is known of the batches from the next one on, which is at ``spot``."""
+        """Return the records of the batches from the next one on, which is at ``spot``."""
         return tuple(
             record if spot < record.spot else record.behind(spot, come_to)
             for (record, _), come_to in zip(self._records, self._come_to, strict=True)
@@ -142,12 +142,12 @@ class Settled:
 
 
 def first_spot(records: Sequence[Handed]) -> Spot:
-    """Return the place from which something may be open."""
+    """Return the earliest place at which rows may be open."""
     return min(record.spot for record in records)
 
 
 def missing(records: Sequence[Handed]) -> list[int]:
-    """Return the ranks whose records are absent, of the world of the first record."""
+    """Return the ranks of the first record's world whose records are absent."""
     return sorted(set(range(records[0].num_ranks)) - {record.rank for record in records})
 
 

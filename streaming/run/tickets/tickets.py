@@ -1,4 +1,4 @@
-"""Hand out samples with tickets, for training that consumes out of order: ``Tickets``."""
+"""Deliver samples with tickets, for training that consumes out of order: ``Tickets``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _KEYS = {"version", "unit", "loader", "sizes", "ranks", "earlier", "counts", "fo
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A portion some of whose rows are open or to come."""
+    """A portion with rows that are open or not delivered yet."""
 
     spot: Spot
     state: Any
     first: int  # ordinal of its first row
     end: int
-    earlier: tuple[Handed, ...]  # what was known of earlier worlds from this place on
+    earlier: tuple[Handed, ...]  # records of earlier worlds from this place on
 
 
 class Tickets(Closable):
-    """Iterate over samples with tickets; what was not settled comes again after a restart, and nothing else does.
+    """Iterate over samples with tickets. After a restart, exactly the samples that were not settled come again.
 
     For training that consumes out of order: asynchronous reinforcement learning, evaluation by many workers, queues of
-    people who label. Such a program has consumed something else than a loader has handed out, so the loader's own state
+    people who label. Such a program has consumed other samples than a loader has delivered, so the loader's own state
     repeats or loses samples. A ticket is an integer (at most 63 bits) that stands for a sample of this run. ::
 
         tickets = Tickets(loader, group=8)           # the same sample eight times in a row, with one ticket
@@ -58,20 +58,19 @@ class Tickets(Closable):
     restart, the open samples come first, in order, each with a new ticket. They come on any number of data ranks, if
     the global batch size is the same.
 
-    Samples are those of the loader, decoded and transformed, in its order, and not collated. Padding does not come, nor
-    what stands for a bad sample under ``on_error="skip"``. Each dict is a copy; its
-    tensors are the ones that come again after ``requeue``, so do not change them in place. Samples stay in memory until
-    they are settled.
+    Samples are those of the loader, decoded and transformed, in its order, and not collated. Padding is left out, and
+    so are placeholders of bad samples under ``on_error="skip"``. Each dict is a copy; its tensors are the same after
+    ``requeue``, so do not change them in place. Samples stay in memory until they are settled.
 
     Args:
         loader: A ``DataLoader`` or ``DeviceMeshFetcher``; from now on the tickets read it, not you. Or any iterable
             with ``state_dict`` and ``load_state_dict``: its states are kept while items are open, and it continues on
             the same rank only.
-        group: How many times in a row each sample is handed out, with one ticket.
+        group: Number of times in a row that each sample is delivered, with one ticket.
         unit: What a ticket stands for: ``"sample"``, or ``"batch"``, a batch as the loader makes it. Batches continue
             on the same number of ranks only.
-        most_in_flight: The iterator waits while this many tickets are open, or come again; None: never. Long waits are
-            reported as those for batches are.
+        most_in_flight: The iterator waits while this number of tickets is open; None: never. Long waits are reported
+            like those for batches.
         stall_report_s: Seconds after which such a wait is reported as a warning; None: never.
 
     Raises:
@@ -100,7 +99,7 @@ class Tickets(Closable):
         self._begin((), self._feed.state())
 
     def _begin(self, records: Sequence[Handed], state: Mapping[str, Any]) -> None:
-        """Begin to hand out from the feed's place on."""
+        """Begin to deliver from the feed's place on."""
         self._ledger = OpenTickets(self._feed.rank, crc32(json.dumps([state, [one.to_dict() for one in records]],
                                                                 default=str).encode()))  # fmt: skip
         self._settled = Settled(records)
@@ -121,9 +120,9 @@ class Tickets(Closable):
         return self._rows
 
     def rest(self) -> Iterator[tuple[int, Any]]:
-        """Yield what is requeued until nothing is open, and begin no epoch: for the end of a run.
+        """Yield requeued samples until no ticket is open, and begin no epoch: for the end of a run.
 
-        It waits for tickets that are in flight. A running iterator may go on afterwards.
+        Waits for tickets that are in flight. A running iterator may continue afterwards.
         """
         while True:
             yield from self._again()
@@ -140,7 +139,7 @@ class Tickets(Closable):
     def _of_portion(self, portion: Dealt) -> Iterator[tuple[int, Any]]:
         ledger = self._ledger
         with self._placed:
-            # The batch is kept, and what follows it is known, before its first row is handed out.
+            # The batch is kept, and its successor is known, before its first row is delivered.
             earlier = self._settled.rest(portion.spot)
             is_settled = self._settled.of_batch(
                 portion.spot, portion.size, portion.low, portion.low + len(portion.samples)
@@ -151,7 +150,7 @@ class Tickets(Closable):
             self._after = portion.after
         for row, sample in enumerate(portion.samples):
             if is_settled[row] or (isinstance(sample, dict) and sample.get("__valid__") is False):
-                ledger.skip()  # settled before, or it only fills the place of a bad sample
+                ledger.skip()  # settled earlier, or only a placeholder of a bad sample
                 continue
             yield from self._again()
             while not ledger.has_room(self._most):
@@ -204,7 +203,7 @@ class Tickets(Closable):
         self._ledger.settle(_checked(ticket), _DROPPED + why)
 
     def requeue(self, ticket: int) -> None:
-        """Hand a sample out again, with the same ticket, before new ones. On the rank that handed it out.
+        """Deliver a sample again, with the same ticket, before new ones. Call on the rank that delivered it.
 
         Raises:
             TicketError: The ticket is not open, of another rank, or waits to come again already.
@@ -222,7 +221,7 @@ class Tickets(Closable):
         self._ledger.score(_checked(ticket), value)
 
     def write_scores(self, path: str | os.PathLike[str]) -> int:
-        """Write the scores of this rank as JSON lines of key and score, and return how many. Replaces the file whole.
+        """Write the scores of this rank as JSON lines of key and score. Replace the whole file. Return their number.
 
         ``shard_tools column add SET score --from FILE --on key`` makes a column of them, by which a ``Curriculum``
         orders and ``where=`` selects.
@@ -239,8 +238,8 @@ class Tickets(Closable):
 
         Returns:
             ``acknowledged``; ``dropped``, by reason; ``in_flight``; ``requeued``; ``oldest``: None, or the ticket that
-            is in flight for longest, with ``seconds``, and ``steps``: the tickets handed out since. The first two
-            include those of earlier runs on the first data rank.
+            is in flight for longest, with ``seconds``, and ``steps``: the number of tickets issued since then. The
+            first two include those of earlier runs on the first data rank.
         """
         counts = self._counts()
         in_flight, requeued = self._ledger.num_open()
@@ -260,7 +259,7 @@ class Tickets(Closable):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state: a JSON-able dict. With several ranks ``merged`` joins all parts."""
         with self._placed:
-            # Of one place: rows, batches kept and what is known of earlier worlds belong together.
+            # At one place: rows, kept batches and records of earlier worlds belong together.
             rows, come_to = self._ledger.open_rows()
             self._forget(rows[0] if rows else come_to)
             if self._kept:
@@ -282,7 +281,7 @@ class Tickets(Closable):
     def sync(self, timeout: float = 600.0) -> dict[str, Any]:
         """Return the state of all ranks, through the job's store. Every rank calls this, and gets the same state.
 
-        Tickets that other ranks acknowledged or dropped are settled by the rank that handed them out.
+        Tickets that other ranks acknowledged or dropped are settled by the rank that issued them.
 
         Args:
             timeout: Seconds to wait for the other ranks, in each of two rounds.
@@ -310,10 +309,10 @@ class Tickets(Closable):
 
     @staticmethod
     def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the states of all data ranks of a world into one that any world continues from.
+        """Join the states of all data ranks of a world into one state from which any world continues.
 
         Args:
-            states: What ``state_dict`` returned, one per data rank.
+            states: The results of ``state_dict``, one per data rank.
 
         Raises:
             StateError: Some data ranks are absent, come twice, or are not of the same run.
@@ -346,7 +345,7 @@ class Tickets(Closable):
         return {**first, "ranks": [record.to_dict() for record in records], "counts": dict(counts), "for_others": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: what is open in it comes first, in order, and then what was never handed out.
+        """Continue from a state: its open samples come first, in order, then those that were never delivered.
 
         Running iterators end.
 
@@ -386,7 +385,7 @@ class Tickets(Closable):
         self._feed.load(state["loader"])
         self._before = Counter(counts if self._feed.rank == 0 else {})
         with self._placed:
-            # Everything is that of the state.
+            # Everything is from the state.
             self._begin([*records, *earlier], state["loader"])
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def charged_bytes(length_bytes: int) -> int:
 def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> Checked | LookupResult:
     """Fill ``out`` from the entry at ``path``, and mark the entry as just used.
 
-    ``out`` holds the right bytes only if they are checked. The file may be unlinked meanwhile: an open one stays
+    ``out`` holds the right bytes only if they are checked. The file may be unlinked meanwhile: an open file stays
     readable.
 
     Raises:
@@ -73,10 +73,10 @@ def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memor
 
 
 def write_entry(fd: int, key: EntryKey, crc: int, data: memoryview) -> None:
-    """Write the entry of ``key`` to the file ``fd`` from its beginning on; ``crc`` is the CRC32C of ``data``.
+    """Write the entry of ``key`` to the file ``fd`` from its beginning on. ``crc`` is the CRC32C of ``data``.
 
-    There is no fsync: after a power failure a file may be short or full of zeros, which the next reader detects by
-    header and checksum, and bytes that a store can deliver again are not worth waiting for the disk.
+    There is no fsync: after a power failure a file may be short or full of zeros, which header and checksum reveal to
+    the next reader. Bytes that a store can deliver again are not worth waiting for the disk.
 
     Raises:
         OSError: The disk is full or fails.
@@ -95,7 +95,7 @@ def write_entry(fd: int, key: EntryKey, crc: int, data: memoryview) -> None:
 def touch(fd: int) -> None:
     """Mark the entry as just used by its modification time, which mount options do not suppress.
 
-    A read-only cache keeps its order, which is not a failure.
+    In a read-only cache the order does not change, which is not a failure.
     """
     now_ns = time.time_ns()  # finer than the clock that the kernel stamps files with
     try:
@@ -109,7 +109,7 @@ def _header_crc(header: bytearray) -> int:
 
 
 def _read_all(fd: int, views: list[memoryview]) -> int:
-    """Read into ``views``; return the number of bytes, fewer than they hold only at the end of the file."""
+    """Read into ``views``. Return the number of bytes, less than their size only at the end of the file."""
     done = 0
     while views:
         count = os.preadv(fd, views, done)

@@ -56,12 +56,12 @@ class EntryKey:
 
 
 def is_entry_name(name: str) -> bool:
-    """Tell whether a file of this name in the directory of entries is ours."""
+    """Return whether a file of this name in the directory of entries is ours."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_part_name(name: str) -> bool:
-    """Tell whether a file of this name in the directory of unfinished entries is ours."""
+    """Return whether a file of this name in the directory of unfinished entries is ours."""
     return _PART_NAME.fullmatch(name) is not None
 
 
@@ -69,7 +69,7 @@ def normalized(url: str) -> str:
     """Return ``url`` without parts that are secret or may differ between two ways to reach the same object.
 
     Local paths become absolute. User, password, fragment, default port and the parameters of signed URLs (AWS, Google,
-    CloudFront, Azure SAS) are dropped, scheme and host become lower case. Every other parameter stays, since it may
+    CloudFront, Azure SAS) are dropped; scheme and host become lower case. All other parameters stay, since they may
     identify the object.
     """
     scheme = scheme_of(url)

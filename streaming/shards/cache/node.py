@@ -1,4 +1,4 @@
-"""Give readers a range of bytes, from the cache or from the store, fetched once per node."""
+"""Deliver a range of bytes from the cache or from the store; each range is fetched once per node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from streaming.shards.cache.space import PartFile, Space
 from streaming.storage import Checked, Waiting, crc_of, try_lock
 
 RETRY_AFTER_S = 60.0
-"""How long nothing is written after a disk error: long compared with one failed call, short compared with an epoch."""
+"""Time without writes after a disk error: long compared with one failed call, short compared with an epoch."""
 WAIT_S = 30.0
-"""How long to wait for another process's fetch: the read time-out of a request, after which the other has stalled."""
+"""Time to wait for another process's fetch: the read time-out of a request, after which the other has stalled."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 class NodeCache:
     """Byte ranges of objects, kept in a directory that all ranks and replicas of a node share.
 
-    The first process that misses fetches, the others wait for the result. Entries are published whole by renaming,
+    The first process that misses fetches; the others wait for the result. Entries are published whole by renaming,
     checked by length and CRC32C at every read, and evicted least recently used first. The directory may be lost,
     damaged, full, read-only or deleted at any moment, and any process killed: readers then get their bytes from the
-    store, with one warning per process. Nothing here raises because of the disk.
+    store, with one warning per process. Disk errors never raise here.
 
-    Thread-safe, picklable (the copy counts in metrics of its own), safe to fork, and cheap to make: nothing is
-    touched before the first read, and no file stays open between calls, so there is nothing to close.
+    Thread-safe, picklable (the copy counts in metrics of its own), safe to fork, and cheap to make: nothing is touched
+    before the first read, and no file stays open between calls, so there is nothing to close.
 
     Metrics: ``cache_hits``, ``cache_hit_bytes``, ``cache_misses``, ``cache_miss_bytes``, ``cache_wait_s`` (for
     another's fetch), ``cache_wait_timeouts``, ``cache_write_s``, ``cache_damaged`` (entries found damaged),
@@ -49,8 +49,8 @@ class NodeCache:
     Args:
         directory: A directory on a local disk or tmpfs; created if necessary. Only our own subdirectory is used.
         limit_bytes: Total size limit of the files, in whole blocks.
-        metrics: Where to count.
-        wait_s: How long to wait for another's fetch of the same range before fetching it too.
+        metrics: Counts hits, misses, waits and errors.
+        wait_s: Seconds to wait for another's fetch of the same range before fetching it too.
 
     Raises:
         ConfigError: The limit or the wait is not positive.
@@ -72,7 +72,7 @@ class NodeCache:
         self.metrics = metrics or Metrics()
         self._space = Space(self._layout, limit_bytes, self.metrics)
         self._ready = False
-        self._unwarned = threading.Lock()  # acquired once and never waited for: a flag that only one thread can lower
+        self._unwarned = threading.Lock()  # acquired once and never awaited: a flag that only one thread can lower
         self._resume_at_s = 0.0
 
     def __reduce__(self) -> tuple[Callable[[], NodeCache], tuple[()]]:
@@ -95,21 +95,21 @@ class NodeCache:
 
         Args:
             url: The object; normalized by :func:`streaming.shards.cache.key.normalized`. Never written to disk.
-            version: Everything else that identifies these bytes at that URL: the store's endpoint, ETag or generation,
-                or the index's size and fingerprint. Any text.
+            version: All other facts that identify these bytes at that URL: the store's endpoint, ETag or generation, or
+                the index's size and fingerprint. Any text.
             start: First byte.
             out: Writable, contiguous memory, any item type.
             fetch: Fills the given memory (``out`` as bytes) from the store and compares it with its checksums, or
                 raises. Called at most once. An entry is written with the checksum that was compared, if there is one of
                 all bytes; it is not computed again.
-            crc32c: CRC32C of the bytes, if known: others are never taken from the cache.
+            crc32c: CRC32C of the bytes, if known: other bytes are never taken from the cache.
 
         Returns:
-            That the bytes were checked, and whether they came from the cache: False if ``fetch`` was called.
+            The check of the bytes, and whether they came from the cache: False if ``fetch`` was called.
 
         Raises:
             ConfigError: The memory or the range is invalid.
-            BaseException: What ``fetch`` raises, and nothing else; ``out`` is then as ``fetch`` left it.
+            BaseException: Any exception of ``fetch``, and nothing else; ``out`` is then as ``fetch`` left it.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:
@@ -136,7 +136,7 @@ class NodeCache:
         return checked, False
 
     def invalidate(self, url: str, version: str, start: int, size_bytes: int) -> None:
-        """Forget a range, so that the next :meth:`read_into` of it fetches; does nothing if it is not there."""
+        """Forget a range, so that the next :meth:`read_into` of it fetches. Do nothing if it is absent."""
         try:
             os.unlink(self._layout.entry(EntryKey.of(url, version, start, size_bytes)))
         except FileNotFoundError:
@@ -145,7 +145,7 @@ class NodeCache:
             self._trouble(error)
 
     def _load(self, key: EntryKey, crc32c: int | None, out: memoryview) -> Checked | None:
-        """Load the entry into ``out``; None if that did not work. A damaged one is deleted."""
+        """Load the entry into ``out``; None if that did not work. Delete a damaged entry."""
         path = self._layout.entry(key)
         try:
             self._layout.check_owner()
@@ -178,7 +178,7 @@ class NodeCache:
         return True
 
     def _prepare(self) -> None:
-        """Make the directories and clear what dead processes and older releases left, before the first write."""
+        """Make the directories and clear the remains of dead processes and older releases, before the first write."""
         if self._ready:
             return
         self._layout.make()  # many threads and processes may do all of this at once
@@ -229,7 +229,7 @@ class NodeCache:
         return None if fd is None else PartFile(path, fd)
 
     def _store(self, key: EntryKey, checked: Checked, part: PartFile, data: memoryview) -> bool:
-        """Turn the part into the whole entry. False if the disk fails or is full: it is still a part then."""
+        """Turn the part into the whole entry. Return False if the disk fails or is full: it is still a part then."""
         started_s = time.monotonic()
         crc = crc_of((data,))[0] if checked.crc32c is None else checked.crc32c  # readers will compare it again
         stored = False
@@ -253,7 +253,7 @@ class NodeCache:
             os.rename(part, entry)
 
     def _end_claim(self, part: PartFile, *, stored: bool) -> None:
-        """Release the claim. A part that did not become an entry is deleted, and its space released."""
+        """Release the claim. Delete a part that did not become an entry, and release its space."""
         try:
             if not stored:
                 self._space.drop(part)
@@ -280,10 +280,10 @@ class NodeCache:
 
 
 def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:
-    """Return the cache that a user asked for; by default it may take four fifths of the free space on its disk.
+    """Return the cache that a user requested. By default it may take four fifths of the free space on its disk.
 
     Raises:
-        ConfigError: A limit without a directory.
+        ConfigError: A limit was given without a directory.
     """
     if cache_dir is None:
         if cache_limit is not None:

@@ -79,10 +79,10 @@ class CachePaths:
         return os.path.join(self.parts, f"{key.name}.{suffix}.part" if suffix else f"{key.name}.part")
 
     def check_owner(self) -> None:
-        """Check that our directory is missing, or ours alone to write: anyone else who could might feed us bytes.
+        """Check that our directory is missing, or that only this user can write to it: others could plant bytes there.
 
-        A user who may rename it could replace it, so its parent directory must be ours or root's, too. Others may
-        write to the parent only if it is sticky, as /tmp is.
+        A user who may rename it could replace it, so its parent directory must belong to this user or root too. Others
+        may write to the parent only if it is sticky, as /tmp is.
 
         Raises:
             PermissionError: One of them belongs to another user (except root), or others may write into it.
@@ -98,11 +98,11 @@ class CachePaths:
                 raise PermissionError(
                     f"{folder}: expected a folder owned by this user that nobody else can write to, got mode "
                     f"{stat.filemode(status.st_mode)} of user {status.st_uid}; choose another cache_dir, such as a new "
-                    "folder in it, or take the rights of others away (chmod go-w)"
+                    "folder in it, or remove the rights of others (chmod go-w)"
                 )
 
     def make(self) -> None:
-        """Make the directories and the marker, unless they exist. Private to the user, since the data may be.
+        """Make the directories and the marker, unless they exist. They are private to the user, since the data may be.
 
         Raises:
             OSError: They cannot be made, or the directory belongs to something else.
@@ -170,7 +170,7 @@ class CachePaths:
 
 
 def try_lock_existing(path: str) -> int | None:
-    """Lock as :func:`try_lock` does, without creating the file; None if there is none, too."""
+    """Lock like :func:`try_lock`, without creating the file; None also if the file does not exist."""
     try:
         return try_lock(path, create=False)
     except FileNotFoundError:
@@ -203,5 +203,5 @@ def _unlink(path: str) -> None:
 def _rmdir(folder: str) -> None:
     try:
         os.rmdir(folder)
-    except OSError:  # missing, or it holds something that is not ours
+    except OSError:  # missing, or it holds a file that is not ours
         return

@@ -1,11 +1,11 @@
 """Reserve the space of a cache before it is written, count it in one file, and make room by evicting the oldest.
 
-The files themselves are the truth: an entry takes its length, a part (an entry being written) takes the length that it
-was extended to when its space was reserved. The counter in ``usage`` saves listing all of them for every entry. It is
+The files themselves are the truth: an entry takes its length, a part (an entry being written) takes the length to which
+it was extended when its space was reserved. The counter in ``usage`` avoids listing all files for every entry. It is
 changed only under its lock, in an order such that a process killed in the middle leaves it too high, never too low:
-counted before the part is extended, discounted after the file is gone. A value that is too high is corrected by
-counting anew before anything is evicted; a counter that is missing, damaged or from before the machine's last start is
-not trusted.
+counted before the part is extended, discounted after the file is gone. A value that is too high is corrected by a new
+count before anything is evicted. A counter that is missing, damaged or from before the machine's last start is not
+trusted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from streaming.storage import Waiting, locked, try_lock, unlock
 LOW_WATER = 0.9
 """Share of the limit to evict down to: one scan of the directory pays for a tenth of the cache."""
 _LOCK_LIMIT_S = 10.0
-"""Far above the longest hold, one scan (0.2 s for 60,000 entries)."""
+"""Upper bound on the time of a lock: far above the longest hold, one scan (0.2 s for 60,000 entries)."""
 _ROOM_LIMIT_S = 2.0
-"""How long an entry may wait for room that other processes make or hold; a reader is waiting for it."""
+"""Time for which an entry may wait for room that other processes make or hold; a reader is waiting for it."""
 _RECORD = struct.Struct("<8s36sQI")
 _MAGIC = b"shstuse1"
 
 
 @dataclass(slots=True, eq=False)
 class PartFile:
-    """An entry being made: an open file that this process keeps locked until it is closed.
+    """An entry being written: an open file that this process keeps locked until it is closed.
 
     Attributes:
         path: Path of the file.
@@ -47,11 +47,11 @@ class PartFile:
 
     @property
     def reserved_bytes(self) -> int:
-        """Space that is counted for it."""
+        """Space that is counted for the part."""
         return charged_bytes(os.fstat(self.fd).st_size)
 
     def close(self) -> None:
-        """Release the lock; the file stays."""
+        """Release the lock. The file stays."""
         unlock(self.fd)
 
 
@@ -77,11 +77,11 @@ class Space:
         self._metrics = metrics
 
     def fits(self, num_bytes: int) -> bool:
-        """Tell whether an entry of ``num_bytes`` could ever be kept."""
+        """Return whether an entry of ``num_bytes`` could ever be kept."""
         return charged_bytes(file_bytes(num_bytes)) <= self._limit_bytes
 
     def reserve(self, part: PartFile, num_bytes: int) -> None:
-        """Count an entry of ``num_bytes`` in, and extend ``part`` to its length. Evicts if necessary.
+        """Add an entry of ``num_bytes`` to the count, and extend ``part`` to its length. Evict if necessary.
 
         Raises:
             TimeoutError: Another process holds a lock or all of the room, and makes no progress.
@@ -106,10 +106,10 @@ class Space:
                 )
 
     def drop(self, part: PartFile) -> None:
-        """Delete ``part`` and discount its reservation; it stays open and locked.
+        """Delete ``part`` and discount its reservation. It stays open and locked.
 
         Raises:
-            OSError: It cannot be deleted, or discounted; then the counter is too high, which is harmless.
+            OSError: It cannot be deleted, or discounted. Then the counter is too high, which is harmless.
         """
         reserved_bytes = part.reserved_bytes
         if not reserved_bytes:
@@ -120,7 +120,7 @@ class Space:
             _discount(usage, reserved_bytes)
 
     def sweep(self) -> None:
-        """Delete the parts of dead processes; those of living ones are locked, and stay."""
+        """Delete the parts of dead processes. Those of living ones are locked, and stay."""
         for path in self._layout.part_paths():
             if (fd := try_lock_existing(path)) is not None:
                 part = PartFile(path, fd)
@@ -137,9 +137,9 @@ class Space:
         return self._count(usage)[0] if used_bytes is None else used_bytes
 
     def _count(self, usage: int) -> tuple[int, list[_Resident]]:
-        """Count all files anew, deleting parts of dead processes: (bytes used, entries). Call with the lock held.
+        """Count all files again, deleting parts of dead processes: (bytes used, entries). Call with the lock held.
 
-        Parts are listed before entries, so that one that is renamed meanwhile counts twice rather than not at all.
+        Parts are listed before entries, so that a part that is renamed meanwhile counts twice rather than not at all.
         """
         used_bytes = 0
         for path in self._layout.part_paths():
@@ -156,7 +156,7 @@ class Space:
         return used_bytes, residents
 
     def _make_room_alone(self, need_bytes: int) -> bool:
-        """Make room as :meth:`_make_room` does; False if another process is doing so, which may be enough."""
+        """Make room like :meth:`_make_room`. Return False if another process is doing so, which may be enough."""
         evicting = try_lock(self._layout.evict)
         if evicting is None:
             return False
@@ -166,7 +166,7 @@ class Space:
             unlock(evicting)
 
     def _make_room(self, need_bytes: int) -> bool:
-        """Evict down to the low-water mark; return whether ``need_bytes`` then fit. The evicting lock is held."""
+        """Evict down to the low-water mark. Return whether ``need_bytes`` then fit. The evicting lock is held."""
         with self._locked() as usage:
             used_bytes, residents = self._count(usage)
         if used_bytes + need_bytes > self._limit_bytes:
@@ -178,7 +178,7 @@ class Space:
         return used_bytes + need_bytes <= self._limit_bytes
 
     def _evict(self, resident: _Resident) -> int:
-        """Delete one entry, unless it was used since it was listed; return the bytes freed.
+        """Delete one entry, unless it was used since it was listed. Return the freed bytes.
 
         A process that is reading it is not affected: an open file outlives its name.
         """
@@ -196,7 +196,7 @@ class Space:
 
 
 def _live_bytes(path: str) -> int:
-    """Return the space reserved for the part at ``path``, which is deleted if its writer is dead."""
+    """Return the space reserved for the part at ``path``. Delete the part if its writer is dead."""
     try:
         fd = try_lock(path, create=False)
         if fd is None:

@@ -1,5 +1,5 @@
 """Turn URLs into open shards: expand patterns, list directories, read or build the index.
 
-Every request that a dataset makes before its first sample belongs here. The bytes of samples are fetched in ``fetch``;
-the tables themselves, which do no I/O, are in ``index``.
+All requests of a dataset before its first sample belong here. The bytes of samples are fetched in ``fetch``; the tables
+themselves, which do no I/O, are in ``index``.
 """

@@ -41,12 +41,12 @@ from streaming.types import DuplicateKeys
 
 _T = TypeVar("_T")
 _Indexed = tuple[ChunkTable, PassedOver]
-"""The chunk rows of a shard, and its files that belong to no sample as far as it was scanned."""
+"""The chunk rows of a shard, and its files that belong to no sample, as far as it was scanned."""
 _log = logging.getLogger(__name__)
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
 _ASKED = 4
-"""Other shards that are asked for the names of their columns, in place of one whose sample file is damaged."""
+"""Number of other shards whose column names are read if the shard's own sample file is damaged."""
 
 
 def place_in_index(url: str, index_url: str | None) -> tuple[str, str]:
@@ -78,30 +78,30 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
     """Return the chunk table of the index in ``home``.
 
     Raises:
-        NotFoundError: There is none.
-        IndexFormatError: It is damaged, or too new.
+        NotFoundError: There is no index.
+        IndexFormatError: The index is damaged, or too new.
     """
     return read_table(storage, join_url(home, chunks_path()))
 
 
 def read_schema(storage: Storage, home: str) -> Schema:
-    """Return what the set whose index is in ``home`` says that it means; an empty schema if it says nothing.
+    """Return the schema of the set whose index is in ``home``; an empty schema if the set states nothing.
 
     Raises:
-        IndexFormatError: Its ``schema.json`` is damaged, or of another version.
+        IndexFormatError: The ``schema.json`` is damaged, or of another version.
         StorageError: The store failed.
     """
     return schema_of(storage, home)
 
 
 def write_schema(storage: Storage, home: str, schema: Schema) -> None:
-    """Write what the set whose index is in ``home`` means, if it says anything."""
+    """Write the schema of the set whose index is in ``home``, unless it is empty."""
     if schema:
         storage.put(join_url(home, SCHEMA_FILE), schema.to_bytes())
 
 
 def no_samples(url: str, why: str = "") -> IndexMissingError:
-    """Return the error for a shard without a sample table; ``why`` says what it is needed for."""
+    """Return the error for a shard without a sample table; ``why`` names its purpose."""
     return IndexMissingError(
         f"{redact(url)}: the index has no sample table for this shard{why}; run `shard_tools index --force "
         f"{shell_place(url)}`"
@@ -121,11 +121,11 @@ def index_shards(
     progress: Progress | None = None,
     on_passed_over: OnPassedOver | None = None,
 ) -> ChunkTable:
-    """Index the shards at ``urls`` and write the index files; return the chunk table of these shards, in this order.
+    """Index the shards at ``urls`` and write the index files. Return the chunk table of these shards, in this order.
 
     Each shard's sample file is written as soon as the shard is scanned, and ``chunks.parquet`` last, so an interrupted
-    call continues where it stopped: a shard that has a sample file, whose chunk rows match its current size, is not
-    read again. All of that file is checked, and a damaged one is rebuilt, with its lifted columns. Other shards that
+    call continues where it stopped: a shard is not read again if it has a sample file whose chunk rows match its
+    current size. All of that file is checked, and a damaged one is rebuilt, with its lifted columns. Other shards that
     the index already holds are kept. If shards are damaged, the others are still scanned, ``chunks.parquet`` is not
     changed, and the first error is raised with the others as notes.
 
@@ -133,20 +133,20 @@ def index_shards(
         storage: The store.
         urls: Shards.
         index_url: Directory in which ``_shardstream/`` is written; default: each shard's own directory.
-        parallel: Shards scanned in parallel; default: the number of CPUs that this process may use.
-        force: Scan every shard again. The lifted columns of its old sample table stay, if that is readable and has
-            the same keys.
+        parallel: Number of shards scanned in parallel; default: the number of CPUs that this process may use.
+        force: Scan every shard again. The lifted columns of its old sample table stay, if that is readable and has the
+            same keys.
         executor: Executor on which to scan instead of threads, such as a cluster, or processes: faster for small
             records. The caller shuts it down.
         rule: Rule for cutting chunks.
         duplicate_keys: As for :func:`streaming.shards.catalog.scan.scan_shard`.
         progress: Called with scanned bytes, from any thread; with ``executor`` once per shard.
-        on_passed_over: Called once if scanned shards hold files that belong to no sample; default: a warning is logged.
+        on_passed_over: Called once if scanned shards hold files that belong to no sample; default: log a warning.
 
     Raises:
         ConfigError: A shard is compressed, or two shards, perhaps of different calls, have the same name in one index.
-        DataError: A shard is damaged; see :func:`streaming.shards.catalog.scan.scan_shard`. Or a sample file is, whose
-            lifted columns are lost.
+        DataError: A shard is damaged; see :func:`streaming.shards.catalog.scan.scan_shard`. Or a sample file is damaged
+            and its lifted columns are lost.
         StorageError: A shard cannot be read, or the index cannot be written.
     """
     for url in urls:
@@ -228,7 +228,7 @@ def _check_same_folder(
     """Check, for the first shard that an index elsewhere names, that the first chunk is that of this very shard.
 
     Raises:
-        ConfigError: It is another one, perhaps of the same size, as shards of tokens often are.
+        ConfigError: It belongs to another shard, perhaps of the same size, as shards of tokens often are.
     """
     for one in todo:
         rows = rows_of[one.home].get(one.name)
@@ -300,10 +300,10 @@ def _with_columns(storage: Storage, table: SampleTable, stored_url: str, url: st
 
 
 def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _Todo) -> bytes:
-    """Return the sample file of a shard in place of a damaged one.
+    """Return the sample file of a shard that replaces a damaged one.
 
     Raises:
-        IndexFormatError: It had columns that a scan cannot give, and they cannot be told from damaged ones.
+        IndexFormatError: It had columns that a scan cannot give, and they cannot be distinguished from damaged ones.
     """
     original = table.restored(damaged)
     if original is not None:
@@ -322,7 +322,7 @@ def _restored(storage: Storage, table: SampleTable, damaged: memoryview, todo: _
 
 
 def _lost_columns(storage: Storage, todo: _Todo) -> list[str]:
-    """Return the columns of a damaged sample file by its own footer, or by the first of others that has one."""
+    """Return the columns of a damaged sample file by its own footer, or by that of the first other shard with one."""
     for name in (todo.name, *todo.others):
         url = join_url(todo.home, samples_path(name))
         with suppress(IndexFormatError):
@@ -335,7 +335,7 @@ def _lost_columns(storage: Storage, todo: _Todo) -> list[str]:
 def _gather(futures: Sequence[Future[_Indexed]], todo: Sequence[_Todo], progress: Progress | None) -> list[_Indexed]:
     """Return the results.
 
-    After a damaged shard the others continue; after any other error, calls that have not begun are canceled.
+    After a damaged shard the others continue. After any other error, calls that have not begun are canceled.
     """
     indexed: list[_Indexed] = []
     errors: list[DataError] = []
@@ -365,7 +365,7 @@ def in_order(urls: Sequence[str], index_url: str | None, tables: Mapping[str, Ch
 
 
 def joined(tables: Sequence[ChunkTable]) -> ChunkTable:
-    """Return several tables as one; one alone as it is."""
+    """Return several tables as one; return a single table unchanged."""
     return tables[0] if len(tables) == 1 else ChunkTable.concat(tables)
 
 
@@ -375,7 +375,7 @@ def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = No
 
 
 def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> dict[str, ChunkTable]:
-    """Return the chunk tables of the index of the shards at ``urls``, by directory; they may include other shards.
+    """Return the chunk tables of the index of the shards at ``urls``, by directory. They may include other shards.
 
     Each directory's ``chunks.parquet`` is read once. A shard that is not in it but has a sample file (from an
     unfinished writer or indexer) is taken from that file's footer. The shards themselves are not checked: see
@@ -411,7 +411,7 @@ def _of_another_version(url: str, home: str, version: VersionFacts) -> IndexMism
 
 
 def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, *, tell: bool = False) -> _T | None:
-    """Return the result of ``ask`` for an index file, or None if there is no such file.
+    """Return the result of ``ask`` for an index file; None if there is no such file.
 
     Without permission to list a bucket, S3 answers 403 for objects that do not exist. So a refusal means "none" if
     ``shard``, which is beside the index, can be read; None for an index elsewhere. ``tell``: log it.
@@ -469,9 +469,9 @@ def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
 def read_footer_of(
     storage: Storage, url: str, parse: Callable[[bytes, str], _T], num_bytes: int | None = None
 ) -> _T | None:
-    """Return what ``parse`` makes of the end of an index file, which holds its footer; None if there is no such file.
+    """Return the result of ``parse`` for the end of an index file, which holds its footer; None if there is no file.
 
-    An end that came wrong is asked for again. ``num_bytes``: the size of the file, if it is known.
+    Wrong bytes are requested again. ``num_bytes``: the size of the file, if known.
     """
     try:
         size_bytes = storage.info(url).size_bytes if num_bytes is None else num_bytes
@@ -494,7 +494,7 @@ def read_footer_of(
 def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:
     """Check that each shard at ``urls`` still has the size recorded in ``table``, which is in the same order.
 
-    A storage is asked one by one: let ``StorageAhead`` prefetch the answers.
+    The shards are requested one by one: let ``StorageAhead`` prefetch the answers.
 
     Raises:
         IndexMismatchError: A shard has another size; the message names the first one.

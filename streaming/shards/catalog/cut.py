@@ -1,6 +1,6 @@
 """Cut chunks into smaller fetch units: runs of whole spans, which have checksums of their own.
 
-The result is a chunk table again, of more and smaller rows over the same shards, so whoever reads chunks reads units.
+The result is again a chunk table, with more and smaller rows over the same shards, so readers of chunks read units.
 Each byte is in one unit, and each unit has a CRC32C, which follows from those of its spans.
 """
 
@@ -25,13 +25,13 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What to cut, and how.
+    """A set to cut, and the size of its units.
 
     Attributes:
         storage: The store of the shards.
         shards: The shards, with their whole chunk table.
         table: That table.
-        unit_bytes: Size of a unit, about: it ends at the border of spans nearest to that.
+        unit_bytes: Approximate size of a unit in bytes: it ends at the border of spans nearest to that.
     """
 
     storage: Storage
@@ -43,11 +43,11 @@ class Cut:
 def cut_tables(cuts: Sequence[Cut], peers: Peers | None = None) -> list[ChunkTable]:
     """Return the table of the units of each set; a set without a chunk larger than a unit keeps its own.
 
-    Reads the sample table of every shard with a larger chunk, all sets' in parallel; with peers, each rank reads a part
-    of them.
+    Reads the sample table of every shard with a larger chunk, for all sets in parallel. With peers, each rank reads a
+    part of them.
 
     Raises:
-        IndexMissingError: A shard that is to be cut has no sample table.
+        IndexMissingError: A shard that has to be cut has no sample table.
         IndexFormatError, IndexMismatchError, StorageError: A sample table cannot be read, or is of another shard.
     """
     jobs = [(at, shard) for at, cut in enumerate(cuts) for shard in _larger(cut.table, cut.unit_bytes)]
@@ -91,9 +91,9 @@ def _units_of(cut: Cut, shard: int) -> Int64Array:
 
 
 def units_of(spans: Spans, unit_bytes: int) -> Int64Array:
-    """Cut the chunks of a shard into ceil(bytes / unit_bytes) units each, at the borders of spans next to equal parts.
+    """Cut the chunks of a shard into ceil(bytes / unit_bytes) units each, at the span borders nearest to equal parts.
 
-    A unit is larger than ``unit_bytes`` by less than a span, and has one span at least.
+    A unit is larger than ``unit_bytes`` by less than a span, and has at least one span.
 
     Returns:
         int64 [5, n]: ``first_sample``, ``num_samples``, ``byte_start``, ``byte_end`` and ``crc32c`` of the units.
@@ -104,7 +104,7 @@ def units_of(spans: Spans, unit_bytes: int) -> Int64Array:
     size = table.chunk_bytes[chunk]
     parts = -(-size // unit_bytes)
     middle = (starts + ends) // 2 - table.byte_start[chunk]
-    number = middle * parts // size  # of the unit in its chunk: that of the part in which the span has its middle
+    number = middle * parts // size  # int64 [spans], unit in the chunk: the part that has the span's middle
     begins = np.flatnonzero(np.concatenate(([True], (np.diff(chunk) != 0) | (np.diff(number) != 0))))
     stops = np.append(begins[1:], len(starts))
     firsts = spans.firsts[begins]
@@ -114,7 +114,7 @@ def units_of(spans: Spans, unit_bytes: int) -> Int64Array:
 
 
 def _table_of(whole: ChunkTable, units: dict[int, Int64Array]) -> ChunkTable:
-    """Return a table with the units of some shards in place of their chunks."""
+    """Return a table with the units of some shards instead of their chunks."""
     if not units:
         return whole
     names = ("first_sample", "num_samples", "byte_start", "byte_end", "crc32c")

@@ -36,7 +36,7 @@ class JoinedSource(OneOrder):
 
     def __init__(self, sets: Mapping[str, ChunkSource | PackedSource]) -> None:
         for name in ("chunk_samples", "chunk_bytes", "byte_starts", "_shown_urls", "_have_gaps"):
-            self.__dict__.pop(name, None)  # of a copy that is made over other sets
+            self.__dict__.pop(name, None)  # cached values of a copy over other sets
         self._sets = [sets[name] for name in sorted(sets)]
         self._joined = _sharing_storages(self._sets)
         self.names = tuple(sorted(sets))
@@ -55,22 +55,22 @@ class JoinedSource(OneOrder):
 
     @property
     def urls(self) -> Sequence[str]:
-        """URLs of the shards of all sources, as they are requested; they may contain secrets."""
+        """URLs of the shards of all sources, as requested; they may contain secrets."""
         return [url for one in self._joined for url in one.urls]
 
     @cached_property
     def chunk_samples(self) -> Int64Array:
-        """int64[C], samples of each chunk."""
+        """int64 [C], number of samples of each chunk."""
         return self._column(lambda one: one.chunk_samples)
 
     @cached_property
     def chunk_bytes(self) -> Int64Array:
-        """int64[C], bytes of each chunk."""
+        """int64 [C], size of each chunk in bytes."""
         return self._column(lambda one: one.chunk_bytes)
 
     @cached_property
     def byte_starts(self) -> Int64Array:
-        """int64[C], where each chunk begins in its shard."""
+        """int64 [C], offset of each chunk in its shard."""
         return self._column(lambda one: one.byte_starts)
 
     @property
@@ -84,7 +84,7 @@ class JoinedSource(OneOrder):
         return self if all(one.in_place is not None for one in self._joined) else None
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """Return which of ``names`` each chunk belongs to."""
+        """Return the index into ``names`` of each chunk's source."""
         return np.searchsorted(self._starts, chunk_ids, side="right") - 1
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
@@ -139,7 +139,7 @@ class JoinedSource(OneOrder):
 
     @property
     def is_packed(self) -> bool:
-        """Whether packs of samples are dealt out, by all sets or none."""
+        """Whether packs of samples are dealt to ranks, by all sets or none."""
         return all(one.is_packed for one in self._joined)
 
     @cached_property
@@ -149,7 +149,7 @@ class JoinedSource(OneOrder):
         return np.array([url for urls in every for url in urls], object)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """Return the URL of the shard of each chunk, as samples and messages show it."""
+        """Return the URL of the shard of each chunk, as shown in samples and messages."""
         urls: list[str] = self._shown_urls[chunk_ids].tolist()
         return urls
 
@@ -164,7 +164,7 @@ class JoinedSource(OneOrder):
         return replace(_sliced(self._joined[source]).slice(within, first, stop), source=source)
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
-        """Fetch a range into ``out``; locating its samples may be left to the caller."""
+        """Fetch a range into ``out``. Locating its samples may be left to the caller."""
         return self._joined[wanted.source].fetch_unit(wanted, out)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
@@ -172,7 +172,7 @@ class JoinedSource(OneOrder):
         return self._joined[wanted.source].apart(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
-        """Tell whether :meth:`fetch_unit` reads all of a range."""
+        """Return whether :meth:`fetch_unit` reads all of a range."""
         return self._joined[wanted.source].reads_whole(wanted)
 
     @property
@@ -187,7 +187,7 @@ class JoinedSource(OneOrder):
         return read(within, start, stop, whole=whole)
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Count the bytes that each chunk takes with its source's ``fields``."""
+        """Return the number of bytes that each chunk takes with its source's ``fields``."""
         found = np.empty(len(chunk_ids), np.int64)
         for source, rows in rows_by(self.source_of(chunk_ids)):
             found[rows] = self._joined[source].unit_bytes(chunk_ids[rows] - self._starts[source])
@@ -212,12 +212,12 @@ class JoinedSource(OneOrder):
         return np.concatenate(samples), np.concatenate(begins)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
-        """Return where a sample inside a chunk lies in its shard."""
+        """Return the location in its shard of a sample inside a chunk."""
         source, within = self._place(chunk_id)
         return self._joined[source].locate(within, inside)
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of all sources' storages and caches since they were opened, added up."""
+        """Return the counters of all sources' storages and caches since they were opened, summed."""
         counted: dict[str, float] = {}
         for one in self._apart():
             for name, value in one.counters().items():
@@ -244,7 +244,7 @@ class JoinedSource(OneOrder):
 
 
 def _sliced(one: ChunkSource | PackedSource) -> ChunkSource:
-    """Return a set, parts of whose chunks are read."""
+    """Return a set whose chunks are read in parts."""
     assert isinstance(one, ChunkSource), "packs are read whole"  # noqa: S101
     return one
 
@@ -261,7 +261,7 @@ def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkS
         if same is None:
             storages.append(one.storage)
         elif same is not one.storage and not isinstance(one, PackedSource):
-            one = copy.copy(one)  # noqa: PLW2901  the caller's own stays as it is
+            one = copy.copy(one)  # noqa: PLW2901  the caller's own set does not change
             one.storage = same
         found.append(one)
     return found

@@ -1,4 +1,4 @@
-"""Locate the records of a text file: one vectorised pass, and four bytes per record to keep."""
+"""Locate the records of a text file: in one vectorized pass, with four bytes of memory per record."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from streaming.errors import DataError
 from streaming.types import Int64Array
 
 MAX_LINE_BYTES = 256 << 20
-"""A longer line cannot be a record, and would often not fit into memory."""
+"""Size limit of a line: a longer one cannot be a record, and would often not fit into memory."""
 _SEGMENT_BITS = 32
 _NEWLINE, _QUOTE = 10, 34
 _WHITE = {False: b" \t\n\r\x0b\x0c", True: b"\n\r"}
-"""Blank lines are made of these, as ``quoted`` is: white space may be the values of a record."""
+"""Bytes of blank lines; with ``quoted``, those of line ends alone, since white space may be the values of a record."""
 
 
 class Lines(NamedTuple):
     """Some lines that are not blank, in order.
 
     Attributes:
-        begins: int64 ``[n]``, first byte of each.
-        ends: int64 ``[n]``, one past its last byte, the line's end included.
-        numbers: int64 ``[n]``, its number in the file, from 1; with ``quoted`` records, of records and blank lines.
+        begins: int64 ``[n]``, first byte of each line.
+        ends: int64 ``[n]``, one past the last byte of each line, including its line end.
+        numbers: int64 ``[n]``, number of each line in the file, from 1; with ``quoted`` records, of records and blank
+            lines.
     """
 
     begins: Int64Array
@@ -46,8 +47,8 @@ def scan_lines(blocks: Iterable[bytes | memoryview], where: str, *, quoted: bool
     Raises:
         DataError: A line is longer than 256 MiB.
     """
-    position = begin = number = 0  # of the block; of the line that is open; lines that are closed
-    filled = is_inside = False  # of the open line: it holds something; it stands between quotes
+    position = begin = number = 0  # of the block; of the open line; number of closed lines
+    filled = is_inside = False  # of the open line: it has content; it is between quotes
     for block in blocks:
         octets = np.frombuffer(block, np.uint8)
         if not len(octets):
@@ -60,7 +61,7 @@ def scan_lines(blocks: Iterable[bytes | memoryview], where: str, *, quoted: bool
         ends += 1
         starts = np.concatenate(([0], ends)) if not len(ends) or ends[-1] < len(octets) else np.append(0, ends[:-1])
         is_filled = ~np.isin(octets[starts], list(_WHITE[quoted]))
-        for line in np.flatnonzero(~is_filled).tolist():  # few: they begin with white space
+        for line in np.flatnonzero(~is_filled).tolist():  # few: lines that begin with white space
             stop = int(ends[line]) if line < len(ends) else len(octets)
             is_filled[line] = bool(octets[starts[line] : stop].tobytes().strip(_WHITE[quoted]))
         is_filled[0] |= filled
@@ -92,7 +93,7 @@ class RecordStarts:
 
     @classmethod
     def of(cls, found: Iterable[Lines]) -> Self:
-        """Keep the beginnings of ``found``; blank lines belong to the record before them."""
+        """Keep the beginnings of ``found``. Blank lines belong to the record before them."""
         parts: list[npt.NDArray[np.uint32]] = []
         segments: list[int] = []
         count = end = 0
@@ -118,7 +119,7 @@ class RecordStarts:
         return int(begin), int(end)
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes, for other processes."""
+        """Return the value as bytes, for other processes."""
         return b"".join([len(self.segments).to_bytes(8, "little"), self.segments.tobytes(), self.low.tobytes()])
 
     @classmethod

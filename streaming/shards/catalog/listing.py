@@ -41,7 +41,7 @@ class FoundShards:
     versions: Mapping[str, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return all of it; the columns as they lie in memory, little-endian."""
+        """Return the value as bytes; columns as they lie in memory, little-endian."""
         head: dict[str, Any] = {"urls": self.urls, "sizes": self.sizes, "missing_index": self.missing_index,
                                 "schemas": {home: one.as_dict() for home, one in self.schemas.items()},
                                 "versions": {**self.versions}}  # fmt: skip
@@ -71,9 +71,9 @@ class FoundShards:
 
 
 class StorageAhead(Storage):
-    """A storage while a dataset is being opened, during which every object is assumed not to change.
+    """Read from a store while a dataset is being opened, assuming that no object changes meanwhile.
 
-    Caches what it has read completely and what it knows about objects, also from listings. For one thread; close it.
+    Caches objects that it has read completely, and facts about objects, also from listings. For one thread; close it.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -88,11 +88,11 @@ class StorageAhead(Storage):
         return f"StorageAhead({self._storage!r})"
 
     def close(self) -> None:
-        """Drop the cache; requests in progress end by themselves. If there are none, no thread is left."""
+        """Drop the cache. Requests in progress end on their own. If there are none, no thread is left."""
         self._threads.shutdown(wait=all(asked.done() for asked in self._asked), cancel_futures=True)
 
     def was_listed(self, url: str) -> bool:
-        """Tell whether ``url`` was in a listing or has been requested."""
+        """Return whether ``url`` was in a listing or has been requested."""
         return url in self._listed or url in self._infos
 
     def listed(self, end: str) -> list[str]:
@@ -135,7 +135,7 @@ class StorageAhead(Storage):
     @override
     def list(self, url: str) -> Iterator[ObjectInfo]:
         for info in self._storage.list(url):
-            if info.size_bytes:  # an empty one may be a folder marker: only a request can tell
+            if info.size_bytes:  # an empty one may be a folder marker: only a request shows which
                 self._listed[info.url] = info
             yield info
 
@@ -151,7 +151,7 @@ class StorageAhead(Storage):
             answer: Future[_T] = Future()
             try:
                 answer.set_result(ask(url))
-            except Exception as error:  # noqa: BLE001  raised below, and again for who asks again
+            except Exception as error:  # noqa: BLE001  raised below, and again at each later request
                 answer.set_exception(error)
             asked[url] = answer
         return asked[url].result()

@@ -60,13 +60,13 @@ SCAN_LIMIT_BYTES = 1 << 30
 """Sets up to this size are indexed at every start: a second of reading from disk, several from a bucket."""
 
 CHECKED_AT_OPEN = 256
-"""For sets of up to this many shards, every shard's size is checked at the start; in larger sets, a shard of the
+"""For sets of up to this number of shards, every shard's size is checked at the start. In larger sets, a shard of the
 wrong size is noticed at its first damaged or failing read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenShards(FoundShards):
-    """Shards as found, in the order of the dataset, with the result of scanning those without an index.
+    """Shards in the order of the dataset, with the result of scanning those without an index.
 
     Attributes:
         index: Location of the index, if not beside the shards.
@@ -108,7 +108,7 @@ def open_shards(
     allow_unfinished: bool = False,
     version: VersionName = None,
 ) -> OpenShards:
-    """Return the shards at ``urls`` with their index; small sets without one are indexed in memory.
+    """Return the shards at ``urls`` with their index. Small sets without an index are indexed in memory.
 
     Args:
         storage: The store.
@@ -121,7 +121,7 @@ def open_shards(
         version: Number or name of the version to open of each set; None: the current one.
 
     Raises:
-        UnfinishedError: The set is not whole (:mod:`streaming.shards.catalog.unfinished`).
+        UnfinishedError: The set is incomplete (:mod:`streaming.shards.catalog.unfinished`).
         NotFoundError: Nothing matches, or a shard is missing.
         IndexMismatchError: The index does not cover or match these shards.
     """
@@ -150,7 +150,7 @@ def open_shards(
 
 
 def digest_of(value: Any) -> str:
-    """Return a name for a JSON-able value, the same on every rank."""
+    """Return a digest of a JSON-able value, the same on every rank."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -158,17 +158,17 @@ def _find(
     lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None, *,
     allow_unfinished: bool,
 ) -> FoundShards:  # fmt: skip
-    """List the shards and read their index; include ``sizes`` if they must be scanned."""
+    """List the shards and read their index. Include ``sizes`` if they must be scanned."""
     with closing(StorageAhead(lasting)) as storage:
         folders = folders_of(urls)
         _read_ahead(storage, folders if index is None else [index])
         shards, marks = expand_ahead(urls, storage)
         homes = _homes(shards, index)
-        _read_ahead(storage, homes)  # beside the marks: one round trip for both
+        _read_ahead(storage, homes)  # together with the marks: one round trip for both
         telling = _telling(storage, homes, folders)
         marks.check(allow_unfinished=allow_unfinished)
         if len(shards) <= CHECKED_AT_OPEN:
-            for url in shards:  # that no listing told of
+            for url in shards:  # that no listing has
                 storage.will_ask(url)
         try:
             tables = load_tables(storage, shards, index)
@@ -236,16 +236,16 @@ def _homes(shards: Sequence[str], index: str | None) -> list[str]:
 
 
 def _read_ahead(storage: StorageAhead, homes: Sequence[str]) -> None:
-    """Request chunk tables that take a round trip."""
+    """Request the chunk tables in the background, each of which takes a round trip."""
     for home in homes:
         if scheme_of(home) != "file" and "{" not in home:
             storage.will_read(join_url(home, chunks_path()))
 
 
 def _telling(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return the directories of which it is not known that they say nothing of what they mean, and begin to read it.
+    """Return the directories that may have a schema, and begin to read it.
 
-    For directories that were listed it is known; for others it takes one request each.
+    Listed directories are known to have one or not; others take one request each.
     """
     urls = {home: join_url(home, SCHEMA_FILE) for home in homes}
     seen = {home: any(f"{url}/".startswith(f"{folder}/") for folder in folders) for home, url in urls.items()}
@@ -257,10 +257,10 @@ def _telling(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]
 
 
 def _schemas(storage: StorageAhead, homes: Sequence[str], telling: Sequence[str]) -> dict[str, Schema]:
-    """Return what the set of each directory says that it means; of a store that fails there is a warning.
+    """Return the schema of each directory's set. Log a warning if the store fails.
 
     Raises:
-        IndexFormatError: A description is damaged.
+        IndexFormatError: A schema is damaged.
     """
     found = dict.fromkeys(homes, Schema())
     for home in telling:
@@ -275,21 +275,21 @@ def _schemas(storage: StorageAhead, homes: Sequence[str], telling: Sequence[str]
 
 
 def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTable | None:
-    """Return the sample table of one shard, or None if there is none."""
+    """Return the sample table of one shard; None if there is none."""
     if shards.scanned is not None:
         return shards.scanned[shard]
     return _read_samples(storage, shards, shard, SampleTable.from_parquet)
 
 
 def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Sequence[str]) -> Records | None:
-    """Return the locations of some fields of one shard, or None if there is no sample table."""
+    """Return the locations of some fields of one shard; None if there is no sample table."""
     if shards.scanned is not None:
         return Records.of_table(shards.scanned[shard], fields)
     return _read_samples(storage, shards, shard, lambda data, source: Records.from_parquet(data, fields, source))
 
 
 def spans_of_shard(storage: Storage, shards: OpenShards, shard: int) -> Spans | None:
-    """Return the spans of one shard, or None if there is no sample table."""
+    """Return the spans of one shard; None if there is no sample table."""
     if shards.scanned is not None:
         return Spans.of_table(shards.scanned[shard])
     return _read_samples(storage, shards, shard, Spans.from_parquet)
@@ -298,7 +298,7 @@ def spans_of_shard(storage: Storage, shards: OpenShards, shard: int) -> Spans | 
 def _read_samples(
     storage: Storage, shards: OpenShards, shard: int, parse: Callable[[ReadBuffer, str], _Samples]
 ) -> _Samples | None:
-    """Return what ``parse`` makes of the sample file of one shard; None if there is none."""
+    """Return the result of ``parse`` for the sample file of one shard; None if there is none."""
     url = shards.urls[shard]
     path = samples_url(url, shards.index)
     found = if_there(
@@ -331,7 +331,7 @@ wrong."""
 def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], peers: Peers | None = None) -> None:
     """Check that ``fields`` exist in the shards: one small request if the first shard has them all.
 
-    With peers, on rank 0.
+    With peers, rank 0 checks.
 
     Sets that can only be streamed, or whose index has no sample tables, are not checked.
 
@@ -351,7 +351,7 @@ def check_decoded(
 ) -> None:
     """Warn about ``names`` in an ``option`` that match no field of the first shard; with peers, on rank 0.
 
-    Names with ``*`` are patterns. It is not an error, because one mapping may serve several sets.
+    Names with ``*`` are patterns. This is not an error, because one mapping may serve several sets.
     """
     plain = [name for name in names if "*" not in name]
 
@@ -395,7 +395,7 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
 
 
 def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, ...] | None:
-    """Return the fields that any sample of a shard has, or None if it has no sample table."""
+    """Return the fields that any sample of a shard has; None if the shard has no sample table."""
     if shards.scanned is not None:
         return tuple(shards.scanned[shard].fields)
     url = shards.urls[shard]
@@ -407,17 +407,17 @@ def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, .
 
 
 def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | None:
-    """Return what the footer of an index file says about the whole file, or None if there is no such file."""
+    """Return the facts in the footer of an index file about the whole file; None if there is no such file."""
     return read_footer_of(storage, url, lambda tail, source: read_facts(tail, kind, source))
 
 
 def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, missing: IndexMissingError) -> None:
-    """Refuse an index that lacks some of its shards, and so is out of date; shards may do without one.
+    """Refuse an index that lacks some of its shards, and so is out of date. Shards without any index are accepted.
 
     Raises:
         NotFoundError: A shard that the index lacks does not exist.
-        IndexMissingError: The directory named by ``index`` holds none.
-        IndexMismatchError: There is one, but not of all these shards.
+        IndexMissingError: The directory named by ``index`` holds no index.
+        IndexMismatchError: There is an index, but not of all these shards.
     """
     for home in _homes(urls, index):
         group = [url for url in urls if index is not None or split_url(url)[0] == home]
@@ -440,7 +440,7 @@ def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, mi
 
 
 def _check_some_exist(storage: Storage, home: str, urls: Sequence[str], index: str | None) -> None:
-    """Ask the store for the first few shards that the index does not know: a mistyped URL is not a stale index."""
+    """Request the first few shards that the index does not have: a mistyped URL is not a stale index."""
     facts = _footer_facts(storage, join_url(home, chunks_path()), "chunks") or {}
     known = {name for name, *_ in facts.get("shards", ())}
     unknown = [url for url in urls if shard_name(url, index) not in known]
@@ -449,10 +449,10 @@ def _check_some_exist(storage: Storage, home: str, urls: Sequence[str], index: s
 
 
 def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], shards: Sequence[str]) -> None:
-    """Check that no shard has vanished: a directory or prefix stands for every shard that its index knows.
+    """Check that no shard has vanished: a directory or prefix stands for every shard that its index has.
 
     Raises:
-        IndexMismatchError: One is no longer there.
+        IndexMismatchError: A shard no longer exists.
     """
     found = set(shards)
     for home, table in tables.items():
@@ -488,7 +488,7 @@ def _scan(
     peers: Peers | None,
     duplicate_keys: DuplicateKeys,
 ) -> list[SampleTable]:
-    """Return the sample tables of all shards; with peers, scan every R-th here and wait for the others."""
+    """Return the sample tables of all shards. With peers, scan every R-th here and wait for the others."""
 
     def scan(place: int) -> SampleTable:
         return scan_shard(storage, urls[place], split_url(urls[place])[1], duplicate_keys=duplicate_keys)

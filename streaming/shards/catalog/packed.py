@@ -27,29 +27,29 @@ from streaming.storage import ActiveRequest
 from streaming.types import Int64Array, override
 
 LengthsOf: TypeAlias = Callable[[int], Int64Array]
-"""Tokens of every sample of a shard by number, int64[n], or int64[n, 1 + budgets]; -1: unknown. Thread-safe; kept at
-hand by whoever gives it."""
+"""Returns the number of tokens of every sample of a shard, by the shard's number: int64[n], or int64[n, 1 + budgets];
+-1: unknown. Thread-safe; the function caches its results."""
 _KEPT_BYTES = 256 << 20
-"""Packs kept of groups that were needed last: of a group of 256 packs of 8,192 tokens, documents of 600 tokens each,
-they take 110 KB, so of some thousand groups."""
+"""Bytes of packs kept of the groups that were needed last. A group of 256 packs of 8,192 tokens, with documents of 600
+tokens, takes 110 KB, so these are some thousand groups."""
 _FITS_SHARE, _RECORDS_SHARE = 8, 4
-"""Of what packs may take, fits have this part (4 bytes a piece, packs 32), and this one what finds documents."""
+"""Divisors of the memory of packs: for fits (4 bytes per piece, packs 32), and for the records of documents."""
 Fits: TypeAlias = LruCache[int, Fit]
-"""Which pieces of a group go together, by its first chunk."""
+"""Pieces of a group that go together, by the group's first chunk."""
 
 
 def kept_fits() -> Fits:
-    """Keep fits of the groups that were counted or packed last."""
+    """Return a cache of the fits of the groups that were counted or packed last."""
     return LruCache[int, Fit](_KEPT_BYTES // _FITS_SHARE, attrgetter("num_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackGroups:
-    """Runs of chunks of one shard each that are packed separately; int64 [G] each.
+    """Runs of chunks, each of one shard, that are packed separately; int64 [G] each.
 
     Attributes:
         firsts: First chunk of each, among those of the dataset.
-        stops: End (exclusive) of its chunks.
+        stops: End (exclusive) of the chunks of each.
         packs: K, number of packs of each.
         digest: Identifies the lengths of the documents.
     """
@@ -61,15 +61,15 @@ class PackGroups:
 
 
 class PackedSource(OneOrder):
-    """Provide the documents of a dataset as packs: groups are its chunks, packs its samples.
+    """Provide the documents of a dataset as packs: its groups act as chunks, its packs as samples.
 
     A ``streaming.run.engine.source.Source``. The number of packs in a group depends only on the documents' lengths;
     which documents share a pack also depends on the order's seed and the pass. Thread-safe.
 
     Args:
         documents: The dataset.
-        groups: Groups that hold all of its chunks, in their order.
-        lengths_of: Returns the tokens of each sample of a shard.
+        groups: Groups that hold all chunks of the dataset, in their order.
+        lengths_of: Returns the number of tokens of each sample of a shard.
         rules: Rules for packing documents.
         fits: Known fits of groups that were counted here.
     """
@@ -122,7 +122,7 @@ class PackedSource(OneOrder):
         self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)
 
     def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
-        """Return all packs of a group in a pass; computed once, even if many threads ask."""
+        """Return all packs of a group in a pass. Computed once, even if many threads request it."""
         return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))
 
     def _packed(self, group: int, pass_number: int, seed: int) -> KeptPacks:
@@ -137,12 +137,12 @@ class PackedSource(OneOrder):
         ).kept()  # fmt: skip
 
     def samples_in(self, group: int) -> tuple[int, Int64Array]:
-        """Return the shard of a group, and the numbers in it of the samples that the dataset gives of the group."""
+        """Return the shard of a group, and the numbers in it of the group's samples that the dataset delivers."""
         first, stop = int(self._groups.firsts[group]), int(self._groups.stops[group])
         return samples_between(self.documents, first, stop)
 
     def records_of(self, shard: int) -> Records | None:
-        """Return where the fields that are read lie in a shard; None if its sample table is missing, or of another one.
+        """Return the locations of the fields read in a shard; None if its sample table is missing, or of another shard.
 
         Raises:
             IndexFormatError: It is damaged.
@@ -162,7 +162,7 @@ class PackedSource(OneOrder):
     @property
     def fingerprint(self) -> str:
         """Identifies these packs: the documents, their lengths, and how they are packed."""
-        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # of before it
+        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # as before it
         said = json.dumps([self.documents.fingerprint, self._groups.digest, rules], sort_keys=True)
         return sha256(said.encode()).hexdigest()
 
@@ -172,23 +172,23 @@ class PackedSource(OneOrder):
 
     @property
     def urls(self) -> Sequence[str]:
-        """URLs of the shards, as they are requested; they may contain secrets."""
+        """URLs of the shards, as requested; they may contain secrets."""
         return self.documents.urls
 
     @property
     def chunk_samples(self) -> Int64Array:
-        """int64[G], packs of each group."""
+        """int64 [G], number of packs of each group."""
         return self._groups.packs
 
     @property
     def used_samples(self) -> Int64Array:
-        """int64 [G], documents of each group that the dataset delivers."""
+        """int64 [G], number of documents of each group that the dataset delivers."""
         before = sums(self.documents.chunk_samples)
         return before[self._groups.stops] - before[self._groups.firsts]
 
     @property
     def stored_samples(self) -> Int64Array:
-        """int64 [G], documents in the bytes of each group, including those that a filter leaves out."""
+        """int64 [G], number of documents in the bytes of each group, including those that a filter leaves out."""
         return self.documents.selection.stored_between(self._groups.firsts, self._groups.stops)
 
     def why_left_out(self, shard: int, number: int) -> str:
@@ -201,18 +201,18 @@ class PackedSource(OneOrder):
         )
 
     def chunk_with(self, shard: int, number: int) -> int | None:
-        """Return the group that a document of a shard belongs to, if it is in any pack; None: it is in none."""
+        """Return the group of a document of a shard; None: the document is in no pack."""
         chunk = self.documents.chunk_with(shard, number)
         return None if chunk is None else int(np.searchsorted(self._groups.firsts, chunk, side="right")) - 1
 
     @property
     def chunk_bytes(self) -> Int64Array:
-        """int64[G], bytes of each group in its shard."""
+        """int64 [G], size of each group in its shard, in bytes."""
         return self.documents.table.byte_end[self._groups.stops - 1] - self.byte_starts
 
     @property
     def byte_starts(self) -> Int64Array:
-        """int64[G], where each group begins in its shard."""
+        """int64 [G], offset of each group in its shard."""
         return self.documents.table.byte_start[self._groups.firsts]
 
     @property
@@ -226,15 +226,15 @@ class PackedSource(OneOrder):
         return None if self.documents.in_place is None else self
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """Return the URL of the shard of each group, as samples and messages show it."""
+        """Return the URL of the shard of each group, as shown in samples and messages."""
         return self.documents.urls_of(self._groups.firsts[chunk_ids])
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """Return the byte range of a whole group: its chunks, and whatever a filter leaves out between them."""
+        """Return the byte range of a whole group: its chunks, and samples between them that a filter leaves out."""
         return self.documents.run(int(self._groups.firsts[chunk_id]), int(self._groups.stops[chunk_id]))
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
-        """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
+        """Fill ``out``. Locating its samples may be left to the caller; the lengths of its shard are then cached."""
         self._lengths_of(self.documents.shards.numbers[wanted.url])
         return self.documents.fetch_unit(wanted, out, self.apart)
 
@@ -247,25 +247,25 @@ class PackedSource(OneOrder):
         return apart_later(wanted) if found is None else found
 
     def reads_whole(self, wanted: FetchRange) -> bool:
-        """Tell whether :meth:`fetch_unit` reads all of a range."""
+        """Return whether :meth:`fetch_unit` reads all of a range."""
         return self.documents.reads_whole(wanted)
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Count the bytes that each group takes with these ``fields`` and this filter."""
+        """Return the number of bytes that each group takes with these ``fields`` and this filter."""
         return self.documents.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
-        """Return where a document inside a group lies in its shard."""
+        """Return the location in its shard of a document inside a group."""
         wanted = self.chunk(chunk_id)
         samples = self.documents.samples_at(wanted.url)
         return None if samples is None else samples.lookup(wanted.first_sample + inside)
 
     def counters(self) -> dict[str, float]:
-        """Return what storage and cache counted since the set was opened."""
+        """Return the counters of storage and cache since the set was opened."""
         return self.documents.counters()
 
     def in_flight(self) -> list[ActiveRequest]:
-        """Return the storage's calls under way, oldest first."""
+        """Return the storage requests in progress, oldest first."""
         return self.documents.in_flight()
 
 
@@ -274,10 +274,10 @@ def _size_of_records(records: Records | None) -> int:
 
 
 def tokens_of(lengths: Int64Array) -> Int64Array:
-    """Return the first column of lengths, int64[n]: tokens, where packs have other budgets, too."""
+    """Return the first column of lengths, int64[n]: tokens, even if packs have other budgets."""
     return lengths if lengths.ndim == 1 else lengths[:, 0]
 
 
 def samples_between(documents: ChunkSource, first: int, stop: int) -> tuple[int, Int64Array]:
-    """Return the shard of chunks ``[first, stop)``, all of one, and the numbers in it of the samples that they give."""
+    """Return the shard of chunks ``[first, stop)``, all of one, and the numbers in it of their samples."""
     return int(documents.table.shard[first]), documents.selection.samples(first, stop)

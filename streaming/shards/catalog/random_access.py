@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
 """Number of sample tables requested in parallel."""
 NEAR_BYTES = 1 << 20
-"""Samples of a chunk with at most this between them are read with one request: 12 ms at the 85 MB/s of one GET, as much
-as another one takes to begin."""
+"""Largest gap, in bytes, between samples of a chunk that are read with one request: 12 ms at the 85 MB/s of one GET,
+about the time to start another one."""
 _RECENT_CHUNKS = 4
 """Number of chunks cached for random access, because neighbors are usually requested together."""
 _RECENT_TABLES_BYTES = 128 << 20
@@ -56,7 +56,7 @@ class Readable(Protocol):
         """Return the URL of the shard of each chunk, as messages show it."""
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """Return the sample inside each chunk that stands at an offset."""
+        """Return the sample inside each chunk at an offset."""
 
     def chunk(self, chunk_id: int) -> FetchRange:
         """Return the bytes of a whole chunk."""
@@ -65,7 +65,7 @@ class Readable(Protocol):
         """Return the bytes of samples ``[first, stop)`` of a chunk."""
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
-        """Fetch a range into ``out``; locating its samples may be left to the caller."""
+        """Fetch a range into ``out``. Locating its samples may be left to the caller."""
 
     @property
     def read_distant(self) -> ReadDistant | None:
@@ -89,7 +89,7 @@ class Versions:
         self._known: dict[int, str] = {}
 
     def of(self, shard: int) -> str:
-        """Return the version of one shard; the same in every process."""
+        """Return the version of one shard. It is the same in every process."""
         version = self._known.get(shard)
         if version is None:
             table = self._shards.chunks
@@ -102,9 +102,9 @@ class Versions:
 class RandomAccess:
     """Cache recent reads of one dataset, for random access. Thread-safe.
 
-    The dataset, which owns this, is given to each call: if both knew each other, its tables would stay until Python's
+    Each call gets the dataset, which owns this object: with a reference back, its tables would stay until Python's
     garbage collector runs, which large jobs turn off. Other selections of its shards, and copies with other functions,
-    share it: what is kept depends on neither.
+    share this object: cached data depends on neither.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class RandomAccess:
         in_children(self, RandomAccess._renew_locks)
 
     def _renew_locks(self) -> None:
-        """Give a forked child its own locks; what was read before the fork stays cached."""
+        """Give a forked child its own locks. Data read before the fork stays cached."""
         self._lock = threading.Lock()
         self._told_lost = False
 
@@ -135,7 +135,7 @@ class RandomAccess:
         return [found[place] for place in range(len(numbers))]
 
     def scan(self, dataset: Decodable) -> Iterator[Sample]:
-        """Yield all samples in storage order, decoded but not transformed; each chunk is read once."""
+        """Yield all samples in storage order, decoded but not transformed. Each chunk is read once."""
         place = itertools.count()
         for chunk, count in enumerate(dataset.table.num_samples.tolist()):
             chunks = np.full(count, chunk, np.int64)
@@ -147,11 +147,11 @@ class RandomAccess:
                 yield _decode(dataset, url, key, fields, next(place))
 
     def table(self, dataset: Readable, shard: int) -> SampleTable | None:
-        """Return the sample table of a shard, or None if it has none; read once, even if many threads ask."""
+        """Return the sample table of a shard; None if it has none. Read once, even if many threads request it."""
         return self._tables.of(shard, lambda: sample_table(dataset.storage, dataset.shards, shard))
 
     def tell_lost(self, shown_url: str) -> None:
-        """Log, once, that a shard's sample table is missing while others exist."""
+        """Log once that a shard's sample table is missing while others exist."""
         with self._lock:
             told, self._told_lost = self._told_lost, True  # one thread finds it False
         if not told:
@@ -163,9 +163,9 @@ class RandomAccess:
             )
 
     def _pieces(self, dataset: Readable, chunks: Int64Array, inside: Int64Array) -> Iterator[tuple[list[int], _Piece]]:
-        """Read what holds some samples inside chunks, int64 [n] each; yield it with the places that it serves."""
+        """Read the bytes of some samples inside chunks, int64 [n] each; yield them with the places that they serve."""
         runs: list[list[int]] = []
-        ends = (-1, 0)  # chunk and last byte of the run that is last
+        ends = (-1, 0)  # chunk and last byte of the last run
         for place in np.lexsort((inside, chunks)).tolist():
             chunk, number = int(chunks[place]), int(inside[place])
             alone = self._range(dataset, chunk, number, number)
@@ -184,7 +184,7 @@ class RandomAccess:
             yield from zip(runs, pieces, strict=True)
 
     def _range(self, dataset: Readable, chunk: int, first: int, last: int) -> FetchRange:
-        """Return what is read for samples ``first`` to ``last`` inside a chunk: all of it, without a sample table."""
+        """Return the range to read for samples ``first`` to ``last`` of a chunk: all of it, without a sample table."""
         if self._has_table(dataset, chunk):
             return dataset.slice(chunk, first, last + 1)
         whole = dataset.chunk(chunk)
@@ -194,17 +194,17 @@ class RandomAccess:
         return self.table(dataset, int(dataset.table.shard[chunk])) is not None
 
     def _piece(self, dataset: Readable, chunk: int, first: int, last: int) -> _Piece:
-        """Read samples ``first`` to ``last`` inside a chunk; all of it, and keep that, without a sample table."""
+        """Read samples ``first`` to ``last`` inside a chunk; without a sample table, read all of it and cache it."""
         wanted, whole = self._range(dataset, chunk, first, last), dataset.chunk(chunk)
         with self._lock:
-            # The entry may go right afterwards; what was returned stays valid, since nobody changes it.
+            # The entry may be dropped right afterwards. The returned piece stays valid, since it never changes.
             known = self._chunks.get(whole.key)
         if known is not None:
             return _Piece(*known, -whole.lead)
         known = _read(dataset, wanted)
         if not self._has_table(dataset, chunk):
             with self._lock:
-                # At most _RECENT_CHUNKS; two threads that read the same chunk leave one entry.
+                # At most _RECENT_CHUNKS. Two threads that read the same chunk leave one entry.
                 self._chunks[whole.key] = known
                 while len(self._chunks) > _RECENT_CHUNKS:
                     self._chunks.popitem(last=False)
@@ -213,12 +213,12 @@ class RandomAccess:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a chunk that were read, and where their samples are.
+    """Bytes of a chunk that were read, and the places of their samples.
 
     Attributes:
         data: The bytes.
-        layout: Where the fields of each sample lie in them.
-        first: The sample inside the chunk that is the first of the layout.
+        layout: Places of the fields of each sample in the bytes.
+        first: Index inside the chunk of the first sample of the layout.
     """
 
     data: bytes
@@ -226,7 +226,7 @@ class _Piece:
     first: int
 
     def sample(self, number: int, dataset: Readable, chunk: int) -> tuple[str, dict[str, bytes | DistantMember]]:
-        """Return key and fields of a sample inside the chunk, those that the dataset reads.
+        """Return key and fields of a sample inside the chunk: the fields that the dataset reads.
 
         Raises:
             DataError: It is damaged.
@@ -275,11 +275,12 @@ def span_borders(
 
     Args:
         table: The chunk table, perhaps of a view; a chunk that crosses its border is counted whole.
-        room_bytes: int64 [C], room that each chunk takes there.
+        room_bytes: int64 [C], room that each chunk takes, in bytes.
+        samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span.
         samples_of: Returns the sample table of a shard by number. Without one, a chunk counts as one span.
 
     Returns:
-        int64 [n] each, ascending; without chunks none.
+        int64 [n] each, ascending; empty without chunks.
     """
     sample_base, byte_base = np.cumsum(table.num_samples) - table.num_samples, np.cumsum(room_bytes) - room_bytes
 
@@ -303,5 +304,5 @@ def span_borders(
 
 
 def _size_of_table(table: SampleTable | None) -> int:
-    """Estimate what a table takes in memory: keys are Python strings, fields have two numbers, large ones three."""
+    """Estimate the memory of a table: keys are Python strings, fields have two numbers, large ones three."""
     return 0 if table is None else table.num_samples * (100 + 24 * len(table.fields))

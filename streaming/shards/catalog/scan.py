@@ -31,11 +31,11 @@ _log = logging.getLogger(__name__)
 READ_BYTES = 16 << 20
 """One ranged GET of a scan; two are in memory at a time."""
 LOCAL_READ_BYTES = 4 << 20
-"""One read of a local shard: what it brings is still in a CPU's cache when it is parsed and summed."""
+"""Size of one read of a local shard: its bytes are still in a CPU cache when they are parsed and summed."""
 Progress = Callable[[str, int], None]
 """Called as ``progress(url, num_bytes)`` with the bytes of a shard that were scanned since the last call."""
 
-_FEED_BYTES = 4 << 20  # parsed at a time, so that header blocks are still in the CPU's cache when CRC32C reads them
+_FEED_BYTES = 4 << 20  # parsed at a time: header blocks are still in the CPU's cache when CRC32C reads them
 
 
 _ALONE_BYTES = 1 << 20  # from here on a span is summed without the GIL
@@ -54,7 +54,7 @@ def scan_shard(
 ) -> SampleTable:
     """Return the sample table, with chunk rows and CRC32C, of the shard at ``url``.
 
-    Reads the shard once; holds two pieces of ``read_bytes`` and the table, whatever the size of shard or members.
+    Reads the shard once. Holds two pieces of ``read_bytes`` and the table, whatever the size of shard or members.
     Reading and CRC32C run in one thread, parsing in the caller's. Header checksums are verified. The result depends
     only on the shard's bytes, ``name`` and ``rule``.
 
@@ -67,7 +67,7 @@ def scan_shard(
         duplicate_keys: ``"keep"``: a key that occurs again, or a field that its sample already has, begins another
             sample.
         progress: Called with scanned bytes, from the calling thread.
-        on_passed_over: Called at the end if there are files that belong to no sample; default: a warning in the log.
+        on_passed_over: Called at the end if there are files that belong to no sample; default: log a warning.
 
     Raises:
         TarError: The shard is damaged or truncated, or ends without an end-of-archive marker.
@@ -97,9 +97,9 @@ def tell_passed_over(passed_over: PassedOver) -> None:
 
 
 def _pieces(helper: Executor, storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of ``url``, reading the next piece while one is used.
+    """Yield the bytes of ``url``, reading the next piece while one is in use.
 
-    A piece is valid until the next one, and for work handed to ``helper`` (which has one thread) before that.
+    A piece is valid until the next one, and for work submitted to ``helper`` (which has one thread) before that.
     """
     buffers = [np.empty(min(read_bytes, size_bytes), np.uint8).data for _ in range(2)]
 
@@ -118,23 +118,23 @@ def _pieces(helper: Executor, storage: Storage, url: str, size_bytes: int, read_
 
 
 Borders = tuple[list[int], set[int], list[int]]
-"""Ends of spans; which of them are ends of chunks; starts and ends of large members, in any order."""
+"""Ends of spans; those of them that are ends of chunks; starts and ends of large members, in any order."""
 
 
 class _Sums:
-    """CRC32C of chunk after chunk, noted on the way at borders of spans and large members; pieces come in order."""
+    """CRC32C of chunk after chunk, recorded at borders of spans and large members. Pieces come in order."""
 
     def __init__(self) -> None:
         self.crcs: list[int] = []
         self.span_crcs: list[int] = []
         self.large_crcs: dict[int, int] = {}
         self.ahead: list[int] = []  # borders of large members that are beyond the bytes so far
-        self.crc = 0  # of the open chunk, up to byte `summed`
+        self.crc = 0  # CRC32C of the open chunk, up to byte `summed`
         self.summed = 0
         self.kept = b""  # the bytes from `summed` on
 
     def add(self, piece: memoryview, start: int, borders: Borders, settled: int) -> None:
-        """Go on through ``piece``, which begins at byte ``start``, as far as ``settled``."""
+        """Continue through ``piece``, which begins at byte ``start``, up to byte ``settled``."""
         stop = min(settled, start + len(piece))
         spans, chunks, large = borders
         self.ahead += large
@@ -146,7 +146,7 @@ class _Sums:
         for border in ends:
             if self.kept or border - self.summed >= _ALONE_BYTES:
                 self._sum(piece, start, border)
-            else:  # A span takes 3 us: giving up the GIL for it, with a parser waiting to take it, costs more.
+            else:  # A span takes 3 us: releasing the GIL to a waiting parser costs more.
                 self.crc = crc32c(piece[self.summed - start : border - start], self.crc, 0)
                 self.summed = border
             if members:
@@ -173,7 +173,7 @@ class _Sums:
 
 
 class _Scan:
-    """The state of one scan: the layouts so far, and the cutter. The sums are another thread's."""
+    """The state of one scan: the layouts so far, and the cutter. The sums belong to another thread."""
 
     def __init__(self, shown_url: str, rule: ChunkRule, duplicate_keys: DuplicateKeys) -> None:
         self.url = shown_url
@@ -189,7 +189,7 @@ class _Scan:
         self.span_ends: list[int] = []
 
     def feed(self, piece: memoryview) -> tuple[memoryview, int, Borders, int]:
-        """Parse ``piece``; the arguments for the sums."""
+        """Parse ``piece``. Return the arguments for the sums."""
         if self.scanner.num_bytes == 0 and bytes(piece[:2]) == b"\x1f\x8b":
             raise compressed_error(self.url)
         borders = (*self._take(self.scanner.feed_packed(piece)), self._large_borders())
@@ -198,7 +198,7 @@ class _Scan:
         return piece, self.scanner.num_bytes - len(piece), borders, self.scanner.settled
 
     def _large_borders(self) -> list[int]:
-        """Return where the large members begin and end whose headers have just been read."""
+        """Return the borders of the large members whose headers have just been read."""
         members = self.scanner.members
         if members is None:
             return []
@@ -209,7 +209,7 @@ class _Scan:
         return [*starts.tolist(), *(starts + members.sizes[large]).tolist()]
 
     def _take(self, layout: PackedLayout) -> tuple[list[int], set[int]]:
-        """Note the records of ``layout``; the offsets at which spans end, and at which chunks do."""
+        """Record the samples of ``layout``. Return the offsets at which spans end, and those at which chunks do."""
         if not len(layout.keys):
             return [], set()
         cuts = self.cutter.extend(layout.record_starts)
@@ -221,7 +221,7 @@ class _Scan:
         return layout.record_starts[span_cuts].tolist(), set(layout.record_starts[cuts].tolist())
 
     def finish(self, name: str, size_bytes: int) -> SampleTable:
-        """Close the last chunk and span where the archive ends; the table of all records."""
+        """Close the last chunk and span at the end of the archive. Return the table of all records."""
         self._take(self.scanner.finish_packed())
         if self.num_samples > self.bounds[-1]:
             self.bounds.append(self.num_samples)
@@ -251,7 +251,7 @@ class _Scan:
 
 
 def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[Int64Array, Int64Array]]:
-    """Return offsets and sizes of each field over all layouts, -1 and 0 where samples lack it."""
+    """Return offsets and sizes of each field over all layouts; -1 and 0 where samples lack it."""
     names = list(dict.fromkeys(name for layout in layouts for name in layout.fields))
     num_samples = sum(len(layout.keys) for layout in layouts)
     check_density(num_samples, names, sum(int((layout.starts >= 0).sum()) for layout in layouts), url)
@@ -269,7 +269,7 @@ def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[I
 def _joined_keys(
     parts: list[KeyLines | list[str]], record_starts: Int64Array, url: str, duplicate_keys: DuplicateKeys
 ) -> Keys:
-    """Return all keys; rising ones are known to differ, others are compared unless duplicates are kept."""
+    """Return all keys. Ascending ones are known to differ; others are compared unless duplicates are kept."""
     packed = [pack_keys(part) for part in parts]
     ends = np.cumsum([0] + [len(data) for data, _ in packed])
     stops = np.concatenate([np.empty(0, np.int64), *(s + end for (_, s), end in zip(packed, ends, strict=False))])

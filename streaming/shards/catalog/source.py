@@ -44,15 +44,15 @@ from streaming.storage import ActiveRequest, Storage, scheme_of
 from streaming.types import Int64Array, override
 
 LOCAL_GAP_BYTES = 128 << 10
-"""A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
-(benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
+"""Smallest gap in a file that is worth another read: a read takes 20 us, and 256 KiB more of the page cache another 22
+us (benchmarks/bench_fields.py, 2026-11), in addition to the checksum and to disks that are slower than memory."""
 REMOTE_GAP_BYTES = 1 << 20
-"""Smallest gap in an object that is worth another GET: 12 ms at the 85 MB/s of one GET, by AWS's guidelines for S3.
-The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
+"""Smallest gap in an object that is worth another GET: 12 ms at the 85 MB/s of one GET, by AWS's guidelines for S3. The
+same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
 
 FILTER_GAP_BYTES = 128 << 10
-"""The same where samples are filtered out, in any store: what is read costs the network's rate, while the requests of
-other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB would be nearly all that there is
+"""The same for filtered samples, in any store: bytes cost the network's rate, while the requests of other chunks are in
+flight. With 10 % kept of samples of 100 KB, gaps of 1 MiB would be nearly all gaps
 (docs/design/0023-filters.md)."""
 
 
@@ -64,8 +64,8 @@ class OneOrder(ABC):
         shuffle_config: How they are shuffled.
         seed: Seed of the order.
         names: See ``Source``: a single set has none.
-        bad_samples_file: Where bad samples are recorded; None: nowhere.
-        meaning: What the sets say that are read as one; of many kinds nothing is known.
+        bad_samples_file: File in which bad samples are recorded; None: no file.
+        meaning: The meaning of the sets that are read as one; empty for most kinds of sets.
     """
 
     shuffle: bool
@@ -77,31 +77,31 @@ class OneOrder(ABC):
 
     @property
     def is_packed(self) -> bool:
-        """Whether packs of samples are dealt out."""
+        """Whether packs of samples are dealt to ranks."""
         return False
 
     @property
     @abstractmethod
     def chunk_samples(self) -> Int64Array:
-        """int64[C], samples of each chunk."""
+        """int64 [C], number of samples of each chunk."""
 
     @property
     def used_samples(self) -> Int64Array:
-        """int64 [C], samples in the bytes of each chunk that are delivered."""
+        """int64 [C], number of samples in the bytes of each chunk that are delivered."""
         return self.chunk_samples
 
     @property
     def stored_samples(self) -> Int64Array:
-        """int64 [C], samples in the bytes of each chunk, including those that a filter leaves out."""
+        """int64 [C], number of samples in the bytes of each chunk, including those that a filter leaves out."""
         return self.used_samples
 
     def why_left_out(self, shard: int, number: int) -> str:  # noqa: ARG002  few sets know
-        """Return why no row has a sample of a shard, as far as this is not a matter of filters and ranges; "" else."""
+        """Return why no row has a sample of a shard, if neither filters nor ranges explain it; otherwise ""."""
         return ""
 
     @property
     def dealing(self) -> dict[str, object]:
-        """The options that say how samples are dealt out, as given."""
+        """The options that determine how samples are dealt to ranks, as given."""
         chosen = replace(self.shuffle_config, seed=None)
         shuffle = self.shuffle if chosen == ShuffleConfig() else chosen
         return {"shuffle": shuffle, "seed": self.seed}
@@ -129,7 +129,7 @@ class OneOrder(ABC):
 
     @property
     def indexed(self) -> bool:
-        """Whether it is known how many samples there are; otherwise the set can only be streamed."""
+        """Whether the number of samples is known; otherwise the set can only be streamed."""
         return True
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as Source has it
@@ -142,7 +142,7 @@ class OneOrder(ABC):
         return SingleSamples(self.samples_of)
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
-        """Return the order under a loader with batches of this size."""
+        """Return the order for this global batch size."""
         chosen = self.shuffle_config
         return order_settings(
             shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
@@ -158,7 +158,7 @@ class OneOrder(ABC):
         self, *, shuffle: bool | None = None, seed: int | None = None, lanes: int | None = None,
         window: int | None = None,
     ) -> Self:  # fmt: skip
-        """Return the same set in another order; None: as it is.
+        """Return the same set in another order; None: keep the order.
 
         Raises:
             ConfigError: A number is out of range.
@@ -191,7 +191,7 @@ class OfTable(OneOrder):
 
     @property
     def chunk_samples(self) -> Int64Array:
-        """int64 [C], samples of each chunk."""
+        """int64 [C], number of samples of each chunk."""
         return self.table.num_samples
 
     @property
@@ -201,12 +201,12 @@ class OfTable(OneOrder):
 
     @property
     def chunk_bytes(self) -> Int64Array:
-        """int64 [C], bytes of each chunk."""
+        """int64 [C], size of each chunk in bytes."""
         return self.table.chunk_bytes
 
     @property
     def byte_starts(self) -> Int64Array:
-        """int64 [C], where each chunk begins in its shard."""
+        """int64 [C], offset of each chunk in its shard."""
         return self.table.byte_start
 
 
@@ -234,7 +234,7 @@ class ChunkSource(OfTable):
 
     @property
     def selection(self) -> Selection:
-        """Which samples of the shards this set has, and in which rows of their table.
+        """The samples of the shards that this set has, and the rows of their table that hold them.
 
         Raises:
             IndexMissingError: The set has no index and is too large to index on the fly.
@@ -271,7 +271,7 @@ class ChunkSource(OfTable):
 
     @property
     def urls(self) -> Sequence[str]:
-        """URLs of the shards, as they are requested; they may contain secrets."""
+        """URLs of the shards, as requested; they may contain secrets."""
         return self.shards.urls
 
     @property
@@ -289,13 +289,13 @@ class ChunkSource(OfTable):
         return self.selection.stored_samples
 
     def chunk_with(self, shard: int, number: int) -> int | None:
-        """Return the chunk that delivers a sample of a shard if no filter leaves it out; None: none does."""
+        """Return the chunk that delivers a sample of a shard if no filter leaves it out; None: no chunk does."""
         low, high = self.table.rows_of(shard)
         chunk = low + int(np.searchsorted(self.table.first_sample[low:high], number, side="right")) - 1
         return chunk if chunk >= low else None
 
     def numbers_of(self, shards: Int64Array, numbers: Int64Array) -> Int64Array:
-        """Return the number in this set of each sample, which it has, given by shard and number there; int64 [n]."""
+        """Return the numbers in this set of samples that it has, given by shard and number there; int64 [n]."""
         starts, found = sums(self.chunk_samples), np.empty_like(numbers)
         for shard in np.unique(shards).tolist():
             low, _ = self.table.rows_of(shard)
@@ -337,7 +337,7 @@ class ChunkSource(OfTable):
         return urls
 
     def run(self, first: int, stop: int) -> FetchRange:
-        """Return the byte range of chunks ``[first, stop)`` of one shard, including what a filter leaves out.
+        """Return the byte range of chunks ``[first, stop)`` of one shard, including samples that a filter leaves out.
 
         Samples count from the first one in the first chunk's bytes: there is no ``lead``.
         """
@@ -352,7 +352,7 @@ class ChunkSource(OfTable):
         )  # fmt: skip
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """Return the byte range of a whole chunk; in a view, a chunk that crosses its border includes other samples."""
+        """Return the byte range of a whole chunk. In a view, a chunk that crosses its border includes other samples."""
         given = self.selection
         whole, row = given.whole, int(given.rows[chunk_id])
         shard, first_sample = int(whole.shard[row]), int(whole.first_sample[row])
@@ -373,10 +373,10 @@ class ChunkSource(OfTable):
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
         """Return the byte range of samples ``[first, stop)`` of a chunk.
 
-        For less than the chunk this needs a sample table.
+        A part of a chunk needs a sample table.
 
         The range consists of whole spans, so that it can be checked: it begins with ``lead`` other samples, and may end
-        with some. If the table is missing, it is the whole chunk.
+        with others. Without the table, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
         if first == 0 and stop == self.stored_samples[chunk_id]:
@@ -403,7 +403,7 @@ class ChunkSource(OfTable):
         )
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> Fetched:
-        """Fetch a range into ``out``; locating its samples, by ``apart``, may be left to the caller."""
+        """Fetch a range into ``out``. Locating its samples, by ``apart``, may be left to the caller."""
         known = replace(self._facts_of(wanted.url), apart=apart)
         return fetch_unit(self.storage, wanted, out, self.cache, known)
 
@@ -412,7 +412,7 @@ class ChunkSource(OfTable):
         return apart_later(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
-        """Tell whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
+        """Return whether :meth:`fetch_unit` reads all of a range, given these ``fields``."""
         return self._is_read_whole or reads_whole(wanted, self._facts_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
@@ -449,12 +449,12 @@ class ChunkSource(OfTable):
 
     @property
     def distant(self) -> Distant | None:
-        """Tells which members stay in the store, for ``read_distant``; None: none."""
+        """Determines which members stay in the store, for ``read_distant``; None: none."""
         reads = None if self._has_no_distant else ranged_fields(self.decoders)
         return None if reads is None else Distant(reads)
 
     def kept_whole(self) -> Self:
-        """Return the same set, in which no member is distant."""
+        """Return the same set, without distant members."""
         made = copy.copy(self)
         made._has_no_distant = True
         return made
@@ -492,7 +492,7 @@ class ChunkSource(OfTable):
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.
 
-        Of a filtered set, where chunks begin.
+        For a filtered set, return where chunks begin.
         """
         if self.selection.filter:
             counts = self.table.num_samples

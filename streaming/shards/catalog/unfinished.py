@@ -1,7 +1,7 @@
-"""Refuse sets that are not whole: writers mark a directory before its first shard, and unmark it after its index.
+"""Refuse incomplete sets: writers mark a directory before its first shard, and remove the mark after its index.
 
-A directory has one file with a fixed name, which can be asked for where nothing can be listed, and one for each of its
-unfinished writers, so that the first to finish does not unmark the work of the others.
+A directory has one file with a fixed name, which can be requested where listing is impossible, and one file per
+unfinished writer, so that the first to finish does not remove the mark of the others.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from streaming.shards.versions.publish import read_table
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
 
 WRITER = "ShardWriter"
-"""The command of an unfinished writer that is a program's."""
+"""Value of ``command`` for an unfinished writer that belongs to a program."""
 _FORMAT, _VERSION = "shardstream-unfinished", 1
 FINISHED = b'{"format": "shardstream-unfinished", "finished": true}\n'
-"""Content of a file that marks nothing any more, where it could be replaced but not deleted."""
+"""Content of a file that no longer marks anything, where it could be replaced but not deleted."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """What is being written into a directory of shards.
+    """Work in progress of one writer in a directory of shards.
 
     Attributes:
-        command: Which command writes, such as ``"convert"``; ``"ShardWriter"`` for a program.
-        work: Digest of what it writes; the same for each run of the same work.
+        command: The command that writes, such as ``"convert"``; ``"ShardWriter"`` for a program.
+        work: Digest of its work; the same for each run of the same work.
         what: Its source or its pattern, for people; without secrets.
-        begun: When it began: ISO 8601, UTC.
-        num_shards: Number of shards when it is whole, if known.
-        start: Number of the first shard that it writes, if these are numbered by a program; otherwise -1.
-        first: The same, or that of an interrupted writer with whose work it goes on.
+        begun: Time of its start: ISO 8601, UTC.
+        num_shards: Number of shards of the complete set, if known.
+        start: Number of the first shard that it writes, if a program numbers them; otherwise -1.
+        first: Number of the first shard of the interrupted writer whose work it continues; otherwise ``start``.
         awaits_table: It has written its shards, and left the chunk table to another writer.
     """
 
@@ -55,12 +55,12 @@ class Unfinished:
     awaits_table: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return it as the content of a file."""
+        """Return the value as the content of a file."""
         return write_document({"format": _FORMAT, "version": _VERSION, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: ReadBuffer) -> Self | None:
-        """Return the inverse; None for a mark that is damaged or of a later release, which still marks."""
+        """Return the inverse. None for a mark that is damaged or of a later release, which is still a mark."""
         try:
             content = read_document(data)
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
@@ -72,7 +72,7 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """The mark of one directory, and how many shards lie there, or of a directory that was not listed, were named."""
+    """The mark of one directory, with the number of its shards; without a listing, the number of named shards."""
 
     directory: str
     writer: Unfinished | None
@@ -86,12 +86,12 @@ class Mark:
 
     @property
     def state(self) -> str:
-        """That it is unfinished, by which command, and how far."""
+        """State of the directory: unfinished, by which command, and how far."""
         if self.writer is None:
             return f"is not whole, according to {UNFINISHED_FILE} there, which cannot be read"
         one = self.writer
         of = "" if one.num_shards is None else f" of {one.num_shards:,}"
-        counted = "are there" if self.is_listed else "of it are asked for"
+        counted = "are there" if self.is_listed else "of it are named"
         subject = (
             "a ShardWriter"
             if one.command == WRITER
@@ -104,7 +104,7 @@ class Mark:
 
     @property
     def cure(self) -> str:
-        """What to do."""
+        """The cure."""
         program = self.writer is not None and self.writer.command == WRITER
         again = "run that program again until it closes its writer" if program else "run the same command again"
         return (
@@ -114,14 +114,14 @@ class Mark:
 
 
 class Marks:
-    """The marks of some shards' directories. Making this sends the requests; the results are waited for later.
+    """The marks of some shards' directories. The constructor sends the requests; their results are awaited later.
 
-    Directories that were listed cost no request. Marks of directories below them count, too: a set of which a whole
-    folder has not begun is not whole either.
+    Listed directories cost no request. Marks of directories below them count too: a set with a folder that has not
+    begun is incomplete.
 
     Args:
-        storage: What has listed the folders.
-        folders: What the user named that stands for all shards below it.
+        storage: The storage that has listed the folders.
+        folders: The user's folders, each of which stands for all shards below it.
         shards: The shards.
         exclude: A directory whose marks do not count, nor those below it: the target of a command.
     """
@@ -144,9 +144,9 @@ class Marks:
             storage.will_read(join_url(home, UNFINISHED_FILE))
 
     def found(self) -> tuple[Mark, ...]:
-        """Wait for the answers, and return the marks that there are.
+        """Wait for the answers, and return the marks.
 
-        A store that denies access to what is not there, as S3 does to those who may not list, has none.
+        A store that denies access to missing objects, as S3 does without permission to list, has none.
         """
         marks = []
         for home in self._homes:
@@ -166,7 +166,7 @@ class Marks:
         return tuple(marks)
 
     def check(self, *, allow_unfinished: bool) -> tuple[Mark, ...]:
-        """Refuse an unfinished set, or log that it is read as far as it is there.
+        """Refuse an unfinished set, or log that only its existing shards are read.
 
         Raises:
             UnfinishedError: There are marks, and ``allow_unfinished`` is False.
@@ -181,7 +181,7 @@ class Marks:
 
 
 def _content(storage: Storage, url: str) -> ReadBuffer:
-    """Return the content of a mark, asked for again if it came wrong. A damaged one is still a mark."""
+    """Return the content of a mark. Wrong bytes are requested again; a damaged mark is still a mark."""
 
     def checked(data: ReadBuffer, _: str) -> ReadBuffer:
         if data != FINISHED and not _is_foreign(data):
@@ -194,9 +194,9 @@ def _content(storage: Storage, url: str) -> ReadBuffer:
 
 
 def _is_foreign(data: ReadBuffer) -> bool:
-    """Tell whether these bytes are something else, as of web servers that answer every request with a page.
+    """Return whether these bytes are something else, as of web servers that answer every request with a page.
 
-    However a mark is damaged, or if it is of a later release, it has the name of one of its entries, or is empty.
+    A damaged mark, or one of a later release, contains the name of one of its entries, or is empty.
     """
     content = bytes(data)
     return bool(content) and not any(name in content for name in (b'"format"', b'"command"', b'"begun"', b'"work"'))
@@ -205,7 +205,7 @@ def _is_foreign(data: ReadBuffer) -> bool:
 def expand_whole(
     urls: Urls, storage: Storage, *, allow_unfinished: bool, exclude: str | None = None
 ) -> tuple[tuple[str, ...], tuple[Mark, ...]]:
-    """Return the shards that ``urls`` name, as :func:`expand_urls`, and the marks that ``allow_unfinished`` lets pass.
+    """Return the shards that ``urls`` name, like :func:`expand_urls`, and the marks that ``allow_unfinished`` permits.
 
     Raises:
         UnfinishedError: Their directories are marked, and ``allow_unfinished`` is False.
@@ -217,7 +217,7 @@ def expand_whole(
 
 
 def expand_ahead(urls: Urls, storage: StorageAhead, *, exclude: str | None = None) -> tuple[tuple[str, ...], Marks]:
-    """Return the shards that ``urls`` name, and their directories' marks, which have only been asked for.
+    """Return the shards that ``urls`` name, and their directories' marks, which are only requested.
 
     Raises:
         UnfinishedError: There is no shard yet, but a mark.
@@ -270,7 +270,7 @@ def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]
     found: dict[str, Unfinished | None] = {}
     with suppress(NotFoundError, AccessDeniedError):
         for info in storage.list(join_url(directory, WRITERS_DIRECTORY)):
-            with suppress(NotFoundError):  # it has finished meanwhile
+            with suppress(NotFoundError):  # the writer has finished meanwhile
                 data = _content(storage, info.url)
                 if data != FINISHED:
                     found[info.url] = Unfinished.from_bytes(data)

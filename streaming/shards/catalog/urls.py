@@ -40,11 +40,11 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
     """Return the shard URLs that ``spec`` names, in its order (listings sorted).
 
-    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without asking the store; a local file or folder of
-    exactly this name is itself. ``*``, ``?`` and ``[0-9]``
-    stand for what the store lists (``part-*/*.tar``; ``**`` also for folders); ``::`` joins several URLs; a prefix or
-    directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` files below it, except hidden files and folders (whose
-    names begin with a dot). Different spellings of a URL, and symbolic links, are recognized as the same shard.
+    Braces are expanded as in a shell (``{000..099}``, ``{a,b}``) without a request to the store; a local file or folder
+    of exactly this name is itself. ``*``, ``?`` and ``[0-9]`` match names that the store lists (``part-*/*.tar``;
+    ``**`` also matches folders); ``::`` joins several URLs; a prefix or directory stands for all ``.tar``, ``.tar.gz``
+    and ``.tgz`` files below it, except hidden files and folders (whose names begin with a dot). Different spellings of
+    a URL, and symbolic links, are recognized as the same shard.
 
     Raises:
         ConfigError: A pattern is malformed, a shard is named twice, or it is compressed in another way.
@@ -65,14 +65,14 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         if other is not None:
             also = "" if other == url else f", also as {redact(other)}, which is the same shard"
             raise ConfigError(
-                f"{redact(url)} is named twice{also}; its samples would be read twice an epoch. Name each shard once"
+                f"{redact(url)} is named twice{also}; its samples would be read twice per epoch. Name each shard once"
             )
         seen[name] = url
     return urls
 
 
 class _Identity:
-    """Identify shards however they are spelled; folders are listed once."""
+    """Identify shards however they are spelled. Each folder is listed once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, frozenset[str]]] = {}
@@ -130,7 +130,7 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _there(path: str) -> str:
-    """Return the longest beginning of a local path that is there by a name with braces or ``::``; "": none is."""
+    """Return the longest beginning of a local path that exists under a name with braces or ``::``; "": none."""
     special = SEVERAL.search(path)
     if special is None or scheme_of(path) != "file":
         return ""
@@ -154,7 +154,7 @@ def _refuse_many(pattern: str, shown: str) -> None:
 
 
 def _count(pattern: str) -> int:
-    """Return an upper bound of the number of URLs from ``braceexpand``, without expanding."""
+    """Return an upper bound on the number of URLs from ``braceexpand``, without expanding."""
     total, depth, start = 1, 0, 0
     for at, letter in enumerate(pattern):
         if letter == "{":
@@ -168,7 +168,7 @@ def _count(pattern: str) -> int:
 
 
 def _count_group(inside: str) -> int:
-    """Return what one pair of braces around ``inside`` multiplies the number of URLs by."""
+    """Return the factor by which one pair of braces around ``inside`` multiplies the number of URLs."""
     if _LETTERS.fullmatch(inside):
         return 52
     found = _RANGE.fullmatch(inside)
@@ -202,7 +202,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
             f"{redact(url)!r}: a pattern with '*' names shards, such as 'part-*/*.tar'; add the ending of the shards"
         )
     if scheme_of(url) in HTTP_SCHEMES and not path.endswith("/"):
-        yield url  # a download link whose name does not say what it is
+        yield url  # a download link whose name does not show its type
         return
     listed = list(storage.list(url))
     base = url.rstrip("/") + "/"
@@ -231,21 +231,21 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
 _OTHER_LAYOUTS = ((".mds", "Mosaic's MDS"), (".mds.zstd", "Mosaic's MDS"), (".bin", "LitData's chunks"),
                   (".arrow", "a saved Hugging Face set"), (".tfrecord", "TFRecord"), (".parquet", "Parquet"),
                   (".jsonl", "JSON lines"), (".jpg", "images"), (".png", "images"))  # fmt: skip
-"""What files of other endings are, of which ``shard_tools convert`` makes shards."""
+"""Contents of files with other endings, which ``shard_tools convert`` turns into shards."""
 
 
 def _what_else(listed: Sequence[ObjectInfo], base: str) -> str:
-    """Say what to do with files that are no shards: convert what is known, or look elsewhere."""
+    """Return the cure for files that are not shards: convert known types, or look elsewhere."""
     urls = [one.url for one in listed if f"/{INDEX_DIRECTORY}/" not in one.url and not is_hidden(one.url, base)]
     has_index = any(url.endswith("/index.json") for url in urls)
     for ending, kind in _OTHER_LAYOUTS:
         if any(url.endswith(ending) for url in urls) and (has_index or ending != ".bin"):
-            return f"it looks like {kind}, of which `shard_tools convert` makes shards"
+            return f"it looks like {kind}, which `shard_tools convert` turns into shards"
     return "check the prefix"
 
 
 def _is_pattern(url: str, storage: Storage) -> bool:
-    """Tell whether characters of a URL stand for other names; a local file, or an object, may be called so."""
+    """Return whether characters of a URL match other names. A local file, or an object, may have such a name itself."""
     path, _ = split_query(url)
     if "*" not in path and (scheme_of(url) in HTTP_SCHEMES or not _WILD.search(path)):
         return False
@@ -257,12 +257,12 @@ def _is_pattern(url: str, storage: Storage) -> bool:
 def _matching(url: str, storage: Storage) -> Iterator[str]:
     """Yield the shards whose names match.
 
-    ``*`` stands for any part of a name, ``**`` also for folders, ``?`` for a character, ``[a-c]`` for one of these,
-    ``[!a-c]`` for another one.
+    ``*`` matches any part of a name, ``**`` also folders, ``?`` one character, ``[a-c]`` one of these, ``[!a-c]`` any
+    other one.
 
     Raises:
         ConfigError: The store lists nothing, or a range of characters is reversed.
-        NotFoundError: None matches.
+        NotFoundError: No shard matches.
     """
     if scheme_of(url) in HTTP_SCHEMES:
         raise ConfigError(f"{redact(url)!r}: '*' is not expanded, as web servers list nothing; write braces")
@@ -294,12 +294,12 @@ def _expression(part: str) -> str:
 
 
 def is_shard(url: str, base: str) -> bool:
-    """Tell whether an object listed below ``base`` is a shard: neither part of an index nor hidden."""
+    """Return whether an object listed below ``base`` is a shard: neither part of an index nor hidden."""
     return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url and not is_hidden(url, base)
 
 
 def is_hidden(url: str, base: str) -> bool:
-    """Tell whether a name in the path of ``url`` below ``base`` begins with a dot."""
+    """Return whether a name in the path of ``url`` below ``base`` begins with a dot."""
     above = base.rstrip("/") + "/"
     return any(map(_HIDDEN, url.removeprefix(above).split("/") if url.startswith(above) else [url]))
 
@@ -312,7 +312,7 @@ def folders_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
 
 def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
-    """Tell whether a listed object is an empty folder's marker, as consoles make them: its key ends with a slash."""
+    """Return whether a listed object is an empty folder's marker, as consoles make them: its key ends with a slash."""
     return info.size_bytes == 0 and scheme_of(info.url) != "file" and not storage.exists(info.url)
 
 

@@ -1,5 +1,5 @@
 """Fetch byte ranges of chunks, check them, and fetch damaged ones again.
 
-The ranges that a batch needs are computed here, by pure functions; when they are fetched and where they are stored is
-not decided here.
+Pure functions here compute the ranges that a batch needs. Nothing here decides when they are fetched, or where they are
+stored.
 """

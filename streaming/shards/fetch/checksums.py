@@ -1,4 +1,4 @@
-"""Find which bytes of a shard have a checksum of their own, and to which samples they belong."""
+"""Find the bytes of a shard that have a checksum of their own, and the samples to which they belong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streaming.types import Int64Array
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 EVERY: Mask = np.ones((), np.bool_)
-"""All of any number of samples: an array without dimensions."""
+"""All samples, whatever their number: an array without dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Sum:
     """Bytes of a shard with one checksum.
 
     Attributes:
-        ranges: Their ranges, half-open, non-empty, in order.
+        ranges: Ranges of the bytes, half-open, non-empty, in order.
         crc32c: CRC32C of all of them, concatenated.
-        first: First sample of the shard that is bad if they differ.
+        first: First sample of the shard that is bad if the checksum differs.
         stop: End (exclusive) of these samples.
     """
 
@@ -42,10 +42,10 @@ def sums_of(
 ) -> tuple[Sum, ...]:  # fmt: skip
     """Return the checksums for samples ``[first, stop)``, in order of their first bytes.
 
-    With ``fields``, only those that these fields need: of their large members, and for the others the rest of their
-    spans; spans in which no sample has any of the fields are left out. With ``kept``, bool [stop - first], likewise
-    those that these samples need. Without those of ``distant`` members, but with the rest of their spans: it holds
-    their headers, which tell whether the shard is the one that the index describes.
+    With ``fields``, return only the checksums that these fields need: those of their large members, and for other
+    fields the rest of their spans. Spans in which no sample has any of the fields are left out. With ``kept``, bool
+    [stop - first], return only those that these samples need. Checksums of ``distant`` members are left out, but not
+    the rest of their spans: it holds their headers, which show whether the shard is the one that the index describes.
 
     Empty if these samples are not whole spans.
     """
@@ -95,7 +95,7 @@ def _large_members(
 ) -> list[tuple[int, int, int, int, bool, bool]]:
     """Return start, end, sample and CRC32C of every large member of some samples, by start.
 
-    And whether it is read; or wanted too, but distant.
+    Also return whether each is read, and whether each is wanted but distant.
     """
     members, kept = [], np.broadcast_to(kept, stop - first)
     for name, sums in samples.large.fields.items():

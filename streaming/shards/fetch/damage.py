@@ -19,18 +19,18 @@ def narrowed(
     samples: SampleTable, rows: range, pieces: RangePieces, data: memoryview, fields: Sequence[str] | None, url: str,
     *, kept: Mask = EVERY, distant: Distant | None = None,
 ) -> Fetched | None:  # fmt: skip
-    """Return what is known of damaged bytes; the layout's ``damage`` names the samples that no checksum confirms.
+    """Return the known state of damaged bytes. The layout's ``damage`` names the samples that no checksum confirms.
 
     Whether a sample is bad depends on the bytes of its shard and on ``fields``, not on which pieces were read.
 
     Args:
         samples: The sample table of the shard.
         rows: The samples in these bytes.
-        pieces: What was read.
+        pieces: The pieces that were read.
         data: The bytes.
         fields: Fields to deliver; None: all.
         url: The shard, for messages.
-        kept: Which of the samples are to be delivered, bool [n].
+        kept: Whether each of the samples is delivered, bool [n].
         distant: Members that were not read; None: none.
 
     Returns:
@@ -46,13 +46,13 @@ def narrowed(
     is_part = fields is not None or not kept.all()
     if not damage and (not is_part or narrowed(samples, rows, pieces, data, None, url) is None):
         return None
-    # Without damage, what differs are bytes that nobody wants, of a chunk that was read whole.
+    # Without damage, the differing bytes are unused ones, of a chunk that was read whole.
     checked = None if damage else Checked.comparing(pieces.num_bytes, summed_parts(sums, pieces, data))
     return Fetched(checked=checked, found=layout_by_table(samples, rows, pieces, fields, damage, distant))
 
 
 def summed_parts(sums: Iterable[Sum], pieces: RangePieces, data: memoryview) -> Iterator[tuple[Parts, int]]:
-    """Yield the bytes of each checksum in the memory of ``pieces``, and what it should be, for ``Checked``."""
+    """Yield the bytes of each checksum in the memory of ``pieces``, and its expected value, for ``Checked``."""
     return ((pieces.parts(data, one.ranges), one.crc32c) for one in sums)
 
 
@@ -60,9 +60,9 @@ def layout_by_table(
     samples: SampleTable | Records, rows: range, pieces: RangePieces, fields: Sequence[str] | None,
     damage: Mapping[int, DataError], distant: Distant | None = None,
 ) -> UnitLayout:  # fmt: skip
-    """Return, according to the sample table, where the fields of some samples are in the memory of ``pieces``.
+    """Return, according to the sample table, the places of the fields of some samples in the memory of ``pieces``.
 
-    And where ``distant`` ones begin in the shard.
+    For ``distant`` members, return where they begin in the shard.
     """
     among = slice(rows.start, rows.stop)
     columns = {
@@ -91,7 +91,7 @@ def layout_by_table(
 def checksum_error(url: str, start: int, end: int, got: int, expected: int) -> ChecksumError:
     """Make the error for bytes ``[start, end)`` of a shard that differ from the index."""
     return ChecksumError(
-        f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, also when asked for again. The "
+        f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, also when read again. The "
         f"shard is damaged, or was replaced by one of the same size. shard_tools verify {shell_place(url)} lists what "
         f"differs; shard_tools index --force accepts the shard as it is"
     )

@@ -10,25 +10,25 @@ import numpy as np
 from streaming.types import Int64Array
 
 LEAST_BYTES = 8 << 20
-"""Members from this size on stay in the store: a clip takes about seven requests (its head, what a search for its place
-asks for, its frames), each of which costs as much as a MiB, and saves nothing below that. The same for files and all
+"""Size from which members stay in the store: a clip takes about seven requests (its head, the requests of a search for
+its place, its frames). Each costs as much as a MiB, and below that size they save nothing. The same for files and all
 stores, so that the same members are checked as a whole everywhere (docs/design/0072)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distant:
-    """Tell which members of a dataset are distant: those of 8 MiB and more, of fields whose decoder reads ranges.
+    """Determine which members of a dataset are distant: those of 8 MiB and more, of fields whose decoder reads ranges.
 
     In layouts and row tables, ``~b`` is the start of a distant member that begins at byte b of its shard.
 
     Attributes:
-        reads_ranges: Tells whether the decoder of a field does.
+        reads_ranges: Returns whether the decoder of a field reads ranges.
     """
 
     reads_ranges: Callable[[str], bool]
 
     def may_be_in(self, num_bytes: int) -> bool:
-        """Tell whether a range of so many bytes may hold one."""
+        """Return whether a range of ``num_bytes`` may hold a distant member."""
         return num_bytes >= LEAST_BYTES
 
     def among(self, field: str, sizes: Int64Array) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Describe where the samples of a fetched range are in memory, and which of them are damaged."""
+"""Describe the places of the samples of a fetched range in memory, and its damaged samples."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class UnitLayout:
         fields: The ``F`` extensions.
         starts: int64 ``[n, F]``, first byte of each field; -1 if the sample lacks the field; ``~b`` (never -1) if it is
             distant: it is not in memory, but begins at byte b of the shard.
-        sizes: int64 ``[n, F]``, number of bytes.
-        num_bytes: Bytes of memory in use; anything allocated beyond that is free.
-        damage: Samples whose bytes differ from the index, and why; all others are intact.
+        sizes: int64 ``[n, F]``, number of bytes of each field.
+        num_bytes: Number of bytes of memory in use; memory allocated beyond that is free.
+        damage: Samples whose bytes differ from the index, with the error; all others are intact.
     """
 
     keys: Sequence[str]
@@ -35,25 +35,25 @@ class UnitLayout:
     damage: Mapping[int, DataError] = field(default_factory=dict)
 
     def damage_at(self, start: int) -> DataError | None:
-        """Return why the sample that has a byte of a field at this place is damaged; None: it is intact."""
+        """Return the error of the sample that has a byte of a field at this place; None: it is intact."""
         there = (self.starts >= 0) & (self.starts <= start) & (start < self.starts + self.sizes)
         rows, _ = np.nonzero(there)
         return next((self.damage[row] for row in rows.tolist() if row in self.damage), None)
 
 
 TakeApart: TypeAlias = Callable[[memoryview], UnitLayout]
-"""Locates the samples in bytes that were fetched and checked; raises ``DataError`` if they do not match the index.
-It takes Python time but does not block, so the thread that needs the result calls it: fetching threads would contend
-with that thread for the interpreter dozens of times per unit."""
+"""Locates the samples in bytes that were fetched and checked; raises ``DataError`` if they do not match the index. It
+takes Python time but does not block, so the thread that needs the result calls it: fetching threads would contend with
+that thread for the GIL dozens of times per unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A range in memory: what is known of its bytes, and where its samples are.
+    """A range in memory, with the check of its bytes, and the places of its samples.
 
     Attributes:
         checked: Its bytes match their checksums; None: those of some samples do not, which ``found`` names as damage.
-        found: Where its samples are, or how to find out.
+        found: The places of its samples, or a function that finds them.
     """
 
     checked: Checked | None
@@ -64,5 +64,5 @@ class Fetched:
             raise AssertionError("bytes that do not match their checksums, and no sample is named as damaged")
 
     def apart(self, data: memoryview) -> UnitLayout:
-        """Return the locations of samples in ``data``, computing them now if they are not known yet."""
+        """Return the locations of samples in ``data``. Compute them now if they are not known yet."""
         return self.found if isinstance(self.found, UnitLayout) else self.found(data)

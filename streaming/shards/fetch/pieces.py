@@ -15,7 +15,7 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangePieces:
-    """Ranges of a shard, which are contiguous in memory.
+    """Ranges of a shard that are contiguous in memory.
 
     Attributes:
         ranges: Half-open, non-empty, in order; they do not touch.
@@ -33,13 +33,13 @@ class RangePieces:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Number of bytes of all ranges."""
         return self.places[-1]
 
     def located(self, offsets: Int64Array) -> Int64Array:
-        """Return where bytes of the shard are in memory, int64 of the same shape.
+        """Return the places in memory of bytes of the shard, int64 of the same shape.
 
-        Meaningless for bytes that are not there.
+        Meaningless for bytes that were not read.
         """
         if not self.ranges:
             return np.zeros_like(offsets)
@@ -48,7 +48,7 @@ class RangePieces:
         return offsets - heads[which] + np.array(self.places, np.int64)[which]
 
     def parts(self, memory: memoryview, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
-        """Return the bytes of ranges, each of which is inside one of the pieces."""
+        """Return the bytes of ranges. Each range must be inside one of the pieces."""
         found = []
         for start, end in ranges:
             which = bisect_right(self.heads, start) - 1
@@ -60,8 +60,8 @@ class RangePieces:
 def pieces_of(sums: Iterable[Sum], start: int, end: int, gap_bytes: int) -> RangePieces | None:
     """Return the pieces of ``[start, end)`` to read so that ``sums`` can be checked; None to read it as a whole.
 
-    A gap of less than ``gap_bytes`` is read too, and a range is cut only if that saves as much: a request is taken to
-    cost as much as reading that many bytes.
+    A gap of less than ``gap_bytes`` is read too, and a range is cut only if that saves as much: a request is assumed to
+    cost as much as reading that number of bytes.
     """
     ranges: list[tuple[int, int]] = []
     for low, high in sorted(one for found in sums for one in found.ranges):

@@ -34,10 +34,10 @@ from streaming.storage import (
 
 
 class ShardReading(NamedTuple):
-    """Identify what is read of a shard, and by whom. A unit of one reading may miss what another one needs.
+    """Identify the reading of a shard. A unit of one reading may lack bytes that another reading needs.
 
-    Two sources of a mixture may read the same bytes of a shard in pieces that differ, because they want other fields or
-    keep other samples; so only units of one reading can be used for one another.
+    Two sources of a mixture may read different pieces of the same bytes of a shard, because they want other fields or
+    keep other samples. So only units of the same reading can replace each other.
 
     Attributes:
         source: Source of a mixture; 0 for a single set.
@@ -53,7 +53,7 @@ class ShardReading(NamedTuple):
 
 
 class UnitKey(NamedTuple):
-    """Identify a unit: what is read, and of which bytes ``[byte_start, byte_end)``."""
+    """Identify a unit: its reading, and its bytes ``[byte_start, byte_end)``."""
 
     reading: ShardReading
     byte_start: int
@@ -67,18 +67,18 @@ class FetchRange:
     Attributes:
         url: The shard.
         byte_start: First byte in the shard.
-        byte_end: End (exclusive).
+        byte_end: End (exclusive) in the shard.
         first_sample: Number, within the shard, of the first sample of the range.
-        num_samples: Samples that the range holds, according to the index.
-        crc32c: CRC32C of the bytes, or None if the index has none for this range.
+        num_samples: Number of samples that the range holds, according to the index.
+        crc32c: CRC32C of the bytes; None if the index has none for this range.
         shard_bytes: Size of the whole shard, according to the index.
         version: Distinguishes this shard from others that are, or were, at the same URL.
         spans: If ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans in the range.
             Empty if the index has none; then the tar header checksums are verified instead.
         lead: Number of samples at the beginning that were not requested, but share a checksum.
         fields: Fields to deliver; None: all.
-        kept: Identifies the samples that a filter keeps of the shard; "": all.
-        source: Source of a mixture: two may read the same bytes in different ways.
+        kept: Identifies the samples of the shard that a filter keeps; "": all.
+        source: Source of a mixture: two sources may read the same bytes in different ways.
     """
 
     url: str
@@ -107,17 +107,17 @@ class FetchRange:
 
     @property
     def sums(self) -> tuple[tuple[int, int], ...]:
-        """End (relative) and CRC32C of each piece with a checksum; they cover the range."""
+        """End (relative) and CRC32C of each piece with a checksum. The pieces cover the range."""
         return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
 
     @property
     def reading(self) -> ShardReading:
-        """What is read of the shard, which units that share samples with this one must have in common."""
+        """The reading of the shard. Units that share samples with this one must have the same reading."""
         return ShardReading(self.source, self.url, self.fields, self.kept)
 
     @property
     def key(self) -> UnitKey:
-        """Identifies this range, and what is read of it."""
+        """Identifies this range, and its reading."""
         return UnitKey(self.reading, self.byte_start, self.byte_end)
 
 
@@ -132,15 +132,15 @@ def apart_later(wanted: FetchRange) -> TakeApart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFacts:
-    """What partial reads need to know about a shard.
+    """Facts about a shard that partial reads need.
 
     Attributes:
-        samples: The sample table of the shard, or None. Requested only if large samples are to be read by fields, or
-            bytes are damaged.
-        gap_bytes: Gaps from this size on are not read: about what is read in the time of one more request.
-        kept: Which of samples ``[first, stop)`` of the shard are wanted, bool [n]. Others are not delivered.
+        samples: The sample table of the shard; None if it has none. Requested only if large samples are read by fields,
+            or bytes are damaged.
+        gap_bytes: Gaps from this size on are not read: the number of bytes read in the time of one more request.
+        kept: Returns which of samples ``[first, stop)`` of the shard are delivered, bool [n].
         apart: Locates the samples of a range that was read completely.
-        distant: Members that are not read; None: there are none.
+        distant: Determines the members that are not read; None: there are none.
     """
 
     samples: Callable[[], SampleTable | None]
@@ -172,17 +172,17 @@ def fetch_unit(
     cache: NodeCache | None = None,
     known: ShardFacts = _NOTHING_KNOWN,
 ) -> Fetched:
-    """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`); return where each field is in it.
+    """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`). Return where each field is in it.
 
-    For whole ranges that match their checksums, the samples are located later, by a function.
+    For whole ranges that match their checksums, a function locates the samples later.
 
-    Fields that are not wanted are left out if that saves enough and the sample table has checksums of the others: then
+    Fields that are not wanted are left out if that saves enough and the sample table has checksums of the others. Then
     the first bytes of ``out`` hold the pieces that were read. With a cache, the bytes are read from it if possible, and
-    stored in it otherwise. If bytes are damaged but the sample table has checksums for parts of them, the layout says
-    which samples are bad.
+    stored in it otherwise. If bytes are damaged but the sample table has checksums for parts of them, the layout names
+    the bad samples.
 
     Raises:
-        ChecksumError: The bytes are damaged, and it cannot be determined which.
+        ChecksumError: The bytes are damaged, and the bad samples cannot be determined.
         TarError: There is no checksum, and the bytes are not whole samples.
         IndexMismatchError: The shard is missing, or differs from the one in the index.
         StorageError: The store failed.
@@ -219,7 +219,7 @@ def fetch_unit(
 
 
 def size_of_unit(wanted: FetchRange, known: ShardFacts) -> int:
-    """Return how many bytes of ``out`` :func:`fetch_range` will use."""
+    """Return the number of bytes of ``out`` that :func:`fetch_range` will use."""
     part = _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known)
     return wanted.num_bytes if part is None else part.pieces.num_bytes
 
@@ -240,10 +240,10 @@ class _Part(_Plan):
 
 
 def _part_of(wanted: FetchRange, rows: range, known: ShardFacts) -> _Part | None:
-    """Return the plan for the fields and samples that are wanted; None: read the whole range.
+    """Return the plan for the wanted fields and samples; None: read the whole range.
 
-    The sample table is not even requested if samples are small on average and no long run of them is filtered out, and
-    no member can be distant. (Whether one is must not depend on what else is in the range.)
+    The sample table is not even requested if samples are small on average, no long run of them is filtered out, and no
+    member can be distant. (Whether a member is distant must not depend on the rest of the range.)
     """
     kept, mean_bytes = known.kept(rows.start, rows.stop), wanted.num_bytes / max(1, len(rows))
     hole = 0 if np.count_nonzero(kept) == len(kept) else _longest_run(~kept)
@@ -275,13 +275,13 @@ def _whole_of(wanted: FetchRange) -> _Plan:
 
 
 def _through_cache(read: _Read, out: memoryview, cache: NodeCache | None, layout: Callable[[], UnitLayout]) -> Fetched:
-    """Return the bytes, from the cache or the store, with ``layout()``; an unusable cache entry is fetched again."""
+    """Return the bytes, from the cache or the store, with ``layout()``. An unusable cache entry is fetched again."""
     if cache is None or not len(out):
         return Fetched(checked=read.into(out), found=layout())
     url, version, start = read.identity
     checked, hit = cache.read_into(url, version, start, out, read.into, crc32c=read.crc32c)
     try:
-        if hit and read.crc32c is None:  # otherwise the cache has compared it
+        if hit and read.crc32c is None:  # otherwise the cache has compared the bytes
             checked = read.compared(out)
         return Fetched(checked=checked, found=layout())
     except DataError:
@@ -302,7 +302,7 @@ class _Read:
 
     @property
     def crc32c(self) -> int | None:
-        """CRC32C of all the bytes, if the index has it."""
+        """CRC32C of all bytes, if the index has it."""
         return self._wanted.crc32c if self._is_whole else None
 
     @property
@@ -317,8 +317,8 @@ class _Read:
     def into(self, out: memoryview) -> Checked:
         """Fetch ``out`` from the store.
 
-        Bytes that differ from the index's checksum are fetched again, as often as requests that fail, before they count
-        as damaged. If the shard was replaced since this process first read it, the checksums decide.
+        Bytes that differ from the index's checksum are fetched again, with the retries of failed requests, before they
+        count as damaged. If the shard was replaced since this process first read it, the checksums decide.
 
         Raises:
             IndexMismatchError: The shard is missing, or differs from the one in the index.
@@ -335,7 +335,7 @@ class _Read:
                     raise self._replaced(error) from error
 
     def part_into(self, out: memoryview) -> None:
-        """Fetch ``out`` from the store, although nothing tells whether its bytes are right.
+        """Fetch ``out`` from the store, without a way to check its bytes.
 
         Raises:
             ChangedError: The shard was replaced since this process first read it.
@@ -384,11 +384,11 @@ class _Read:
 
 
 def fill_checked(storage: Storage, url: str, pieces: RangePieces, sums: Sequence[Sum], out: memoryview) -> Checked:
-    """Fill ``out`` with pieces of a shard that match their checksums; wrong ones are asked for again, by the policy.
+    """Fill ``out`` with pieces of a shard that match their checksums. Wrong bytes are requested again, by the policy.
 
     Raises:
         ChangedError: The shard was replaced since this process first read it.
-        ChecksumError: They stay wrong; ``out`` holds them.
+        ChecksumError: The bytes stay wrong; ``out`` holds them.
         StorageError: The store failed.
     """
 
@@ -422,7 +422,7 @@ def _compared(url: str, pieces: RangePieces, sums: Sequence[Sum], data: memoryvi
 
 
 def _check_unchanged(reader: Reader, url: str) -> None:
-    """Check whether bytes that differ belong to another version of the shard: some stores tell only when asked.
+    """Check whether bytes that differ belong to another version of the shard: some stores report it only on request.
 
     Raises:
         ChangedError: They do.
@@ -436,7 +436,7 @@ def _check_unchanged(reader: Reader, url: str) -> None:
 
 
 def read_part(storage: Storage, wanted: FetchRange, start: int, stop: int) -> bytearray:
-    """Return bytes ``[start, stop)`` of a shard: a part of a distant member, of which nothing tells if they are right.
+    """Return bytes ``[start, stop)`` of a shard: a part of a distant member, which cannot be checked.
 
     Args:
         storage: The store.
@@ -445,7 +445,7 @@ def read_part(storage: Storage, wanted: FetchRange, start: int, stop: int) -> by
         stop: End (exclusive).
 
     Raises:
-        ChangedError: The shard was replaced since this process first read it, and nothing tells by what.
+        ChangedError: The shard was replaced since this process first read it, perhaps by other content.
         IndexMismatchError: The shard is missing, or has another size than in the index.
         StorageError: The store failed.
     """
@@ -489,7 +489,7 @@ def _read_of(storage: Storage, wanted: FetchRange, start: int, stop: int, sums: 
 
 
 def checked_range(wanted: FetchRange, data: memoryview) -> Checked:
-    """Compare all bytes of a range with the index, as far as it has checksums of them; it has none of a part.
+    """Compare all bytes of a range with the index, if it has checksums of them. It has none of a partial range.
 
     Raises:
         ChecksumError: They differ.
@@ -501,7 +501,7 @@ def checked_range(wanted: FetchRange, data: memoryview) -> Checked:
 
 
 def reads_whole(wanted: FetchRange, known: ShardFacts) -> bool:
-    """Tell whether :func:`fetch_unit` reads all of a range."""
+    """Return whether :func:`fetch_unit` reads all of a range."""
     return _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known) is None
 
 
@@ -525,7 +525,7 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
 
 
 def layout_by_records(records: Records, wanted: FetchRange) -> UnitLayout | None:
-    """Return where fields are in the bytes of ``wanted``, all of which match their checksums; None if impossible."""
+    """Return the places of fields in the bytes of ``wanted``, which match their checksums; None if impossible."""
     rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
     if rows.stop > len(records.keys):
         return None

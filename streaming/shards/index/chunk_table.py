@@ -1,4 +1,4 @@
-"""Hold every chunk of every shard, which is all that streaming needs to know about a dataset: the chunk table."""
+"""Hold every chunk of every shard: the chunk table, which has all facts about a dataset that streaming needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """Content facts of one shard: its name relative to the index, its size as a file, its number of samples."""
+    """Facts about the content of one shard: its name relative to the index, its size in bytes, its sample count."""
 
     name: str
     size_bytes: int
@@ -130,19 +130,19 @@ class ChunkTable:
 
     @cached_property
     def total_samples(self) -> int:
-        """Samples of all shards."""
+        """Number of samples of all shards."""
         return int(self.num_samples.sum())
 
     @cached_property
     def chunk_bytes(self) -> NDArray[np.int64]:
-        """int64 ``[C]``, bytes of each chunk; read-only."""
+        """int64 ``[C]``, size of each chunk in bytes; read-only."""
         sizes = self.byte_end - self.byte_start
         sizes.flags.writeable = False
         return sizes
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of all chunks."""
+        """Total size of all chunks in bytes."""
         return int(self.chunk_bytes.sum())
 
     @cached_property
@@ -177,7 +177,7 @@ class ChunkTable:
         return self.take([position[name] for name in names])
 
     def take(self, shards: Sequence[int]) -> ChunkTable:
-        """Return the chunks of the shards with these indices, in this order; indices may repeat."""
+        """Return the chunks of the shards with these indices, in this order. Indices may repeat."""
         wanted = np.array(shards, np.int64)
         bounds = np.array(self._bounds, np.int64)
         counts = (bounds[1:] - bounds[:-1])[wanted]
@@ -189,7 +189,7 @@ class ChunkTable:
         return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
 
     def rows(self, chunks: NDArray[np.int64], num_samples: NDArray[np.int64]) -> ChunkTable:
-        """Return some chunks, each with a given number of samples; their bytes stay whole, as in :meth:`between`."""
+        """Return some chunks, each with a given number of samples. Their bytes stay whole, as in :meth:`between`."""
         columns = {name: getattr(self, name)[chunks] for name in _COLUMNS}
         return ChunkTable(shards=self.shards, **{**columns, "num_samples": num_samples})
 
@@ -215,8 +215,8 @@ class ChunkTable:
     def between(self, first: int, stop: int) -> tuple[int, ChunkTable]:
         """Return the number of the first chunk that holds samples ``[first, stop)`` of all, and these chunks' table.
 
-        In the first and the last chunk, ``first_sample`` and ``num_samples`` tell which samples belong; bytes and
-        checksums stay those of the whole chunk. So the result must not be written (see :meth:`validate`).
+        In the first and the last chunk, ``first_sample`` and ``num_samples`` describe the samples in the range; bytes
+        and checksums stay those of the whole chunk. So the result must not be written (see :meth:`validate`).
         """
         ends = np.cumsum(self.num_samples)
         low, high = (int(row) for row in np.searchsorted(ends, [first, max(first, stop - 1)], side="right"))
@@ -233,7 +233,7 @@ class ChunkTable:
 
     @classmethod
     def concat(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
-        """Return the shards of all tables, one table after the other."""
+        """Return the shards of all tables, table after table."""
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(table, name) for table in tables] or [np.empty(0, dtype)])
             for name, dtype in _COLUMNS.items()
@@ -244,7 +244,7 @@ class ChunkTable:
 
     @classmethod
     def merged(cls, *by_shard: Mapping[str, ChunkTable]) -> ChunkTable:
-        """Merge tables of single shards, by name, into one in the order of the names.
+        """Merge tables of single shards, by name, into one table in the order of the names.
 
         If a name repeats, the last table counts.
         """
@@ -252,10 +252,10 @@ class ChunkTable:
         return cls.concat([tables[name] for name in sorted(tables)])
 
     def validate(self, source: str = "chunk table") -> None:
-        """Check every promise that the table makes by itself.
+        """Check all promises that the table makes on its own.
 
         Raises:
-            IndexFormatError: A promise is broken; names the first shard that breaks one.
+            IndexFormatError: A promise is broken; the message names the first shard that breaks one.
         """
         if len({getattr(self, name).shape for name in _COLUMNS}) != 1 or self.shard.ndim != 1:
             raise damaged(source, "columns of different lengths")
@@ -289,7 +289,7 @@ class ChunkTable:
             raise damaged(source, f"{what}: chunk {row}, shard {self.shards[self.shard[row]].name!r}")
 
     def to_parquet(self) -> bytes:
-        """Return the table as the bytes of ``chunks.parquet``: the same table gives the same bytes.
+        """Return the table as the bytes of ``chunks.parquet``. The same table gives the same bytes.
 
         Raises:
             IndexFormatError: The table is not valid, or two shards have the same name.
@@ -307,7 +307,7 @@ class ChunkTable:
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> ChunkTable:
-        """Return the table in the bytes of a ``chunks.parquet``; ``source`` is its URL, for messages.
+        """Return the table in the bytes of a ``chunks.parquet``. ``source`` is its URL, for messages.
 
         Raises:
             IndexFormatError: The bytes are damaged, not a chunk table, or of a newer major version.
@@ -336,10 +336,10 @@ def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:
 
 
 def numbers(column: Any, dtype: Any, *, missing: int | None = None) -> NDArray[Any]:
-    """Return a column as an array of ``dtype``, with ``missing`` in place of nulls.
+    """Return a column as an array of ``dtype``, with nulls replaced by ``missing``.
 
     Raises:
-        ValueError: There are nulls, and nothing to put in their place.
+        ValueError: There are nulls, and ``missing`` is None.
     """
     if column.null_count and missing is None:
         raise ValueError(f"{column.null_count} missing values")
@@ -352,7 +352,7 @@ _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
 def _values(array: Any, dtype: Any, missing: int | None) -> NDArray[Any]:
-    """Return the numbers of an Arrow array; ``to_numpy`` and ``fill_null`` would import pandas if it is installed."""
+    """Return the numbers of an Arrow array. ``to_numpy`` and ``fill_null`` would import pandas if it is installed."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(f"expected numbers, got {kind}")

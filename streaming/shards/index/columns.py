@@ -27,12 +27,12 @@ _VALUE = "value"
 _NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
 _MAX_NAMES = 1000
 _HASHED_AT_ONCE = 8192
-_LOOKED_AT = 1024  # texts, to decide whether few of them are distinct
+_LOOKED_AT = 1024  # number of texts examined, to decide whether few of them are distinct
 
 Values: TypeAlias = pa.Array
-"""A column's values, for modules that pass them on without knowing Arrow."""
+"""A column's values, for modules that pass them on without importing Arrow."""
 Bits: TypeAlias = npt.NDArray[np.uint8]
-"""A bit for each of ``n`` rows, eight per byte, the first in the lowest bit; bits beyond ``n`` are 0."""
+"""One bit for each of ``n`` rows, eight per byte, the first in the lowest bit; bits beyond ``n`` are 0."""
 _U64 = npt.NDArray[np.uint64]
 
 
@@ -40,7 +40,7 @@ _U64 = npt.NDArray[np.uint64]
 
 
 def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.Array]:
-    """Return those of the columns ``names`` that the table has; ``__key__`` may be among them."""
+    """Return those of the columns ``names`` that the table has. ``__key__`` may be among them."""
     found = {name: table.columns[name] for name in names if name in table.columns}
     if KEY in names:
         found[KEY] = key_array(table.keys)
@@ -54,7 +54,7 @@ def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[s
 
     Args:
         where: The condition.
-        type_of: Returns the type of a column; raises if there is none.
+        type_of: Returns the type of a column; raises if there is no such column.
 
     Raises:
         ConfigError: The expression does not fit the columns' types.
@@ -76,15 +76,15 @@ def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[s
 
 
 def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bits:
-    """Return which of ``num_rows`` rows satisfy a condition.
+    """Return whether each of ``num_rows`` rows satisfies a condition.
 
     Args:
         where: The condition.
-        columns: Its columns. One without any value may be of Arrow's type null, one of texts a dictionary.
-        num_rows: Rows of each.
+        columns: Its columns. A column without any value may be of Arrow's type null, one of texts a dictionary.
+        num_rows: Number of rows of each.
 
     Raises:
-        ConfigError: A column is missing or cannot be compared like this, or a sum exceeds 64 bits.
+        ConfigError: A column is missing or cannot be compared in this way, or a sum exceeds 64 bits.
     """
     missing = sorted((where.names or frozenset()) - columns.keys())
     if missing:
@@ -127,7 +127,7 @@ class _Columns:
 
 
 def _part(where: Where, known: _Columns, num_rows: int) -> Bits:
-    """Return which rows satisfy a condition; on one column with few distinct texts, each text is evaluated once."""
+    """Return the rows that satisfy a condition. On one column with few distinct texts, evaluate each text once."""
     if where.names is not None and len(where.names) == 1:
         (name,) = where.names
         column = known.given[name]
@@ -159,7 +159,7 @@ def _unfit(where: Where, error: pa.ArrowException) -> ConfigError:
 
 
 def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array:
-    """Return the values of an expression, by a plan of a single step, the only way to evaluate one in Arrow."""
+    """Return the values of an expression by a plan of a single step, the only way to evaluate one in Arrow."""
     import pyarrow.acero as ac  # noqa: PLC0415  it imports pandas if that is installed
 
     table = pa.table({**columns, "": pa.nulls(num_rows)})
@@ -170,7 +170,7 @@ def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_row
 
 
 def _bits(mask: pa.Array) -> Bits:
-    """Return where a mask is true."""
+    """Return the bits of the rows for which a mask is true."""
     if mask.null_count:
         mask = pc.fill_null(mask, fill_value=False)
     values = np.frombuffer(mask.buffers()[1], np.uint8) if len(mask) else np.empty(0, np.uint8)
@@ -185,7 +185,7 @@ def _bits(mask: pa.Array) -> Bits:
 
 
 def places_in(keys: Values, others: Values) -> Int64Array:
-    """Return the place of each key in ``others``, or -1, int64 [n]; both are made by :func:`key_array`."""
+    """Return the place of each key in ``others``, or -1, int64 [n]. :func:`key_array` makes both."""
     if keys.type != others.type:
         keys, others = keys.cast(pa.binary()), others.cast(pa.binary())
     places: Int64Array = pc.index_in(keys, value_set=others).cast(pa.int64()).fill_null(-1).to_numpy()
@@ -208,7 +208,7 @@ def stable_hash(column: pa.Array) -> pa.Array:
     modulo 2**64.
 
     - Text: its UTF-8 bytes, padded with zeros to words of 8 bytes, little-endian. ``h = mix(number of bytes)``,
-      then ``h = mix(h ^ word)`` for one word after the other.
+      then ``h = mix(h ^ word)`` for each word in order.
     - Integers and booleans: ``mix`` of their two's complement. Floats that are integers below 2**63 hash like
       those, others as their IEEE 754 bits (so a column may hold 1 in one shard and 1.0 in another).
 
@@ -237,7 +237,7 @@ def stable_hash(column: pa.Array) -> pa.Array:
 
 
 def _hash_of_texts(texts: Values) -> Values:
-    """Hash texts as :func:`stable_hash`, one by one."""
+    """Hash texts like :func:`stable_hash`, one by one."""
     mask = texts.is_null().to_numpy(zero_copy_only=False) if texts.null_count else None
     hashed = _hash_of_bytes(texts)
     hashed >>= np.uint64(1)
@@ -245,7 +245,7 @@ def _hash_of_texts(texts: Values) -> Values:
 
 
 def _mix(values: _U64) -> _U64:
-    """Compute ``mix`` of each value, in place; as many at a time as fit in the CPU's caches."""
+    """Compute ``mix`` of each value, in place, in pieces that fit in the CPU's caches."""
     spare = np.empty(min(len(values), _HASHED_AT_ONCE), np.uint64)
     for at in range(0, len(values), _HASHED_AT_ONCE):
         some = values[at : at + _HASHED_AT_ONCE]
@@ -288,7 +288,7 @@ def _hash_of_bytes(column: pa.Array) -> _U64:
 
 
 def _words_at_each_byte(texts: npt.NDArray[np.uint8], start: int, stop: int) -> _U64:
-    """Return the 8 bytes from each of bytes ``[start, stop]`` on as a number.
+    """Return, as numbers, the 8 bytes that begin at each of bytes ``[start, stop]``.
 
     Bytes beyond ``stop`` are arbitrary.
     """
@@ -310,6 +310,7 @@ def _add_rows(hashed: _U64, words: _U64, length: int) -> None:
 
 def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array) -> None:
     """Mix texts of any length into the hashes."""
+    # Word by word: ``rows`` are the texts that are longer than the ``done`` bytes mixed so far.
     rows, done = np.flatnonzero(sizes), 0
     while rows.size:
         left = np.minimum(sizes[rows] - done, 8).astype(np.uint64)
@@ -323,7 +324,7 @@ def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array)
 
 
 def plain_values(values: pa.Array) -> pa.Array:
-    """Return values as int64, uint64, float64, text or booleans; NaN becomes a missing value, and -0.0 becomes 0.0."""
+    """Return values as int64, uint64, float64, text or booleans. NaN becomes a missing value, and -0.0 becomes 0.0."""
     kind = values.type
     if pa.types.is_floating(kind):
         doubles = pc.add(values.cast(pa.float64()), 0.0)
@@ -334,10 +335,11 @@ def plain_values(values: pa.Array) -> pa.Array:
 
 
 def joined_type(types: Iterable[pa.DataType]) -> pa.DataType | None:
-    """Return the type of a column whose parts are of some types that columns have; None: they cannot be compared.
+    """Return the type of a column whose parts have some types; None: the parts cannot be compared.
 
     Parts without any value, of type null, agree with all others. Numbers agree with numbers: float64 if a part holds
-    floats, else uint64 if one needs it. (Shards keep their own; see :func:`recast` for values that are to have it.)
+    floats, else uint64 if one needs it. (Shards keep their own types; see :func:`recast` for values that get the joined
+    type.)
     """
     found = {pa.string() if is_string(kind) else kind for kind in types if not pa.types.is_null(kind)}
     if len(found) < 2:
@@ -353,13 +355,13 @@ def joined_type_name(one: str, other: str) -> str | None:
     """Return Arrow's name of the type that joins two others, given by name; None: they cannot be compared."""
     try:
         kind = joined_type([pa.type_for_alias(one), pa.type_for_alias(other)])
-    except ValueError:  # a type without a short name, which no other one joins
+    except ValueError:  # a type without a short name, which joins no other
         return None
     return None if kind is None else str(kind)
 
 
 def recast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
-    """Return values of a column as ``kind``, one that columns have; None if one would not stay what it is."""
+    """Return values of a column as ``kind``, a type of columns; None if a value would change."""
     try:
         if not (pa.types.is_integer(values.type) and pa.types.is_floating(kind)):
             return values.cast(kind)
@@ -371,10 +373,10 @@ def recast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
 
 
 def type_of_all(parts: Sequence[pa.Array], name: str) -> pa.DataType:
-    """Return the type in which every value of the column ``name``, given in parts, stays what it is.
+    """Return the type in which no value of the column ``name``, given in parts, changes.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such type.
     """
     kinds = sorted({values.type for values in parts}, key=str)
     joined = joined_type(kinds)
@@ -397,10 +399,10 @@ def there_of(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
 def count_values(
     parts: Iterable[tuple[pa.Array, npt.NDArray[np.int64] | None]], name: str
 ) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """Count the distinct values of some arrays of the column ``name``; sorted values and int64 [n] counts.
+    """Count the distinct values of some arrays of the column ``name``. Return sorted values and int64 [n] counts.
 
     Args:
-        parts: Plain values, none missing, and how many times each counts; None: once.
+        parts: Plain values, none missing, and the number of times that each counts; None: once.
         name: Name of the column.
 
     Raises:
@@ -442,7 +444,7 @@ def numbers_of(values: pa.Array) -> npt.NDArray[np.float64] | None:
 
 
 def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the index of each value in ``labels``, distinct values of its kind; -1 if it is not among them."""
+    """Return the index of each value in ``labels``, which are distinct values of its kind; -1 if it is absent."""
     if pa.types.is_null(values.type) or not len(labels):
         return np.full(len(values), -1, np.int64)
     places = pc.index_in(values.cast(labels.type, safe=False), value_set=labels)
@@ -461,7 +463,7 @@ def read_sample_columns(
     Nothing else in the file is unpacked.
 
     With ``coded``, texts stored with a dictionary are returned as dictionaries, as :func:`fitting` takes them. With
-    ``only``, of the samples from one number to before another; for keys alone.
+    ``only``, return the samples from one number to before another; for keys alone.
 
     Raises:
         IndexFormatError: The bytes are damaged, or not a sample file.
@@ -480,12 +482,12 @@ def read_sample_columns(
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """Return all values of a column; without a copy if it is a single chunk, as most are."""
+    """Return all values of a column. A single chunk, the usual case, is not copied."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: str, version: str) -> bytes:
-    """Return the bytes of ``columns/<name>/<shard>.parquet``: the same values give the same bytes.
+    """Return the bytes of ``columns/<name>/<shard>.parquet``. The same values give the same bytes.
 
     Args:
         values: One for each sample of the shard, in order.

@@ -1,9 +1,9 @@
 """Cut the records of a shard into chunks: THE rule, shared by the writer and the indexer.
 
 A chunk closes after the record with which it holds 4 MiB, or 1 MiB and 256 samples. So chunks of large records are
-about 4 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks
-mixes better for the same memory (design, section 4); and a request never costs more than the bytes that it brings.
-The rule depends only on the records before the cut: the same records always give the same chunks.
+about 4 MiB, one fast ranged GET. Chunks of small records are about 1 MiB, because a shuffle over many small chunks
+mixes better for the same memory (design, section 4). And a request never costs more than its bytes. The rule depends
+only on the records before the cut: the same records always give the same chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_SAMPLES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRule:
-    """When a chunk closes: at ``target_bytes``, or at ``min_bytes`` once it has ``min_samples``.
+    """Close a chunk at ``target_bytes``, or at ``min_bytes`` once it has ``min_samples``.
 
     Raises:
         ConfigError: A number is not positive, or ``min_bytes`` exceeds ``target_bytes``.
@@ -37,7 +37,7 @@ class ChunkRule:
             raise ConfigError(f"chunk rule: expected 1 <= min_bytes <= target_bytes and min_samples >= 1, got {self}")
 
     def closes(self, num_bytes: int, num_samples: int) -> bool:
-        """Tell whether a chunk of this size is full."""
+        """Return whether a chunk of this size is full."""
         return num_bytes >= self.target_bytes or (num_bytes >= self.min_bytes and num_samples >= self.min_samples)
 
 
@@ -45,17 +45,17 @@ DEFAULT_RULE = ChunkRule()
 
 
 class ChunkCutter:
-    """Cut a shard's records into chunks as they come. One cutter per shard; not thread-safe."""
+    """Cut a shard's records into chunks as they arrive. One cutter per shard; not thread-safe."""
 
     def __init__(self, rule: ChunkRule = DEFAULT_RULE) -> None:
         self.rule = rule
         self.num_bytes = 0
-        """Bytes in the open chunk."""
+        """Number of bytes in the open chunk."""
         self.num_samples = 0
-        """Samples in the open chunk."""
+        """Number of samples in the open chunk."""
 
     def add(self, record_bytes: int) -> bool:
-        """Add one record of this size (including headers and padding); True if the chunk closes after it."""
+        """Add one record of this size (including headers and padding). Return whether the chunk closes after it."""
         self.num_bytes += record_bytes
         self.num_samples += 1
         if not self.rule.closes(self.num_bytes, self.num_samples):

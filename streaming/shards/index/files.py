@@ -1,7 +1,7 @@
-"""Write and read the common form of index files: Parquet with a JSON document in its footer, or a JSON document alone.
+"""Write and read index files of their common form: Parquet with a JSON document in its footer, or JSON alone.
 
 Each file carries checksums of all its bytes, its *seal*. No reader uses a byte before its seal was compared: Parquet
-decodes many a changed byte to other rows, and its own checksums leave out page headers and the footer
+decodes many changed bytes to other rows, and its own checksums leave out page headers and the footer
 (``docs/design/0044-sealed-index.md``).
 """
 
@@ -22,21 +22,21 @@ from streaming.errors import IndexFormatError
 from streaming.shards.index.pages import begun_at_page
 
 FORMAT_VERSION = (1, 0)
-"""Major and minor. Readers accept any minor version of their major version and ignore what they do not know."""
+"""Major and minor version. Readers accept any minor version of their major version and ignore unknown entries."""
 METADATA_KEY = b"shardstream"
 _FOOTER_TAIL_BYTES = 8
 _SEAL = struct.Struct("<II")
-"""Before the footer: CRC32C of the bytes before the seal, and of those behind it."""
+"""Before the footer: CRC32C of the bytes before the seal, and of those after it."""
 _SUM = "crc32c"
 """The member of a JSON document that is its seal."""
 _FOOTER_GUESS_BYTES = 64 << 10
-"""Bytes read of a file's end when the footer's length is unknown: most footers are shorter."""
+"""Bytes read of a file's end when the footer's length is unknown; most footers are shorter."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""Memory that the rows of any index file may take; larger files may take a thousand times their own size."""
+"""Memory limit for the rows of any index file; larger files may take a thousand times their own size."""
 _MAX_RATIO = 1000
 _PAGE_BYTES = 64 << 10
-"""Size of a page as written; a reader of a single key unpacks one page (Arrow's own size is 1 MiB or 20,000 rows)."""
-_ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB per column
+"""Size of a page as written. A reader of a single key unpacks one page (Arrow's own size is 1 MiB or 20,000 rows)."""
+_ROWS_AT_ONCE = 1 << 20  # of numbers, the size of a row group: 8 MiB per column
 _MAGIC = b"PAR1"
 COLUMN_KIND = "column"
 SOURCES_KIND = "sources"
@@ -50,12 +50,12 @@ _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "
 
 
 def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) -> bytes:
-    """Return ``table`` as Parquet bytes, sealed, with ``facts`` in the footer; the same input gives the same bytes.
+    """Return ``table`` as Parquet bytes, sealed, with ``facts`` in the footer. The same input gives the same bytes.
 
     Args:
         table: The rows.
         facts: JSON-able; ``version`` is added.
-        plain: Columns without a dictionary: offsets and keys, which hardly repeat.
+        plain: Columns without a dictionary: offsets and keys, which rarely repeat.
     """
     document = {"version": f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}", **facts}
     metadata = {METADATA_KEY: json.dumps(document, sort_keys=True, separators=(",", ":")).encode()}
@@ -78,7 +78,7 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
 
 
 def sealed(file: Any) -> bytes:
-    """Return a Parquet file with its seal: 8 bytes before the footer, where readers of Parquet look for nothing."""
+    """Return a Parquet file with its seal: 8 bytes before the footer, where readers of Parquet read nothing."""
     data = memoryview(file).cast("B")
     at = len(data) - _FOOTER_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
     return b"".join((data[:at], _SEAL.pack(crc32c(data[:at]), crc32c(data[at:])), data[at:]))
@@ -102,7 +102,7 @@ def _check_seal(buffer: Any, source: str, cure: str, *, whole: bool) -> None:
 
 
 def is_sealed(buffer: Any, *, whole: bool = True) -> bool:
-    """Tell whether an index file has the checksum that it carries; unless ``whole``, its footer, which comes last.
+    """Return whether an index file matches the checksum that it carries; unless ``whole``, only check its footer.
 
     For files that a reader refused: another answer of the store may be right only if this one is not sealed.
     """
@@ -121,9 +121,9 @@ def is_sealed(buffer: Any, *, whole: bool = True) -> bool:
 
 
 def is_original(rebuilt: bytes, file: Any) -> bool:
-    """Tell whether a Parquet file is what a damaged one was before: their seals are the same.
+    """Return whether a Parquet file equals a damaged one before the damage: their seals are the same.
 
-    (Equal bytes would prove nothing: what was made from the damaged file may repeat its damage.)
+    (Equal bytes would prove nothing: a file made from the damaged one may repeat its damage.)
     """
     footer = len(rebuilt) - _FOOTER_TAIL_BYTES - int.from_bytes(rebuilt[-8:-4], "little")
     seal = slice(footer - _SEAL.size, footer)
@@ -136,9 +136,9 @@ def _check_end(data: memoryview, source: str, cure: str) -> None:
 
 
 def write_document(content: Mapping[str, Any]) -> bytes:
-    """Return a JSON document with its seal; the same content gives the same bytes."""
+    """Return a JSON document with its seal. The same content gives the same bytes."""
     text = json.dumps({**content, _SUM: _sum_of(content)}, ensure_ascii=False, indent=1, sort_keys=True)
-    return f"{text}\n".encode("utf-8", "backslashreplace")  # of keys that are not UTF-8: as JSON escapes them
+    return f"{text}\n".encode("utf-8", "backslashreplace")  # keys that are not UTF-8, as JSON escapes them
 
 
 def read_document(data: Any) -> dict[str, Any]:
@@ -166,13 +166,14 @@ def read_table(
 ) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
     """Return the rows and the facts of an index file of this ``kind``.
 
-    With ``columns``, only the columns that it returns for the facts. With ``coded``, texts stored with a dictionary are
-    returned as Arrow dictionaries. With ``only``, only the rows from the first number to before the second; for columns
-    other than numbers. Unless ``checked``, whatever a damaged file still gives, to be proved right by other means.
+    With ``columns``, return only the columns that it selects from the facts. With ``coded``, texts stored with a
+    dictionary are returned as Arrow dictionaries. With ``only``, return the rows from the first number to before the
+    second; for columns other than numbers. Without ``checked``, return all that a damaged file still gives; the caller
+    has to prove it.
 
     Raises:
         IndexFormatError: The bytes are not such a file, damaged, of a newer major version, or their rows would take
-            more than both :data:`MAX_UNPACKED_BYTES` and a thousand times the file.
+            more than both :data:`MAX_UNPACKED_BYTES` and a thousand times the size of the file.
     """
     cure = _cure_of(kind)
     if checked:
@@ -192,7 +193,7 @@ def _read_bounded(
     file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool,
     only: tuple[int, int] | None,
 ) -> pa.Table:  # fmt: skip
-    """Return the rows (of some ``columns``, or all), counted as they come: equal ones take no room in the file."""
+    """Return the rows (of some ``columns``, or all), counted as they arrive: equal ones take no room in the file."""
     limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * buffer.nbytes)
     schema = file.schema_arrow
     names = schema.names if columns is None else columns
@@ -209,14 +210,14 @@ def _read_bounded(
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    """Tell whether all values of a type have the same size, eight bytes at most."""
+    """Return whether all values of a type have the same size, at most eight bytes."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _read_numbers(
     file: pq.ParquetFile, source: str, names: list[str], limit_bytes: int
 ) -> tuple[dict[str, pa.ChunkedArray], int]:
-    """Return columns of numbers, which are counted as they come, and their size."""
+    """Return columns of numbers, which are counted as they arrive, and their size in bytes."""
     if not names:
         return {}, 0
     batches: list[pa.RecordBatch] = []
@@ -237,13 +238,13 @@ def _read_others(
 ) -> dict[str, pa.ChunkedArray]:  # fmt: skip
     """Return columns of anything except numbers, after checking their size, in addition to ``num_bytes``.
 
-    Texts stored with a dictionary are read as such, counted, and only then expanded.
+    Texts stored with a dictionary are read in this form, counted, and only then expanded.
     """
     if not names:
         return {}
     metadata, texts = file.metadata, set()
     for group in range(metadata.num_row_groups):
-        # Asking for damaged metadata of a column ends the process (pyarrow 26); reading a row raises. So read first.
+        # Reading damaged metadata of a column ends the process (pyarrow 26); reading a row raises. So read rows first.
         next(file.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=False), None)
         for index in range(metadata.num_columns):
             if metadata.schema.column(index).path not in names:
@@ -272,7 +273,7 @@ def _read_others(
 
 
 def _rows_only(file: pq.ParquetFile, plain: memoryview | None, names: list[str], only: tuple[int, int]) -> pa.Table:
-    """Return the rows of a file from one number to before another, where there are such.
+    """Return the rows of a file from one number to before another, as far as they exist.
 
     Given the file's bytes (``plain``: it is about one column without a dictionary), pages before them are skipped.
     """
@@ -301,7 +302,7 @@ def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
 def read_facts(buffer: Any, kind: str, source: str, *, whole: bool = False) -> dict[str, Any]:
     """Return the facts alone.
 
-    ``buffer`` may be any tail of the file that contains seal and footer (see :func:`read_footer`); if it is the
+    ``buffer`` may be any tail of the file that contains seal and footer (see :func:`read_footer`). If it is the
     ``whole`` file, all of it is checked.
     """
     cure = _cure_of(kind)
@@ -310,7 +311,7 @@ def read_facts(buffer: Any, kind: str, source: str, *, whole: bool = False) -> d
 
 
 def types_of_columns(buffer: Any, kind: str, source: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the facts of a table, and Arrow's name of the type of each column, from a tail that contains the footer.
+    """Return the facts of a table, and Arrow's name of the type of each column, from a tail with the footer.
 
     Raises:
         IndexFormatError: The footer is damaged, of another kind of file, or of a newer major version.
@@ -372,7 +373,7 @@ def _check_version(version: str, source: str) -> None:
 
 @contextmanager
 def content_errors(source: str, what: str) -> Iterator[None]:
-    """Turn errors of parsing malformed content into ours; ``what`` names the part that is malformed."""
+    """Convert errors of parsing malformed content to ours. ``what`` names the malformed part."""
     try:
         yield
     except IndexFormatError:
@@ -382,7 +383,7 @@ def content_errors(source: str, what: str) -> Iterator[None]:
 
 
 def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
-    """Make the error for an index file whose content is impossible."""
+    """Return the error for an index file whose content is impossible."""
     return IndexFormatError(f"{source}: damaged index file ({why}); {cure}")
 
 

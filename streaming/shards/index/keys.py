@@ -18,11 +18,11 @@ class Keys(Sequence[str]):
 
     def __init__(self, array: Any) -> None:
         self.array = array
-        """Type ``string`` or ``binary``, no nulls."""
+        """Array of type ``string`` or ``binary``, without nulls."""
 
     @classmethod
     def of_packed(cls, data: bytes, stops: Int64Array) -> Keys:
-        """Split all keys, stored end to end, of which key ``i`` ends at ``stops[i]``."""
+        """Split all keys, stored end to end. Key ``i`` ends at ``stops[i]``."""
         large = len(data) > _MAX_STRING_BYTES
         if data.isascii():
             return cls(_from_buffers(pa.large_string() if large else pa.string(), data, stops))
@@ -62,7 +62,7 @@ class Keys(Sequence[str]):
 
 
 def key_array(keys: Collection[str]) -> pa.Array:
-    """Make an array of keys: text, or all bytes if one is not UTF-8 (its invalid bytes are surrogates in Python)."""
+    """Return an array of keys: text, or all bytes if one is not UTF-8 (its invalid bytes are surrogates in Python)."""
     if isinstance(keys, Keys):
         return keys.array
     try:

@@ -1,12 +1,11 @@
-"""Sum large members separately, so that readers may omit them, or read nothing else, and still check everything.
+"""Sum large members separately, so that readers may skip them, or read nothing else, and still check all bytes.
 
 THE rule, shared by the writer and the indexer: a member is *large* from 128 KiB on. Its bytes have a CRC32C of their
 own, and so has the *rest* of its span: the span without the bytes of its large members, end to end. Below that size a
-gap in a range costs more than it saves (docs/design/0006), and small records cost nothing more to
-index.
+gap in a range costs more than it saves (docs/design/0006), and small records cost nothing more to index.
 
-As for spans, nothing is summed twice: while a chunk is summed, the CRC32C so far is noted at the start and at the end
-of each large member, and :func:`large_sums` computes all these sums from the notes, for a whole shard at once.
+As for spans, no byte is summed twice: while a chunk is summed, the CRC32C so far is recorded at the start and at the
+end of each large member, and :func:`large_sums` computes all these sums from the records, for a whole shard at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LARGE_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LargeSums:
-    """Checksums of the large members of a shard of ``n`` samples and ``S`` spans; -1 if there is none.
+    """Checksums of the large members of a shard of ``n`` samples and ``S`` spans; -1 where there is none.
 
     Attributes:
         fields: By field, int64 ``[n]``: CRC32C of the field's bytes. Fields without large members are absent.
@@ -46,14 +45,14 @@ def large_sums(
     span_running: ArrayLike,
     running: Mapping[int, int],
 ) -> LargeSums:
-    """Return the sums of a shard, from the notes made while its chunks were summed.
+    """Return the sums of a shard, from the CRC32C values recorded while its chunks were summed.
 
     Args:
         record_starts: int64 ``[n + 1]``.
         fields: Per extension the offsets and sizes of its bytes, each int64 ``[n]``.
         chunk_bounds: As in :func:`streaming.shards.index.spans.spans_of`.
-        span_starts: As there.
-        span_running: As there.
+        span_starts: As in :func:`streaming.shards.index.spans.spans_of`.
+        span_running: ``running`` of :func:`streaming.shards.index.spans.spans_of`.
         running: CRC32C of the chunk's bytes up to the start, and up to the end, of each large member, by offset.
     """
     found = {name: np.flatnonzero(sizes >= LARGE_BYTES) for name, (_, sizes) in fields.items()}
@@ -87,7 +86,7 @@ def _rest(
     befores: UInt32s,
     afters: UInt32s,
 ) -> Int64Array:
-    """Sum each span without the ascending members ``[starts, ends)``: CRC32C, int64, -1 for spans without members.
+    """Sum each span without its members ``[starts, ends)``, which ascend: CRC32C, int64, -1 for spans without members.
 
     The other arrays are the running CRC32C at the borders of the spans (``[S]``) and of the members.
     """
@@ -97,6 +96,7 @@ def _rest(
     of_sections = np.concatenate((spans, of_members))
     first = np.lexsort((np.concatenate((borders[spans], ends)), of_sections))
     last = np.lexsort((np.concatenate((borders[spans + 1], starts)), of_sections))
+    # int64 [sections]: length of each, then CRC32C of its bytes alone, from the running values at its ends.
     lengths = np.concatenate((borders[spans + 1], starts))[last] - np.concatenate((borders[spans], ends))[first]
     sums = np.concatenate((at_end[spans], befores))[last]
     sums = sums ^ followed_by_zeros(np.concatenate((at_start[spans], afters))[first], lengths)

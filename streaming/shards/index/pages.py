@@ -1,4 +1,4 @@
-"""Find the page of a Parquet column that holds a row, so that Arrow need not unpack those before it."""
+"""Find the page of a Parquet column that holds a row, so that Arrow need not unpack the pages before it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _Struct: TypeAlias = "dict[int, Any]"
 
 
 def begun_at_page(file: pq.ParquetFile, buffer: memoryview, group: int, name: str, row: int) -> tuple[Any, int]:
-    """Return a file whose column begins with the page that holds a row, and the row that this page begins with.
+    """Return a file whose column begins with the page that holds a row, and the first row of that page.
 
-    Arrow always unpacks a column from its first page on. The file returned has the same metadata, but the pages from
-    this one on lie where the column begins; only this column of this group can be read from it, up to its last row.
+    Arrow always unpacks a column from its first page on. The returned file has the same metadata, but the pages from
+    this one on lie where the column begins. Only this column of this group can be read from it, up to its last row.
 
     Args:
-        file: The file, of which some rows of the group have been read: damaged metadata of a column ends the process.
+        file: The file. Some rows of the group must have been read: damaged metadata of a column ends the process.
         buffer: Its bytes.
         group: Number of the row group.
         name: A column without lists.
         row: Number of the row in the group.
 
     Returns:
-        ``file`` itself and 0 if the first page holds the row, or if the pages need a dictionary or cannot be told
-        apart.
+        ``file`` itself and 0 if the first page holds the row, or if the pages need a dictionary or cannot be
+        distinguished.
     """
     data, metadata = buffer.cast("B"), file.metadata
     number = next(at for at in range(metadata.num_columns) if metadata.schema.column(at).path == name)
@@ -49,7 +49,7 @@ def begun_at_page(file: pq.ParquetFile, buffer: memoryview, group: int, name: st
                 break
             at, before = body + header[_COMPRESSED_SIZE], before + count
     except (IndexError, KeyError, TypeError, ValueError):
-        return file, 0  # Arrow says what is wrong with it, if anything is
+        return file, 0  # Arrow reports its damage, if it has any
     if not 0 <= start < at < stop <= len(data):
         return file, 0
     moved = b"".join((bytes(start), data[at:stop], bytes(at - start)))
@@ -57,7 +57,7 @@ def begun_at_page(file: pq.ParquetFile, buffer: memoryview, group: int, name: st
 
 
 def _struct(data: memoryview, at: int, depth: int = 0) -> tuple[_Struct, int]:
-    """Return the integers and structs of the Thrift struct at a place, by field, and where it ends.
+    """Return the integers and structs of the Thrift struct at a place, by field, and its end.
 
     Raises:
         ValueError: It has fields of types that page headers do not have.
@@ -84,7 +84,7 @@ def _struct(data: memoryview, at: int, depth: int = 0) -> tuple[_Struct, int]:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number at a place, seven bits a byte, the lowest first, and where it ends."""
+    """Return the number at a place, seven bits per byte, the lowest first, and its end."""
     value = shift = 0
     while True:
         byte = data[at]

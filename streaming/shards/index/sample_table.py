@@ -1,4 +1,4 @@
-"""Hold keys, byte ranges of every field, and lifted columns of one shard: the sample table."""
+"""Hold the keys, byte ranges of every field, and lifted columns of one shard: the sample table."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class SampleTable:
         """Check that lengths and ranges are consistent.
 
         Raises:
-            IndexFormatError: They are not; names the first column at fault.
+            IndexFormatError: They are not; the message names the first column at fault.
         """
         self.chunks.validate(source)
         num_samples = len(self.keys)
@@ -235,7 +235,7 @@ class SampleTable:
             raise damaged(source, f"column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
     def _validate_large(self, source: str) -> None:
-        """Check that every large member has a sum and its span one of the rest, and that no other span has one."""
+        """Check that every large member has a sum, its span one of the rest, and that no other span has one."""
         expected = np.zeros(self.num_spans, np.bool_)
         for name, sums in self.large.fields.items():
             rows = np.flatnonzero(sums >= 0)
@@ -246,7 +246,7 @@ class SampleTable:
             raise damaged(source, f"column {_REST_CRC32C!r}: not of the spans that have large members")
 
     def to_parquet(self) -> bytes:
-        """Return the table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
+        """Return the table as the bytes of ``samples/<shard>.parquet``. The same table gives the same bytes.
 
         Raises:
             IndexFormatError: A field's name is not UTF-8.
@@ -290,8 +290,8 @@ class SampleTable:
             buffer: The damaged sample file.
 
         Returns:
-            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file; its
-            checksums are those in the damaged one.
+            This table, without columns so far, and the columns that the damaged file gives, as the bytes of a file
+            whose checksums are those in the damaged one.
         """
         with suppress(IndexFormatError, KeyError, TypeError, ValueError, pa.ArrowException):
             rows, facts = read_table(buffer, KIND, "", lambda facts: list(facts["columns"]), checked=False)
@@ -302,7 +302,7 @@ class SampleTable:
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> SampleTable:
-        """Return the table in the bytes of a sample file; ``source`` is its URL, for messages.
+        """Return the table in the bytes of a sample file. ``source`` is its URL, for messages.
 
         Raises:
             IndexFormatError: The bytes are damaged, not a sample table, or of a newer major version.
@@ -346,7 +346,7 @@ class Records:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the records take."""
+        """Memory in bytes that the records take."""
         return int(self.keys.array.nbytes) + 16 * len(self.keys) * len(self.fields)
 
     @classmethod
@@ -382,7 +382,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """The spans of one shard: the part of a sample table that this takes, and no more.
+    """The spans of one shard: the part of a sample table that they take, and no more.
 
     Attributes:
         chunks: The shard and its chunk rows.
@@ -406,7 +406,7 @@ class Spans:
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> Spans:
-        """Take the spans from the bytes of a sample file, of which little else is unpacked.
+        """Take the spans from the bytes of a sample file. Little else of it is unpacked.
 
         Raises:
             IndexFormatError: The bytes are damaged, not a sample table, or of a newer major version; or a chunk does
@@ -478,7 +478,7 @@ def _ranges(rows: pa.Table, names: Sequence[str]) -> FieldRanges:
 def _spans(rows: pa.Table) -> tuple[Int64Array, NDArray[np.uint32]]:
     """Return ``span_starts`` and ``span_crc32c``."""
     column = rows.column(_SPAN_CRC32C)
-    if not len(column):  # pyarrow up to 18 dies of this question about nothing
+    if not len(column):  # pyarrow up to 18 crashes on an empty column
         return np.zeros(1, np.int64), np.zeros(0, np.uint32)
     firsts = numbers(pc.indices_nonzero(column.is_valid()), np.uint64)
     starts = np.append(firsts, len(column) if firsts.size else 0).astype(np.int64)
@@ -498,7 +498,7 @@ def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) ->
 
 
 def _sum_column(sums: Int64Array) -> pa.Array:
-    """Return checksums as a column, uint32; -1 becomes null."""
+    """Return checksums as a column, uint32. -1 becomes null."""
     missing = sums < 0
     return pa.array(np.where(missing, 0, sums).astype(np.uint32), mask=missing)
 

@@ -1,4 +1,4 @@
-"""Choose which samples of some shards are read, as values: everything, a range, what a filter keeps, a group."""
+"""Select which samples of some shards are read, as values: all, a range, those that a filter keeps, a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import Bits, kept_rows
 from streaming.types import Int64Array, override
 
-_BLOCK = 32  # bytes; the set bits before each block are counted once
+_BLOCK = 32  # in bytes; the set bits before each block are counted once
 _AT_ONCE = 1 << 16  # rows handled at once: 2 MiB of bits
 _COUNTED_AT_ONCE = 1 << 22  # counts of chunks and groups at once: 32 MiB
 _POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
@@ -27,7 +27,7 @@ _POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 class Selection(ABC):
     """Samples of some shards, in storage order, and the rows of a table that hold them; immutable.
 
-    Whoever reads a dataset asks this value, and never which form it has: all forms answer all questions, by these laws
+    Readers of a dataset ask this value, and never which form it has: all forms answer all questions, by these laws
     (``tests/catalog/test_selection.py``)::
 
         s.over(a).over(b) = s.over(b)      other rows, the same samples and identity
@@ -36,11 +36,11 @@ class Selection(ABC):
         s.mask(shard)[s.samples(first, stop)] is True for the rows of this shard, and all else False
 
     Attributes:
-        chunks: The chunks of all shards, which the identity refers to.
-        whole: The rows of all shards: ``chunks``, or the units that these are cut into.
-        table: Those of these rows that have samples of this selection; ``num_samples`` counts these alone. In a row
-            that a range begins inside, ``first_sample`` is the first sample of the range; bytes and checksums stay
-            those of the whole row. So the table must not be written.
+        chunks: The chunks of all shards, to which the identity refers.
+        whole: The rows of all shards: ``chunks``, or the units into which these are cut.
+        table: Those of these rows that have samples of this selection; ``num_samples`` counts only these samples. If a
+            range begins inside a row, ``first_sample`` is the first sample of the range; bytes and checksums stay those
+            of the whole row. So the table must not be written.
         rows: Number in ``whole`` of each row of ``table``.
         can_be_cut: Whether :meth:`over` works.
     """
@@ -58,7 +58,7 @@ class Selection(ABC):
 
     @property
     def filter(self) -> str:
-        """Identifies what leaves samples out between the first and the last; "": nothing does."""
+        """Identifies the choice of samples between the first and the last; "": all are kept."""
         return ""
 
     @property
@@ -73,11 +73,11 @@ class Selection(ABC):
 
     @property
     def stored_samples(self) -> Int64Array:
-        """int64 [C], samples in the bytes of each row, including those that a filter leaves out."""
+        """int64 [C], number of samples in the bytes of each row, including those that a filter leaves out."""
         return self.table.num_samples
 
     def stored_between(self, firsts: Int64Array, stops: Int64Array) -> Int64Array:
-        """Return the same of each run of rows ``[first, stop)`` and of what lies between them, int64 [n]."""
+        """Return the same for each run of rows ``[first, stop)``, including the bytes between them, int64 [n]."""
         before = sums(self.table.num_samples)
         return before[stops] - before[firsts]
 
@@ -87,20 +87,20 @@ class Selection(ABC):
 
     @abstractmethod
     def between(self, first: int, stop: int) -> Selection:
-        """Return samples ``[first, stop)`` of these."""
+        """Return samples ``[first, stop)`` of this selection."""
 
     def every(self, step: int) -> Selection:
         """Return the first of these samples and every ``step``-th one after it."""
         return self if step == 1 else Every.of(self, step)
 
     def inside(self, rows: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as filters need it
-        """Return how many samples after the ``first_sample`` of its row the sample at each offset is, int64 [n]."""
+        """Return the position of the sample at each offset, counted from ``first_sample`` of its row, int64 [n]."""
         return offsets
 
     def kept(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:  # noqa: ARG002  as filters need it
-        """Return which of samples ``[first, stop)`` of a shard are delivered if their row is read, bool [n].
+        """Return whether each of samples ``[first, stop)`` of a shard is delivered if its row is read, bool [n].
 
-        A row that a range begins or ends inside is read as a whole.
+        A row inside which a range begins or ends is read as a whole.
         """
         return np.ones(stop - first, np.bool_)
 
@@ -112,7 +112,7 @@ class Selection(ABC):
         return self.table.first_sample[rows] + self.inside(rows, offsets)
 
     def mask(self, shard: int) -> npt.NDArray[np.bool_]:
-        """Return which samples of a shard are in the selection, bool [n]."""
+        """Return whether each sample of a shard is in the selection, bool [n]."""
         found = np.zeros(self.whole.shards[shard].num_samples, np.bool_)
         found[self.samples(*self.table.rows_of(shard))] = True
         return found
@@ -120,11 +120,11 @@ class Selection(ABC):
     def rows_when(self, identity: str, num_shards: int | None) -> int | None:
         """Return the number of rows that this selection had when this was its identity.
 
-        Returns None unless shards have only been appended since.
+        Returns None unless shards have only been appended since then.
 
         Args:
             identity: An identity, current or earlier.
-            num_shards: Number of shards then; None: search, from all of them downwards.
+            num_shards: Number of shards at that time; None: search, from all shards downwards.
         """
         if identity == self.identity:
             return self.table.num_chunks
@@ -199,12 +199,12 @@ class Range(Selection):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chosen(Selection):
-    """Samples ``[first, stop)`` of those that are chosen one by one, each of which has a *rank* among the chosen.
+    """Samples ``[first, stop)`` of those that are chosen one by one. Each has a *rank* among the chosen.
 
     Attributes:
-        name: Identity of all that are chosen; see ``streaming.order.plan.state.filter_fingerprint``.
-        total: Number of all that are chosen.
-        begins: int64 [C], chosen samples before each row.
+        name: Identity of all chosen samples; see ``streaming.order.plan.state.filter_fingerprint``.
+        total: Number of all chosen samples.
+        begins: int64 [C], number of chosen samples before each row.
     """
 
     name: str
@@ -231,7 +231,7 @@ class Chosen(Selection):
 
     @property
     def is_part(self) -> bool:
-        """Whether this is a range of what is chosen."""
+        """Whether this is a range of the chosen samples."""
         return (self.first, self.stop) != (0, self.total)
 
     @cached_property
@@ -257,13 +257,13 @@ class Chosen(Selection):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Filtered(Chosen):
-    """What a filter keeps, or a range of that."""
+    """The samples that a filter keeps, or a range of them."""
 
     bits: Kept = field(repr=False)
 
     @classmethod
     def of(cls, chunks: ChunkTable, whole: ChunkTable, bits: Kept, name: str) -> Filtered:
-        """Return all that is kept of these chunks."""
+        """Return all samples of these chunks that are kept."""
         places = bits.shard_places[whole.shard] + whole.first_sample
         begins = bits.ranks(places)
         counts = bits.ranks(places + whole.num_samples) - begins
@@ -300,7 +300,7 @@ class Filtered(Chosen):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Member(Chosen):
-    """The samples of one group, or a range of them. Groups read parts of the same chunks, so these are not cut."""
+    """The samples of one group, or a range of them. Groups read parts of the same chunks, so they are not cut."""
 
     groups: SampleGroups = field(repr=False)
     number: int
@@ -334,10 +334,10 @@ class Every(Selection):
 
     Attributes:
         base: The other selection.
-        at: int64 [C], row of ``base.table`` that is each row of ``table``.
-        begins: int64 [C], number among the samples of ``base`` of the first one in each row that is in this selection,
-            counted from the first of the row.
-        leads: int64 [C], samples of each row before the first one of ``base``.
+        at: int64 [C], row of ``base.table`` for each row of ``table``.
+        begins: int64 [C], position in each row of its first sample in this selection, counted among the samples of
+            ``base`` in that row.
+        leads: int64 [C], number of samples of each row before the first one of ``base``.
     """
 
     base: Selection
@@ -349,11 +349,11 @@ class Every(Selection):
 
     @classmethod
     def of(cls, base: Selection, step: int) -> Every:
-        """Return every ``step``-th sample of a selection that is not one of these."""
+        """Return every ``step``-th sample of a selection that is not an ``Every`` itself."""
         total = base.table.total_samples
         base = base.between(0, total if total == 0 else total - (total - 1) % step)
         starts = sums(base.table.num_samples)
-        ranks = -(-starts // step)  # of the first sample at or behind each row's start
+        ranks = -(-starts // step)  # int64 [rows]: rank of the first sample at or after each row's start
         at = np.flatnonzero(np.diff(ranks))
         rows = np.asarray(base.rows, np.int64)[at]
         return cls(
@@ -423,9 +423,9 @@ class Every(Selection):
 
 
 class Kept:
-    """The bits of all shards, one shard after the other, each starting at a byte of its own; immutable.
+    """The bits of all shards, shard after shard, each starting at a byte of its own; immutable.
 
-    A bit has a *place* (its number among all bits) and, if it is set, a *rank* (the number of set ones before it).
+    A bit has a *place* (its number among all bits) and, if it is set, a *rank* (the number of set bits before it).
 
     Args:
         table: The chunk table of the shards, whole.
@@ -444,12 +444,12 @@ class Kept:
 
     @property
     def total(self) -> int:
-        """Samples kept."""
+        """Number of kept samples."""
         return int(self._before[-1])
 
     @cached_property
     def digest(self) -> str:
-        """Identifies this choice among all of the same shards; 32 hex digits."""
+        """Identifies this choice among all choices over the same shards; 32 hex digits."""
         return hashlib.blake2b(self._bits.tobytes(), digest_size=16).hexdigest()
 
     def digest_of(self, num_shards: int) -> str:
@@ -467,7 +467,7 @@ class Kept:
             some = places[at : at + _AT_ONCE]
             blocks, inside = np.divmod(some, 8 * _BLOCK)
             room = np.arange(_BLOCK) * 8
-            # uint8 [m, _BLOCK]: the bits of each place's block, with those from the place on cleared.
+            # uint8 [m, _BLOCK]: the bits of each place's block, with the bits from the place on cleared.
             left = np.clip(inside[:, None] - room, 0, 8)
             masked = self._bits[np.minimum(blocks, len(self._bits) - 1)] & ((1 << left) - 1).astype(np.uint8)
             found[at : at + _AT_ONCE] = self._before[blocks] + _POPCOUNT[masked].sum(axis=1, dtype=np.int64)
@@ -485,13 +485,14 @@ class Kept:
             counts = _POPCOUNT[self._bits[blocks]].cumsum(axis=1, dtype=np.uint16)
             byte = (counts <= left[:, None]).sum(axis=1)
             left = left - np.where(byte > 0, counts[rows, byte - 1], 0)
-            # bool [m, 8]: bits of each rank's byte, then the position at which the set bits exceed those left.
+            # [m, 8]: set bits of each rank's byte up to each bit; the number of these counts within `left` is the
+            # place.
             bit = np.unpackbits(self._bits[blocks, byte][:, None], axis=1, bitorder="little").cumsum(axis=1)
             found[at : at + _AT_ONCE] = blocks * (8 * _BLOCK) + byte * 8 + (bit <= left[:, None]).sum(axis=1)
         return found
 
     def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Return which of samples ``[first, stop)`` of a shard are kept, bool [n]."""
+        """Return whether each of samples ``[first, stop)`` of a shard is kept, bool [n]."""
         place = int(self.shard_places[shard])
         low, high = (place + first) // 8, -(-(place + stop) // 8)
         some = kept_rows(self._bits.reshape(-1)[low:high], 8 * (high - low))
@@ -522,11 +523,11 @@ class SampleGroups:
         self._chunks, self._counts = chunks[by_group], sizes[by_group]
         self._borders: Int64Array = np.searchsorted(groups[by_group], np.arange(num_groups + 1))
         self.sizes: Int64Array = np.bincount(groups, sizes, num_groups).astype(np.int64)
-        """int64 [num_groups], samples of each group."""
+        """int64 [num_groups], number of samples of each group."""
 
     @cached_property
     def digest(self) -> str:
-        """Identifies these groups among all of the same shards; 32 hex digits."""
+        """Identifies these groups among all groupings of the same shards; 32 hex digits."""
         return hashlib.blake2b(self.codes.astype("<u2").tobytes(), digest_size=16).hexdigest()
 
     def selected(self, number: int, name: str) -> Member:
@@ -551,7 +552,7 @@ class SampleGroups:
 
 
 def _stored_in_runs(whole: ChunkTable, rows: Int64Array, firsts: Int64Array, stops: Int64Array) -> Int64Array:
-    """Return the samples in the bytes from one of some rows of a table to another, int64 [n]."""
+    """Return the number of samples in the bytes between two of some rows of a table, int64 [n]."""
     before = sums(whole.num_samples)
     return before[rows[stops - 1] + 1] - before[rows[firsts]]
 

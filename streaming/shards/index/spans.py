@@ -1,8 +1,9 @@
 """Sum spans, runs of records, so that a part of a chunk can be read and still be checked.
 
-THE rule, shared by the writer and the indexer: a span closes after the record with which it holds 64 KiB, and where
-its chunk closes. Span checksums need no second pass over the bytes: while a chunk is summed, the CRC32C so far is noted
-at the end of each span, and :func:`separate` computes the spans' own from the notes, for a whole shard at once.
+THE rule, shared by the writer and the indexer: a span closes after the record with which it holds 64 KiB, and where its
+chunk closes. Span checksums need no second pass over the bytes: while a chunk is summed, the CRC32C so far is recorded
+at the end of each span, and :func:`separate` computes the spans' own checksums from the records, for a whole shard at
+once.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _POLYNOMIAL = 0x82F63B78  # CRC32C, bits reversed
 
 
 class SpanCutter:
-    """Cut a shard's records into spans as they come, beside a ``ChunkCutter``. One per shard; not thread-safe."""
+    """Cut a shard's records into spans as they arrive, beside a ``ChunkCutter``. One per shard; not thread-safe."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Bytes in the open span."""
+        """Number of bytes in the open span."""
 
     def add(self, record_bytes: int, *, chunk_closes: bool) -> bool:
-        """Add one record; True if the span closes after it."""
+        """Add one record. Return whether the span closes after it."""
         self.num_bytes += record_bytes
         if not chunk_closes and self.num_bytes < SPAN_BYTES:
             return False
@@ -42,7 +43,7 @@ class SpanCutter:
 
         Args:
             record_starts: int64 ``[n + 1]``, increasing.
-            chunk_cuts: What ``ChunkCutter.extend`` returned for them.
+            chunk_cuts: The result of ``ChunkCutter.extend`` for them.
 
         Returns:
             Increasing: contains ``i`` if a span closes after record ``i - 1``. Includes every chunk cut.
@@ -65,7 +66,7 @@ class SpanCutter:
 def spans_of(
     record_starts: Int64Array, chunk_bounds: ArrayLike, span_starts: ArrayLike, running: ArrayLike
 ) -> tuple[Int64Array, UInt32s]:
-    """Make ``span_starts`` and ``span_crc32c`` of a sample table from the notes at the end of each of ``S`` spans.
+    """Return ``span_starts`` and ``span_crc32c`` of a sample table from the CRC32C at the end of each of ``S`` spans.
 
     Args:
         record_starts: int64 ``[n + 1]``.
@@ -107,7 +108,7 @@ def joined_crc32c(crcs: UInt32s, sizes: Int64Array, begins: Int64Array) -> UInt3
 
 
 def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
-    """Return what remains of a prefix's CRC32C in that of the whole when ``num_bytes`` bytes follow."""
+    """Return the part of a prefix's CRC32C in that of the whole when ``num_bytes`` bytes follow."""
     bit = 0
     while (num_bytes >> bit).any():
         chosen = (num_bytes >> bit & 1).astype(np.bool_)

@@ -1,4 +1,4 @@
-"""Parse ``where``, a condition over columns in a small part of SQL, to a pyarrow expression; nothing is evaluated.
+"""Parse ``where``, a condition over columns in a small part of SQL, to a pyarrow expression. Nothing is evaluated.
 
     condition   or-ed, and-ed, NOT-ed, in parentheses
     predicate   value = != <> < <= > >= value
@@ -15,7 +15,7 @@
 Keywords and functions are case-insensitive. As in SQL, operations on missing values give missing values, ``NOT``
 missing is missing, and a row for which the condition is missing is not kept. Integers divide to integers; division by
 0 gives a missing value. Text compares by code points; a NaN equals nothing. Numbers of two types compare by their exact
-values, as in Python: no whole number is rounded to a float for it.
+values, as in Python: no integer is rounded to a float for that.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _COMPARE = {
     "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
 }  # fmt: skip
 _EQUALITY = {"=": False, "==": False, "!=": True, "<>": True}
-"""What holds of two numbers that differ."""
+"""Truth value of each sign for two different numbers."""
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _ARITHMETIC = {"+": pc.add_checked, "-": pc.subtract_checked, "*": pc.multiply_checked}
 
 Types: TypeAlias = Mapping[str, pa.DataType]
 Condition: TypeAlias = str | pc.Expression
-"""What users give as ``where=``."""
+"""Types of the option ``where=``."""
 
 
 def hash_column(name: str) -> str:
@@ -73,11 +73,11 @@ class Where:
 
     Attributes:
         text: The condition with single blanks and keywords in upper case, which identifies it.
-        names: Columns that it uses; None for a pyarrow expression, which reveals them only when bound.
-        hashed: Those whose hashes it uses.
+        names: Columns that it uses; None for a pyarrow expression, which shows them only when bound.
+        hashed: Columns whose hashes it uses.
         compiled: Makes the expression from the columns' types.
-        compared: Columns that it uses themselves, not only their hashes; None as ``names``.
-        parts: The conditions of which it is the conjunction; () if it is not one.
+        compared: Columns whose values it uses, not only their hashes; None like ``names``.
+        parts: The conditions whose conjunction it is; () if it is no conjunction.
     """
 
     text: str
@@ -91,10 +91,10 @@ class Where:
         return self.text
 
     def expression(self, types: Types) -> pc.Expression:
-        """Return the condition over columns of these types, of type bool; hashes are named by ``hash_column``.
+        """Return the condition over columns of these types, of type bool. ``hash_column`` names the hashes.
 
         Raises:
-            ConfigError: A column is missing, or of a kind that cannot be compared like this.
+            ConfigError: A column is missing, or of a kind that cannot be compared in this way.
         """
         return self.compiled(types)
 
@@ -166,7 +166,7 @@ def as_where(where: Any) -> Where | None:
 
 
 def unknown_column(name: str, there: Iterable[str], what: str = "where") -> ConfigError:
-    """Return the error that no shard has a column that the option ``what`` asks for, with those that exist."""
+    """Return the error for a column that the option ``what`` uses and no shard has, with the existing ones."""
     known = sorted(there)
     return ConfigError(
         f"{what}: no column {name!r}{did_you_mean(name, known)}; there are: "
@@ -180,7 +180,7 @@ def unknown_column(name: str, there: Iterable[str], what: str = "where") -> Conf
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """An expression, its type, its form in messages, its position in the text; of a literal the exact value."""
+    """An expression, its type, its form in messages, its position in the text; for a literal also the exact value."""
 
     expression: pc.Expression
     type: pa.DataType
@@ -190,7 +190,7 @@ class _Value:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is a number that need not be whole."""
+        """Whether it is a number that may have a fraction."""
         return bool(self.type == pa.float64())
 
     @property
@@ -214,12 +214,12 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Tell whether it is text."""
+    """Return whether a type is text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_comparable(kind: pa.DataType) -> bool:
-    """Tell whether conditions support values of this type."""
+    """Return whether conditions support values of this type."""
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return bool(numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind) or _is_text(kind))
 
@@ -249,13 +249,13 @@ def _literal(value: Any, refuse: Callable[[str], NoReturn]) -> _Value:
 
 
 def _float_literal(digits: str, refuse: Callable[[str], NoReturn]) -> _Value:
-    """Return a number with a point or an exponent: a float64, beside whole numbers exactly what its digits say."""
+    """Return a number with a point or an exponent: a float64, but compared with integers by its exact digits."""
     value = float(digits)
     try:
         exact = Decimal(digits)
     except InvalidOperation:  # an exponent beyond all bounds: the float is infinite, or 0
         exact = Decimal(value)
-    most = Decimal("9" * _MOST_DIGITS)  # beyond every whole number that a column holds
+    most = Decimal("9" * _MOST_DIGITS)  # beyond every integer that a column holds
     return _Value(pc.scalar(value), pa.float64(), repr(value), refuse, min(max(exact, most.copy_negate()), most))
 
 
@@ -287,7 +287,7 @@ def _compared(sign: str, left: _Value, right: _Value) -> pc.Expression:
 
 
 def _compared_numbers(sign: str, whole: _Value, other: _Value) -> pc.Expression:
-    """Compare whole numbers with numbers of another type by their exact values."""
+    """Compare integers with numbers of another type by their exact values."""
     if not other.is_float:
         decimal = pa.decimal128(_MOST_DIGITS, 0)
         return _COMPARE[sign](whole.expression.cast(decimal), other.expression.cast(decimal))
@@ -299,10 +299,10 @@ def _compared_numbers(sign: str, whole: _Value, other: _Value) -> pc.Expression:
 
 
 def compared_exactly(sign: str, whole: Any, real: Any, kind: pa.DataType) -> Any:
-    """Compare whole numbers of type int64 or uint64 with float64 by their exact values; arrays or expressions.
+    """Compare integers of type int64 or uint64 with float64 by their exact values; arrays or expressions.
 
-    A whole number rounded to a float keeps its side of every other float, so only equal ones need a second look: the
-    float is then whole, and is compared as such, unless it is one past the largest of its kind.
+    An integer rounded to a float keeps its side of every other float, so only equal ones need a second look: the float
+    is then an integer, and is compared as one, unless it is one past the largest of its type.
     """
     past = 2.0**64 if kind == pa.uint64() else 2.0**63
     rounded = whole.cast(pa.float64(), safe=False)
@@ -313,7 +313,7 @@ def compared_exactly(sign: str, whole: Any, real: Any, kind: pa.DataType) -> Any
 
 
 def _whole_with_literal(sign: str, whole: _Value, literal: Decimal) -> pc.Expression:
-    """Compare whole numbers with a literal that has a point or an exponent, such as 2.5: with 2 or 3 in its place."""
+    """Compare integers with a literal that has a point or an exponent, such as 2.5: compare with 2 or 3 instead."""
     low, high = (int(literal.to_integral_value(way)) for way in (ROUND_FLOOR, ROUND_CEILING))
     if low != high and sign in _EQUALITY:
         return _if_there(whole, pc.scalar(_EQUALITY[sign]))
@@ -321,7 +321,7 @@ def _whole_with_literal(sign: str, whole: _Value, literal: Decimal) -> pc.Expres
 
 
 def _literal_with_float(sign: str, literal: int, real: _Value) -> pc.Expression:
-    """Compare a literal that is whole with floats: where no float equals it, with its neighbor on the other side."""
+    """Compare an integer literal with floats. If no float equals it, compare with its neighbor on the other side."""
     nearest = float(literal)
     if nearest == literal:
         return _COMPARE[sign](pc.scalar(nearest), real.expression)
@@ -334,7 +334,7 @@ def _literal_with_float(sign: str, literal: int, real: _Value) -> pc.Expression:
 
 
 def _if_there(value: _Value, answer: pc.Expression) -> pc.Expression:
-    """Return an answer where there is a value, and a missing one elsewhere."""
+    """Return an answer where there is a value, and a missing value elsewhere."""
     return pc.if_else(pc.is_valid(value.expression), answer, pc.scalar(pa.scalar(None, pa.bool_())))
 
 
@@ -413,14 +413,14 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Columns that a part of a condition uses: themselves, and their hashes."""
+    """Columns that a part of a condition uses: their values, and their hashes."""
 
     compared: set[str]
     hashed: set[str]
 
 
 class _Parser:
-    """Recursive descent; for one use. Each rule returns a function from the columns' types to a typed expression."""
+    """Parse by recursive descent; for one use. Each rule returns a function from column types to a typed expression."""
 
     def __init__(self, text: str) -> None:
         self._asked = _Asked(set(), set())
@@ -438,7 +438,7 @@ class _Parser:
         )
 
     def chain(self) -> list[tuple[_Node, _Asked]]:
-        """Return the conditions joined by AND at the top level, with what each uses; a single one if OR joins there."""
+        """Return the conditions joined by AND at the top level, with the columns of each; one condition if OR joins."""
         found = [self._alone(self._not)]
         while self._take("and"):
             found.append(self._alone(self._not))
@@ -556,7 +556,7 @@ class _Parser:
         return self._truth(at, lambda types: pc.invert(found(types)) if negated else found(types))
 
     def _membership(self, left: _Node) -> Callable[[Types], pc.Expression] | None:
-        """Parse what follows IN, BETWEEN or LIKE; None if none of them comes next."""
+        """Parse the rest after IN, BETWEEN or LIKE; None if none of them comes next."""
         if self._take("in"):
             literals = self._listed()
             return lambda types: _one_of(left(types), literals)

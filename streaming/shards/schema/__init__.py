@@ -1,4 +1,4 @@
-"""Say what the numbers, ids and columns of a set mean, and compare it where sets meet. Pure.
+"""State the meaning of the numbers, ids and columns of a set, and compare it where sets meet. Pure.
 
-Not here: reading ``schema.json`` (``catalog/build.py``), decoding by what it says (``decode/``).
+Not here: reading ``schema.json`` (``catalog/build.py``), and decoding by it (``decode/``).
 """

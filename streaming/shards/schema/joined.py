@@ -1,9 +1,9 @@
-"""Join what sets mean where they meet: ``joined``.
+"""Join the meaning of sets where they meet: ``joined``.
 
-Without an option, joining is commutative but for the origins of columns, associative and idempotent. A set that says
-nothing of a field adds nothing: :func:`remarks` names it, and :func:`untranslatable` does where others contradict each
-other. Every facet of a field or column is joined by itself: equal values stay, a list of classes that begins with the
-other one wins, tokens take the wider type, and sets of values are united. Whatever cannot be joined so is a
+Without an option, joining is commutative except for the origins of columns, associative and idempotent. A set that
+states nothing about a field adds nothing: :func:`remarks` names it, and so does :func:`untranslatable` if others
+contradict each other. Every facet of a field or column is joined on its own: equal values stay, a list of classes that
+begins with the other one wins, tokens take the wider type, and sets of values are united. Any other pair of values is a
 :class:`Difference`.
 """
 
@@ -18,8 +18,8 @@ from streaming.shards.index.columns import joined_type_name
 from streaming.shards.schema.value import TOKEN_TYPES, WITHIN, Schema, SchemaColumn, SchemaField, TokenMeaning
 
 Classes: TypeAlias = Literal["union", "own"] | None
-"""What becomes of numbers of unlike classes: ``"union"``: they are translated by name; ``"own"``: each set keeps its
-own, and the joined schema says nothing of them; None: they are a contradiction."""
+"""Treatment of numbers of unlike classes: ``"union"``: they are translated by name; ``"own"``: each set keeps its own,
+and the joined schema states nothing about them; None: they are a contradiction."""
 CLASSES: tuple[str, ...] = get_args(get_args(Classes)[0])
 _SHOWN = 6
 _MISSING = object()
@@ -31,12 +31,12 @@ class Difference:
 
     Attributes:
         of: ``"field"`` or ``"column"``.
-        name: Its name.
-        facet: What differs: ``"classes"``, ``"tokenizer"``, ``"mask"``, ``"dtype"``, ``"kind"`` or ``"type"``.
+        name: Name of the field or column.
+        facet: The differing facet: ``"classes"``, ``"tokenizer"``, ``"mask"``, ``"dtype"``, ``"kind"`` or ``"type"``.
         place: A set.
-        meaning: What it says.
+        meaning: Its value.
         other_place: The other set.
-        other_meaning: What that one says.
+        other_meaning: The value of that one.
     """
 
     of: str
@@ -56,11 +56,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaConflict:
-    """What sets that meet contradict each other in.
+    """The contradictions of sets that meet.
 
     Attributes:
         differences: The contradictions; at least one.
-        agreed: The schema without what they contradict each other in.
+        agreed: The schema without the contradictory parts.
     """
 
     differences: tuple[Difference, ...]
@@ -68,7 +68,7 @@ class SchemaConflict:
 
     def __str__(self) -> str:
         of_fields = {(one.meaning, one.other_meaning) for one in self.differences if one.of == "field"}
-        told = [  # a column that holds the numbers of a field is not told again
+        told = [  # a column that holds the numbers of a field is not listed again
             one for one in self.differences
             if one.of == "field" or (one.meaning, one.other_meaning) not in of_fields
         ]  # fmt: skip
@@ -78,20 +78,20 @@ class SchemaConflict:
 
     @property
     def of_classes(self) -> bool:
-        """Whether all of it is about numbers of classes, which can be translated."""
+        """Return whether all of them are about numbers of classes, which can be translated."""
         return all(one.facet == "classes" for one in self.differences)
 
     @property
     def of_columns(self) -> bool:
-        """Whether all of it is about types of columns."""
+        """Return whether all of them are about types of columns."""
         return all(one.of == "column" and one.facet != "classes" for one in self.differences)
 
 
 def checked_classes(option: str, value: Any) -> Any:
-    """Return the value of an option that says what becomes of unlike classes.
+    """Return the value of an option for the treatment of unlike classes.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not one of the values.
     """
     if value is not None and value not in CLASSES:
         raise ConfigError(f'{option}: expected "union", "own" or None, got {value!r}')
@@ -99,13 +99,13 @@ def checked_classes(option: str, value: Any) -> Any:
 
 
 def joined(sets: Mapping[str, Schema], *, classes: Classes = None) -> Schema | SchemaConflict:
-    """Join what sets mean, by their names.
+    """Join the meaning of sets, given by name.
 
     With ``classes="union"``, a list of classes is that of the first set, then the new names of each further one, in
-    their order; this alone depends on the order of the sets.
+    their order. Only this depends on the order of the sets.
 
     Returns:
-        What all of them together say, or in which parts they contradict each other.
+        The joined schema, or the parts that contradict each other.
     """
     fields, columns = _Joining("field", classes), _Joining("column", classes)
     for place, schema in sets.items():
@@ -122,22 +122,22 @@ def joined(sets: Mapping[str, Schema], *, classes: Classes = None) -> Schema | S
 
 
 Unknown: TypeAlias = Mapping[str, Collection[str] | None]
-"""Fields that a set may have without saying so, by set; None: any."""
+"""Fields that a set may have without stating them, by set; None: any."""
 
 
 def unknown_fields(schema: Schema) -> Collection[str] | None:
-    """Return the fields that a set may have without saying so: none if it says which ones it has; None: any."""
+    """Return the fields that a set may have without stating them: none if it states its fields; None: any."""
     return () if schema.fields else None
 
 
 def remarks(
     sets: Mapping[str, Schema], besides: SchemaConflict | None = None, unknown: Unknown | None = None
 ) -> list[str]:
-    """Return, in words, where sets say less than others that they meet: nothing, fewer classes, no tokenizer.
+    """Return, in words, where sets state less than others that they meet: nothing, fewer classes, no tokenizer.
 
-    A set that says which fields it has, but not this one, does not have it.
+    A set that states its fields, but not this one, does not have it.
 
-    What they contradict each other in (``besides``) is not told again, but which sets say nothing of it is.
+    Contradictions (``besides``) are not repeated, but sets that state nothing about them are named.
     """
     told = {(one.name, one.facet) for one in besides.differences} if besides is not None else set()
     found: list[str] = []
@@ -159,7 +159,7 @@ def remarks(
 def silent_sets(
     sets: Mapping[str, Schema], name: str, saying: Collection[str], unknown: Unknown | None = None
 ) -> list[str]:
-    """Return the sets that may have a field and are not among those that say something of it."""
+    """Return the sets that may have a field and are not among those that state something about it."""
     base = name.partition(WITHIN)[0]
     found = []
     for place, schema in sets.items():
@@ -170,7 +170,7 @@ def silent_sets(
 
 
 def untranslatable(sets: Mapping[str, Schema], conflict: SchemaConflict, unknown: Unknown | None = None) -> str:
-    """Say which set does not say its classes while others contradict each other in them; "": none."""
+    """Return which set does not state its classes while others contradict each other, in words; "": none."""
     for one in conflict.differences:
         saying = [place for place, schema in sets.items() if one.name in schema.classes]
         silent = silent_sets(sets, one.name, saying, unknown) if (one.of, one.facet) == ("field", "classes") else []
@@ -187,7 +187,7 @@ def _first_of(places: Sequence[str]) -> str:
 
 
 def _said_by(sets: Mapping[str, Schema]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what sets say, by field and facet, then by set."""
+    """Return the statements of sets, by field and facet, then by set."""
     said: dict[tuple[str, str], dict[str, Any]] = {}
     for place, schema in sets.items():
         for name, one in schema.fields.items():
@@ -201,7 +201,7 @@ def _said_by(sets: Mapping[str, Schema]) -> dict[tuple[str, str], dict[str, Any]
 
 
 def translation(own: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Return the number in ``wanted`` of each of a set's own classes; None if its numbers are those already."""
+    """Return the number in ``wanted`` of each of a set's own classes; None if its numbers are already those."""
     numbers = {name: number for number, name in enumerate(wanted)}
     table = tuple(numbers[name] for name in own)
     return None if table == tuple(range(len(own))) else table
@@ -211,7 +211,7 @@ def translation(own: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[int, ...
 
 
 def _longer(one: tuple[str, ...], other: tuple[str, ...]) -> Any:
-    """Join lists of classes of which one begins with the other."""
+    """Join lists of classes if one begins with the other."""
     shorter, longer = sorted((one, other), key=len)
     return longer if longer[: len(shorter)] == shorter else _MISSING
 
@@ -229,7 +229,7 @@ def _wider(one: str, other: str) -> Any:
 
 
 def _wider_column(one: str, other: str) -> Any:
-    """Join types of columns, given by Arrow's names, as columns of several shards are joined."""
+    """Join types of columns, given by Arrow's names, like columns of several shards."""
     kind = joined_type_name(one, other)
     return _MISSING if kind is None else kind
 
@@ -245,7 +245,7 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "chat_templates": _sorted_union,
     "vocab_size": max,
 }
-"""How two values of a facet are joined that differ; those that are not here are contradictions."""
+"""Functions that join two different values of a facet. Facets without one are contradictions."""
 
 
 def _facets_of_field(one: SchemaField) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class _Joining:
         self.differences: list[Difference] = []
 
     def add(self, name: str, place: str, facets: Mapping[str, Any]) -> None:
-        """Join what a set says of a field."""
+        """Join a set's statements about a field."""
         known = self._said.setdefault(name, {})
         for facet, value in facets.items():
             if not value:
@@ -319,7 +319,7 @@ class _Joining:
         return _MISSING if join is None else join(before, value)
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return what is joined, without what differs."""
+        """Return the joined values, without the differing ones."""
         return {
             name: {facet: value for facet, (value, _) in facets.items() if (name, facet) not in self._open}
             for name, facets in self._said.items()
@@ -330,7 +330,7 @@ class _Joining:
 
 
 def _unlike_classes(one: Difference) -> str:
-    """Say which number means two classes."""
+    """Describe a number that means two classes."""
     pairs: Iterable[tuple[int, tuple[str, str]]] = enumerate(zip(one.meaning, one.other_meaning, strict=False))
     number, (here, there) = next((number, names) for number, names in pairs if names[0] != names[1])
     return (

@@ -1,4 +1,4 @@
-"""Tell what kind of content a field has by its extension."""
+"""Derive the kind of content of a field from its extension."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from streaming.common.arguments import unpacked_name
 
 KINDS: Final = ("image", "audio", "video", "text", "tokens", "integer", "float", "array", "json", "bytes")
-"""What a field may hold."""
+"""Kinds of content of a field."""
 _BY_KIND: Final = {
     "image": "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 jxl",
     "audio": "wav flac mp3 ogg opus m4a aac",
@@ -22,9 +22,9 @@ _BY_EXTENSION: Final = {name: kind for kind, names in _BY_KIND.items() for name 
 
 
 def kind_by_name(field: str) -> str:
-    """Return the kind that the last part of a field's name says; ``""`` if it says none.
+    """Return the kind that the last part of a field's name states; ``""`` if it states none.
 
-    A gzip field, such as ``json.gz``, has the kind of what it holds: it is unpacked before it is decoded.
+    A gzip field, such as ``json.gz``, has the kind of its content: it is unpacked before it is decoded.
     """
     inner = unpacked_name(field)
     return _BY_EXTENSION.get((field if inner is None else inner).lower().rpartition(".")[2], "")

@@ -1,4 +1,4 @@
-"""Let sets meet: join what they mean, say what they do not say, and refuse what they contradict each other in."""
+"""Let sets meet: join their meaning, log missing statements, and refuse contradictions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LOADER_CURE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """What sets mean that are read as one.
+    """The meaning of sets that are read as one.
 
     Attributes:
-        sets: What each of them says, by the directory of its shards as shown.
-        schema: What they say together.
+        sets: The schema of each, by the directory of its shards as shown.
+        schema: The joined schema.
         unlike: Columns whose numbers mean other classes in one set than in another.
-        unknown: Fields that one of them may have without saying so; None: any.
+        unknown: Fields that one of them may have without stating them; None: any.
     """
 
     sets: Mapping[str, Schema] = field(default_factory=dict)
@@ -44,15 +44,15 @@ class Meaning:
     unknown: Collection[str] | None = ()
 
     def check_condition(self, names: Iterable[str] | None, text: str = "", *, option: str = "where") -> None:
-        """Refuse to choose by numbers that mean one thing in one set, and another in another.
+        """Refuse to select by numbers whose meaning differs between the sets.
 
         Args:
-            names: The columns that it uses; None: those whose names are in ``text``.
+            names: The columns that the condition uses; None: those whose names are in ``text``.
             text: The condition.
-            option: Where it was given, for the message.
+            option: Option in which it was given, for the message.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: The condition uses such numbers.
         """
         used = {name for name in self.unlike if name in text} if names is None else {*names}
         for name in sorted(used & self.unlike):
@@ -67,17 +67,17 @@ def met(
     sets: Mapping[str, Schema], *, classes: Classes = None, stated: Iterable[str] = (), cure: str = LOADER_CURE,
     unknown: Unknown | None = None,
 ) -> Meaning:  # fmt: skip
-    """Return what sets mean together, and log where one says less than another.
+    """Return the joined meaning of sets, and log where one states less than another.
 
     Args:
-        sets: What each of them says, by its name for messages.
-        classes: What becomes of unlike classes.
+        sets: The schema of each, by its name for messages.
+        classes: Treatment of unlike classes.
         stated: Fields whose decoding the user states.
-        cure: What to do about unlike classes.
-        unknown: Fields that each set may have without saying so; default: any, of a set that says nothing of fields.
+        cure: Cure for unlike classes.
+        unknown: Fields that each set may have without stating them; default: any, for a set that states no fields.
 
     Raises:
-        ConfigError: They contradict each other; or some do, and another one does not say what they differ in.
+        ConfigError: They contradict each other; or some do, and another one does not state the differing facet.
     """
     unknown = {place: unknown_fields(schema) for place, schema in sets.items()} if unknown is None else unknown
     found = joined(sets, classes=classes)
@@ -110,10 +110,10 @@ def _any_of(some: Iterable[Collection[str] | None]) -> frozenset[str] | None:
 def _check_silent(
     sets: Mapping[str, Schema], plain: Schema | SchemaConflict, classes: Classes, unknown: Unknown
 ) -> None:
-    """Refuse a set that does not say its classes beside sets that contradict each other in them.
+    """Refuse a set that does not state its classes together with sets that contradict each other in them.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such a set.
     """
     silent = untranslatable(sets, plain, unknown) if classes and isinstance(plain, SchemaConflict) else ""
     if silent:
@@ -125,7 +125,7 @@ def _check_silent(
 
 
 def _unlike_columns(sets: Mapping[str, Schema], conflict: SchemaConflict) -> frozenset[str]:
-    """Return the columns whose numbers mean other classes in another set, be it only in a field that it has there."""
+    """Return the columns whose numbers mean other classes in another set, even if only in a field of that set."""
     found = {(one.of, one.name) for one in conflict.differences if one.facet == "classes"}
     lifted = {name for schema in sets.values() for name, part in schema.lifted.items() if ("field", part) in found}
     return frozenset({name for of, name in found if of == "column"} | lifted)
@@ -137,7 +137,7 @@ def refusal(conflict: SchemaConflict, cure: str) -> ConfigError:
 
 
 def cure_of(conflict: SchemaConflict, cure: str) -> str:
-    """Return what to do about a conflict; ``cure`` is for classes."""
+    """Return the cure for a conflict. ``cure`` is for classes."""
     facets = {one.facet for one in conflict.differences}
     name = conflict.differences[0].name
     if "tokenizer" in facets:
@@ -149,14 +149,14 @@ def cure_of(conflict: SchemaConflict, cure: str) -> str:
         return cure
     if conflict.of_columns:
         return "A condition on it may fail: store it with one type in all sets, or leave it out of conditions"
-    return f"Give decode={{{name!r}: …}} if both can be decoded alike, or leave the field out with fields="
+    return f"Give decode={{{name!r}: …}} if both can be decoded in the same way, or leave the field out with fields="
 
 
 def _said_or_refused(conflict: SchemaConflict, cure: str) -> Schema:
-    """Return what sets agree in if they only differ in types of columns, which is logged.
+    """Return the part in which sets agree if they differ only in types of columns, which is logged.
 
     Raises:
-        ConfigError: They differ in more.
+        ConfigError: They differ in other parts.
     """
     if not conflict.of_columns:
         raise refusal(conflict, cure)
@@ -165,14 +165,14 @@ def _said_or_refused(conflict: SchemaConflict, cure: str) -> Schema:
 
 
 def contradiction(sets: Mapping[str, Schema]) -> SchemaConflict | None:
-    """Return what sets contradict each other in; what one does not say is logged."""
+    """Return the contradictions of sets. Log missing statements."""
     found = joined(sets)
     _tell(sets, found, {place: unknown_fields(schema) for place, schema in sets.items()})
     return found if isinstance(found, SchemaConflict) else None
 
 
 def _tell(sets: Mapping[str, Schema], found: Schema | SchemaConflict, unknown: Unknown) -> None:
-    """Log where sets say less than others."""
+    """Log where sets state less than others."""
     conflict = found if isinstance(found, SchemaConflict) else None
     for remark in remarks(sets, conflict, unknown) if len(sets) > 1 else ():
         _log.warning("%s", remark)

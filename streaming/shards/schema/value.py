@@ -1,7 +1,7 @@
-"""Hold what a set means: the classes behind numbers, the tokenizer behind ids, the types of fields and columns.
+"""Hold the meaning of a set: the classes behind numbers, the tokenizer behind ids, the types of fields and columns.
 
-A :class:`Schema` is what ``_shardstream/schema.json`` says. It is a value without I/O; how two of them are joined is in
-``joined.py``.
+A :class:`Schema` is the content of ``_shardstream/schema.json``. It is a value without I/O. ``joined.py`` joins
+schemas.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LIVES = "lives"
 """The member that says that the chunk table says what the set means."""
 VERSION = 1
 WITHIN = ":"
-"""Between a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
+"""Separator of a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
 LATE = "late"
-"""How the origin of a column begins that was added after the shards were written."""
+"""Beginning of the origin of a column that was added after the shards were written."""
 _FROM = ", from "
 TOKEN_TYPES = ("uint16", "uint32")
 RESTORE = (
@@ -33,12 +33,12 @@ RESTORE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerKey:
-    """What turned text into ids.
+    """Identity of the tokenizer that turned text into ids.
 
     Attributes:
         kind: Its library: ``"huggingface"``, ``"sentencepiece"``, ``"tiktoken"`` or ``"bytes"``.
         sha256: Digest of its file.
-        pattern: How tiktoken splits text; "": not by a pattern.
+        pattern: Pattern by which tiktoken splits text; "": no pattern.
     """
 
     kind: str
@@ -48,15 +48,15 @@ class TokenizerKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMeaning:
-    """What the ids of a field of tokens are.
+    """Meaning of the ids of a field of tokens.
 
     Attributes:
-        tokenizer: What made them; None: not known.
-        vocab_size: The largest id plus one; 0: not known.
-        bos: Ids before each document; several where sets were joined, () where there is none.
-        eos: Ids after each document, likewise.
-        mask: The field that says which of them count; "": none.
-        column: The column with their number; "": none.
+        tokenizer: The tokenizer that made them; None: unknown.
+        vocab_size: The largest id plus one; 0: unknown.
+        bos: Ids before each document; several where sets were joined, () if there are none.
+        eos: Ids after each document, in the same form.
+        mask: Field that marks the ids that count; "": none.
+        column: Column with the number of ids; "": none.
         chat_templates: Templates by which conversations became text.
     """
 
@@ -71,13 +71,13 @@ class TokenMeaning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaField:
-    """What the values of a field are; whatever is empty is not said.
+    """Meaning of the values of a field. Empty values are not stated.
 
     Attributes:
-        kind: What it holds, of :data:`~streaming.shards.schema.kinds.KINDS`.
+        kind: Kind of content, one of :data:`~streaming.shards.schema.kinds.KINDS`.
         dtype: Type of the numbers of an array or of tokens.
         classes: Names of classes; the place of a name is its number.
-        tokens: What its ids are.
+        tokens: Meaning of its ids.
         made_by: The functions that made it.
     """
 
@@ -90,12 +90,12 @@ class SchemaField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaColumn:
-    """What the values of a column are; whatever is empty is not said.
+    """Meaning of the values of a column. Empty values are not stated.
 
     Attributes:
         type: Arrow's name of their type.
-        origin: Where they come from: the path of the values in a sample, if the name is another one; of a late column,
-            :data:`LATE` with the version, then the path, function or file that they are from.
+        origin: Origin of the values: their path in a sample, if the name differs from it; for a late column,
+            :data:`LATE` with the version, then the path, function or file of the values.
         classes: Names of classes; the place of a name is its number.
     """
 
@@ -105,12 +105,12 @@ class SchemaColumn:
 
     @property
     def is_late(self) -> bool:
-        """Whether it was added after the shards were written."""
+        """Whether the column was added after the shards were written."""
         return self.origin.startswith(LATE)
 
     @property
     def made_from(self) -> str:
-        """What its values are from, such as a path in a sample; "" if the name says it."""
+        """Origin of its values, such as a path in a sample; "" if the name is the path."""
         return self.origin.partition(_FROM)[2] if self.is_late else self.origin
 
 
@@ -121,9 +121,9 @@ def late_origin(version: str, made_from: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """What a set means.
+    """The meaning of a set.
 
-    A column that was lifted from a field, or from a value within one, has the classes of that.
+    A column that was lifted from a field, or from a value within one, has the classes of that field or value.
 
     Attributes:
         fields: By name. A name with a colon is a value within a field: ``"json:objects.label"``.
@@ -147,7 +147,7 @@ class Schema:
 
     @property
     def lifted(self) -> dict[str, str]:
-        """The field, or the part of one, that each column holds the numbers of classes of."""
+        """The field, or the part of one, whose class numbers each column holds, by column."""
         parts = {part.replace(WITHIN, "."): part for part in self.classes}
         paths = {name: one.made_from or name for name, one in self.columns.items()} if parts else {}
         return {name: parts[path] for name, path in paths.items() if path in parts}
@@ -164,19 +164,19 @@ class Schema:
 
     @property
     def decoded_as(self) -> dict[str, str]:
-        """How the fields of tokens and their masks are decoded, in the form of ``decode=``."""
+        """Decoding of the fields of tokens and their masks, in the form of ``decode=``."""
         found = {name: f"array:{one.dtype}->int64" for name, one in self.tokens.items()}
         masks = {one.tokens.mask for one in self.tokens.values() if one.tokens is not None}
         return found | {mask: "array:uint8" for mask in sorted(masks) if mask}
 
     @property
     def stamp(self) -> str:
-        """Distinguishes what numbers and ids mean; "" if nothing is said of them. See :func:`continues`."""
+        """Distinguishes meanings of numbers and ids; "" if none is stated. See :func:`continues`."""
         return ", ".join(f"{name} {text}" for name, text in self._stamps.items())
 
     @property
     def _stamps(self) -> dict[str, str]:
-        """What distinguishes the meaning of each field, but for those of which only what the name says is said."""
+        """The meaning of each field as text, except fields for which only the kind given by the name is stated."""
         said = {}
         for name, one in sorted(self.fields.items()):
             rest = replace(one, classes=(), kind="" if one.kind == kind_by_name(name) else one.kind)
@@ -188,7 +188,7 @@ class Schema:
         return said
 
     def continues(self, stamp: str) -> bool:
-        """Tell whether every number and id means what it meant under an earlier stamp; there may be more classes."""
+        """Return whether every number and id means the same as under an earlier stamp; classes may have been added."""
         now = self._stamps
         for part in stamp.split(", ") if stamp else ():
             name, _, text = part.rpartition(" ")
@@ -200,14 +200,14 @@ class Schema:
         return True
 
     def of_fields(self, names: Collection[str] | None) -> Self:
-        """Return what is said of these fields, and of all columns; None: of all fields."""
+        """Return the schema of these fields, and of all columns; None: of all fields."""
         if names is None:
             return self
         kept = {name: one for name, one in self.fields.items() if name.partition(WITHIN)[0] in names}
         return replace(self, fields=kept)
 
     def without_late(self) -> Self:
-        """Return the same without late columns, which lie beside shards and do not go along with them."""
+        """Return the same schema without late columns, which lie beside shards and are not copied with them."""
         return replace(self, columns={name: one for name, one in self.columns.items() if not one.is_late})
 
     def to_bytes(self, *, lives: bool = False) -> bytes:
@@ -227,7 +227,7 @@ class Schema:
 
     @classmethod
     def from_bytes(cls, data: Any, source: str) -> Schema:
-        """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
+        """Return the inverse of :meth:`to_bytes`. Members unknown to this release are ignored.
 
         Raises:
             IndexFormatError: It is damaged, was changed by hand, or is of another version.
@@ -242,7 +242,7 @@ class Schema:
         """Return the inverse of :meth:`as_dict`.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: It is none.
+            ValueError, TypeError, KeyError, AttributeError: ``content`` is not in this form.
         """
         return cls(
             fields={name: _field(one) for name, one in content["fields"].items()},
@@ -274,7 +274,7 @@ def _digest(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON-able form of a part of a schema, without what it does not say."""
+    """Return the JSON-able form of a part of a schema, without empty values."""
     said = {one.name: getattr(value, one.name) for one in fields(value)}
     nested = {name: _plain(one) if isinstance(one, (TokenMeaning, TokenizerKey)) else one for name, one in said.items()}
     return {name: [*one] if isinstance(one, tuple) else one for name, one in nested.items() if one not in ("", (), 0)

@@ -1,7 +1,7 @@
 """Parse and write tar archives as bytes in memory. Pure: no I/O.
 
 Import from the modules: ``fast`` (layout of a chunk's bytes), ``scanner`` (a stream of pieces), ``samples`` (from a
-stream to samples), ``headers`` (the headers that our writer emits).
+stream to samples), ``headers`` (the headers of our writer).
 """
 
 from streaming.shards.tar.fast import parse_chunk

@@ -1,4 +1,4 @@
-"""Share what both readers of tar headers need: values, limits, octal fields, PAX records, names."""
+"""Share the common parts of both readers of tar headers: values, limits, octal fields, PAX records, names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from streaming.types import Int64Array
 
 BLOCK_BYTES = 512
 MAX_EXTENSION_BYTES = 1 << 20
-"""Longest PAX record or GNU long name that is read; anything longer is damage or an attack."""
+"""Size limit of a PAX record or GNU long name; anything longer is damage or an attack."""
 MAX_EXTENSION_RUN_BYTES = 4 << 20
-"""Maximum size of the extension headers before one member; tar programs write at most one of each kind."""
+"""Size limit of the extension headers before one member; tar programs write at most one of each kind."""
 MAX_PAX_RECORDS = 4096
-"""Maximum number of records in one PAX header; real ones hold a handful, and a file's extended attributes."""
+"""Maximum number of records in one PAX header; real ones hold a few, and a file's extended attributes."""
 MAX_MEMBER_BYTES = 1 << 56
 """Largest size that a header may state, so that offsets stay within int64."""
 
@@ -28,7 +28,7 @@ Names = list[bytes] | NDArray[np.bytes_]
 
 REGULAR_TYPES = frozenset(b"0\x007")
 DATALESS_TYPES = frozenset(b"123456")
-"""Links, devices, directories and FIFOs: no payload follows, whatever the size field says (as in ``tarfile``)."""
+"""Links, devices, directories and FIFOs: no payload follows, whatever the size field states (as in ``tarfile``)."""
 PAX_TYPES = frozenset(b"xX")
 EXTENSION_TYPES = frozenset(b"xXLK")
 """Headers that describe the next member."""
@@ -38,8 +38,9 @@ EXTENSION_TYPES = frozenset(b"xXLK")
 class Origin:
     """The origin of a buffer: the shard, and the buffer's offset in it. Errors are raised through it.
 
-    ``strict``: the shard is read for the first time, so it is an error if a part of a sample would be lost silently.
-    Chunks of an index are read as they were when it was built.
+    ``strict``: the shard is read for the first time, so the silent loss of a part of a sample is an error. Chunks of an
+    index
+    are read as when the index was built.
     """
 
     url: str = ""
@@ -47,7 +48,7 @@ class Origin:
     strict: bool = False
 
     def fail(self, offset: int, what: str, *, member: bytes | str = b"", cure: str = "") -> NoReturn:
-        """Raise the TarError that ``what`` is wrong at ``offset`` of the buffer."""
+        """Raise the TarError for the problem ``what`` at ``offset`` of the buffer."""
         name = decode_name(member) if isinstance(member, bytes) else member
         at = f"{self.url or 'tar'}, byte {self.base + offset}" + (f", member {name!r}" if name else "")
         raise TarError(f"{at}: {what}" + (f"; {cure}" if cure else ""))
@@ -55,11 +56,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The regular files among the members of a buffer, in order; offsets count from the start of the buffer.
+    """The regular files among the members of a buffer, in order. Offsets count from the start of the buffer.
 
-    ``headers[i]`` is the start of member ``i`` (of its PAX or long-name header if it has one), ``data[i]`` that of its
-    bytes, ``sizes[i]`` their number. ``end`` is where the next header is expected, possibly beyond the buffer.
-    ``ended`` tells whether the end-of-archive mark is there.
+    ``headers[i]`` is the start of member ``i`` (of its PAX or long-name header if it has one), ``data[i]`` the start of
+    its bytes, ``sizes[i]`` their number. ``end`` is the place of the next header, possibly beyond the buffer. ``ended``
+    is True if the end-of-archive mark is there.
     """
 
     names: Names
@@ -80,7 +81,7 @@ def parse_number(field: bytes) -> int | None:
 
     None if it is neither.
     """
-    if field[:1] and field[0] & 0x80:  # -1 for a negative number and for one beyond all sizes: neither is a size
+    if field[:1] and field[0] & 0x80:  # -1 for a negative number and for one beyond all sizes
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
     text = field.split(b"\0", 1)[0].strip(b" ")
     if not text:
@@ -89,7 +90,7 @@ def parse_number(field: bytes) -> int | None:
 
 
 def checksum_matches(header: bytes) -> bool:
-    """Tell whether a 512-byte header holds the sum of its own bytes, unsigned or (in old tars) signed."""
+    """Return whether a 512-byte header holds the sum of its own bytes, unsigned or (in old tars) signed."""
     stored = parse_number(header[148:156])
     unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
     if stored == unsigned:
@@ -99,7 +100,7 @@ def checksum_matches(header: bytes) -> bool:
 
 
 def concerns_us(pax_payload: bytes) -> bool:
-    """Tell whether PAX records may set anything that is read here: the path, the size, or a sparse layout."""
+    """Return whether PAX records may set values that are used here: the path, the size, or a sparse layout."""
     return b" path=" in pax_payload or b" size=" in pax_payload or b"GNU.sparse" in pax_payload
 
 
@@ -128,7 +129,7 @@ def parse_pax(payload: bytes, where: Origin, offset: int) -> dict[bytes, bytes]:
 
 
 def member_of_pax(records: dict[bytes, bytes], where: Origin, offset: int) -> tuple[bytes | None, int | None]:
-    """Return the name and size that PAX ``records`` give to the next member; None if they do not.
+    """Return the name and size that PAX ``records`` give the next member; None for what they do not give.
 
     Raises:
         TarError: A sparse file, whose bytes are not stored contiguously, or a size that is not a number.
@@ -151,19 +152,19 @@ def as_array(buffer: Any) -> NDArray[np.uint8]:
 
 
 def is_zero(buffer: Any) -> bool:
-    """Tell whether all bytes of ``buffer`` are zero."""
+    """Return whether all bytes of ``buffer`` are zero."""
     return not as_array(buffer).any()
 
 
 # Member names to sample keys and fields: the rule shared by webdataset, Megatron-Energon and Hugging Face datasets.
 # Directories are part of the key, and the key ends at the first dot of the last path component; fields are lower-cased.
-# Files that macOS or a NAS left beside those that somebody packed are no samples here.
+# Files that macOS or a NAS left beside packed files are not samples here.
 # Names are bytes in a tar; they are read as UTF-8, and bytes that are not UTF-8 become lone surrogates
 # (``surrogateescape``), as in Python's ``tarfile``, so that no name is lost and no two names become one.
 
 
 def decode_name(name: bytes) -> str:
-    """Return ``name`` as text; bytes that are not UTF-8 become surrogates, so :func:`encode_name` gives them back."""
+    """Return ``name`` as text. Bytes that are not UTF-8 become surrogates, so :func:`encode_name` restores them."""
     return name.decode("utf-8", "surrogateescape")
 
 
@@ -173,10 +174,10 @@ def encode_name(name: str) -> bytes:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Return key and field (lower-cased, without the dot) of a member name, or None if it belongs to no sample.
+    """Return key and field (lower-cased, without the dot) of a member name; None if it belongs to no sample.
 
-    Names without a dot in the last component, dot-files in any directory, and what
-    :mod:`streaming.shards.tar.passed_over` names belong to no sample. (To webdataset, ``a/b/.x`` is field ``x`` of
+    Names without a dot in the last component, dot-files in any directory, and names that
+    :mod:`streaming.shards.tar.passed_over` lists belong to no sample. (To webdataset, ``a/b/.x`` is field ``x`` of
     ``a/b/``.)
     """
     last = name.rfind("/") + 1
@@ -194,5 +195,5 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def is_meta(field: str) -> bool:
-    """Tell whether a name looks like those that readers give to their own notes in a sample, such as ``__key__``."""
+    """Return whether a name looks like those of readers' own notes in a sample, such as ``__key__``."""
     return field.startswith("__") and field.endswith("__") and len(field) > len("____")

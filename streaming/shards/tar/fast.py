@@ -1,9 +1,10 @@
-"""Read tar headers fast: all of a buffer in one NumPy pass.
+"""Read tar headers fast: all headers of a buffer in one NumPy pass.
 
-Blocks with the ustar magic are candidates; the size in each tells where the next header must be. If that chain runs
-through all candidates, they are the headers. If it does not (a payload contains a tar), it is followed link by link.
-What does not fit the pattern (no magic, base-256 sizes, sparse files, damage) gives None, and the exact reader
-:mod:`streaming.shards.tar.walk` decides. Wherever this reader gives a result, both give the same.
+- Blocks with the ustar magic are candidates. The size in each gives the place of the next header.
+- If that chain runs through all candidates, they are the headers. If not (a payload contains a tar), the chain is
+  followed link by link.
+- Buffers that do not fit the pattern (no magic, base-256 sizes, sparse files, damage) give None, and the exact reader
+  :mod:`streaming.shards.tar.walk` decides. Wherever this reader gives a result, both give the same.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _column(raw: NDArray[np.uint8], dtype: str, offset: int) -> NDArray[Any]:
 
 
 def _sizes(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
-    """Return sizes of the headers at blocks ``at``, and which of them are 11 octal digits closed by NUL or space.
+    """Return sizes of the headers at blocks ``at``, int64 [n], and whether each is 11 octal digits and NUL or space.
 
     Eight digits are read as one little-endian word and folded in pairs, then fours, then eights.
     """
@@ -111,10 +112,11 @@ def _sizes(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, NDArray[
 
 
 def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Array, NDArray[np.uint8]] | None:
-    """Return the candidates that are headers, with their payload sizes and roles; None if the pattern does not hold."""
+    """Return the candidates that are headers, with payload sizes and roles; None if the pattern does not hold."""
     sizes, good = _sizes(raw, at)
     roles = _ROLES[_column(raw, "u1", 156)[at]]
     sizes[roles == _DATALESS] = 0
+    # int64 [candidates]: the block after each one's payload, where the next header is due.
     following = at + 1 + ((sizes + 511) >> 9)
     if not np.array_equal(following[:-1], at[1:]):
         chosen = _follow(at, following)
@@ -125,7 +127,8 @@ def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Arr
 
 
 def _follow(at: Int64Array, following: Int64Array) -> Int64Array:
-    """Return the indices of the candidates that are reached from the first one."""
+    """Return the indices of the candidates that the chain from the first one reaches."""
+    # int64 [candidates]: index of the candidate at which each one's payload ends; -1: none is there, the chain ends.
     target = np.searchsorted(at, following)
     target[target == at.size] = -1
     target[at[target] != following] = -1
@@ -145,7 +148,7 @@ def _fold_octal(digits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _checksums_match(raw: NDArray[np.uint8], at: Int64Array) -> bool:
-    """Tell whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
+    """Return whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
     stored = _column(raw, "<u8", 148)[at]
     if ((stored & np.uint64(0xDFDFF8F8F8F8F8F8)) != np.uint64(0x0000303030303030)).any():
         return False
@@ -161,7 +164,7 @@ def _checksums_match(raw: NDArray[np.uint8], at: Int64Array) -> bool:
 
 
 def _header_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Sum all bytes in each row of ``words``, ``[n, 64]``: most words are equal in all rows, and summed once."""
+    """Sum all bytes in each row of ``words``, ``[n, 64]``. Most words are equal in all rows, and summed once."""
     flat = words.reshape(-1)
     differs = (flat[64:] != flat[:-64]).view(np.uint64).reshape(-1, 8)  # uint64 [n - 1, 8]: eight flags each
     varies = np.bitwise_or.reduce(differs, axis=0).view(np.bool_)
@@ -189,7 +192,7 @@ def _members(  # noqa: PLR0911 - as above
     ended: bool,
     partial: bool,
 ) -> Members | None:
-    """Keep the regular ones of the chained headers, with their extension headers applied."""
+    """Keep the regular members of the chained headers, with their extension headers applied."""
     begins = at
     names_at: dict[int, bytes] = {}
     if ((roles >= _PAX) & (sizes > MAX_EXTENSION_BYTES)).any() or (roles[-1] == _GLOBAL and end > raw.size):
@@ -237,7 +240,7 @@ def _payload(raw: NDArray[np.uint8], at: int, size: int) -> bytes:
 def _apply_extensions(
     raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8], where: Origin
 ) -> dict[int, bytes] | None:
-    """Return the names given by PAX and GNU headers, by index of their header; None if the exact reader must look."""
+    """Return the names given by PAX and GNU headers, by index of their header; None if the exact reader must decide."""
     names: dict[int, bytes] = {}
     pax = np.flatnonzero(roles == _PAX)
     if pax.size and _any_concerns_us(raw, at[pax], sizes[pax]):
@@ -257,7 +260,7 @@ def _apply_extensions(
 
 
 def _any_concerns_us(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array) -> bool:
-    """Tell whether any of many PAX payloads may matter; most hold only a time stamp."""
+    """Return whether any of many PAX payloads may matter. Most hold only a time stamp."""
     if int(sizes.max()) > BLOCK_BYTES:
         return True
     blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
@@ -265,7 +268,7 @@ def _any_concerns_us(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array) 
 
 
 def _carry(names: dict[int, bytes], roles: NDArray[np.uint8]) -> dict[int, bytes]:
-    """Move each name from its extension header to the member that it names; the last of several wins."""
+    """Move each name from its extension header to the member that it names. The last of several wins."""
     carried: dict[int, bytes] = {}
     member = 0
     for index in sorted(names):
@@ -285,7 +288,7 @@ def _globals_matter(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, r
 
 
 def _names(raw: NDArray[np.uint8], at: Int64Array, kept: Int64Array, names_at: dict[int, bytes]) -> Names:
-    """Return the names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
+    """Return the names of the members at blocks ``at``. ``kept`` are their indices in the chain."""
     column = _column(raw, "S100", 0)[at]
     prefixed = (_column(raw, "u1", 345)[at] != 0) & (_column(raw, "u1", 262)[at] == 0)
     if not names_at and not prefixed.any():

@@ -21,7 +21,7 @@ DUPLICATES_CURE = (
     'as it is, each as a separate sample: StreamingDataset(duplicate_keys="keep"), or `shard_tools index '
     "--duplicate-keys keep`"
 )
-"""What to do about a repeated key, for messages."""
+"""Cure for a repeated key, for messages."""
 _MAX_UNIFORM_FIELDS = 64
 _FREE_FIELDS = 256
 _MAX_CELLS_PER_MEMBER = 64
@@ -77,7 +77,7 @@ class PackedLayout:
 
 
 def group_members(members: Members, where: Origin, *, first: int, stop: int, repeats: bool = False) -> PackedLayout:
-    """Return the samples formed by ``members``; the records span ``[first, stop)``.
+    """Return the samples formed by ``members``. The records span ``[first, stop)``.
 
     Args:
         members: In the order of the archive.
@@ -88,7 +88,7 @@ def group_members(members: Members, where: Origin, *, first: int, stop: int, rep
 
     Raises:
         DuplicateKeyError: A sample has a field twice, unless ``repeats``.
-        TarError: There are so many distinct extensions that the names cannot be ``key.extension``.
+        TarError: The number of distinct extensions shows that the names are not ``key.extension``.
     """
     uniform = _uniform(members.names, repeats=repeats) if len(members.names) else None
     if uniform is None:
@@ -131,7 +131,7 @@ def _uniform(names: Names, *, repeats: bool) -> tuple[KeyLines, tuple[str, ...]]
     Neighbors with one key are two samples if ``repeats``; otherwise the result is None.
 
     Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
-    extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
+    extension's (and those of a directory with which all lines begin), the text between two extensions is a key.
     """
     sample = _first_sample(names[: _MAX_UNIFORM_FIELDS + 1])
     if sample is None or len(names) % len(sample[1]):
@@ -161,7 +161,7 @@ def _uniform(names: Names, *, repeats: bool) -> tuple[KeyLines, tuple[str, ...]]
 
 
 def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
-    """Tell whether each of ``lines`` is a key and ``end``, with no special name among them."""
+    """Return whether each of ``lines`` is a key and ``end``, with no special name among them."""
     if lines.count(b"\n") != num_samples or lines.count(end) != num_samples or b"\0" in lines:
         return False
     num_dots = folder.count(b".")
@@ -183,7 +183,7 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
 
 def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int, repeats: bool) -> PackedLayout:
     keys: list[str] = []
-    kept: list[int] = []  # the members that belong to samples, and for each its row and column
+    kept: list[int] = []  # members that belong to samples; with the row and column of each
     rows: list[int] = []
     columns: list[int] = []
     heads: list[int] = []  # the first member of each sample

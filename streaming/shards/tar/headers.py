@@ -90,7 +90,7 @@ def member_headers(names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
     """
     count, lengths = len(names), [*map(len, names)]
     padded = "".join([name.ljust(_MAX_NAME_BYTES, "\0") for name in names])
-    is_plain = padded.isascii() and padded.count("\0") == count * _MAX_NAME_BYTES - sum(lengths)  # none within a name
+    is_plain = padded.isascii() and padded.count("\0") == count * _MAX_NAME_BYTES - sum(lengths)  # no NUL within a name
     fits = (
         0 < min(lengths) <= max(lengths) <= _MAX_NAME_BYTES and 0 <= min(sizes) <= max(sizes) <= _MAX_USTAR_SIZE_BYTES
     )
@@ -99,7 +99,7 @@ def member_headers(names: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
     letters = np.frombuffer(padded.encode(), np.uint8).reshape(count, _MAX_NAME_BYTES)
     digits = _octal(np.array(sizes, np.int64), _SIZE_DIGITS)
     sums = letters.sum(axis=1, dtype=np.int64) + digits.sum(axis=1, dtype=np.int64) + (_FIXED_SUM + ord("0"))
-    # uint8 [members, 512]: what all headers have, then names, sizes and checksums.
+    # uint8 [members, 512]: the common bytes of all headers, then names, sizes and checksums.
     content = bytearray(_TEMPLATE * count)
     blocks = np.frombuffer(content, np.uint8).reshape(count, BLOCK_BYTES)
     blocks[:, :_MAX_NAME_BYTES] = letters
@@ -126,7 +126,7 @@ def _encode_name(name: str) -> bytes:
 
 
 def _split_name(raw_name: bytes) -> tuple[bytes, bytes] | None:
-    """Return ``(name, prefix)`` as ustar stores them, or None if the name needs a PAX header."""
+    """Return ``(name, prefix)`` as ustar stores them; None if the name needs a PAX header."""
     if len(raw_name) <= _MAX_NAME_BYTES:
         return raw_name, b""
     # The last slash that leaves a prefix of at most 155 bytes gives the shortest possible name.
@@ -142,7 +142,7 @@ def _clip_utf8(raw: bytes, max_bytes: int) -> bytes:
 
 
 def _pax_record(keyword: bytes, value: bytes) -> bytes:
-    """Return a length, a space, ``keyword=value`` and a newline; the length counts its own digits as well."""
+    """Return a length, a space, ``keyword=value`` and a newline. The length counts its own digits too."""
     rest = b" " + keyword + b"=" + value + b"\n"
     length = len(rest)
     while length != len(rest) + len(str(length)):

@@ -1,4 +1,4 @@
-"""Hold keys of many samples without a Python object for each: the names of one field, line by line."""
+"""Hold the keys of many samples without a Python object for each: the names of one field, line by line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class KeyLines:
-    """The keys of ``n`` samples: ``lines`` is each key followed by ``end``, which occurs in no key.
+    """The keys of ``n`` samples. ``lines`` is each key followed by ``end``, which occurs in no key.
 
     Attributes:
         lines: Keys and ends, as in the tar.
@@ -36,7 +36,7 @@ class KeyLines:
         return decode_name(self.lines[: -len(self.end)]).split(decode_name(self.end))
 
     def packed(self) -> tuple[bytes, Int64Array]:
-        """Return the keys end to end, and where each ends: int64 ``[n]``."""
+        """Return the keys end to end, and the end of each: int64 ``[n]``."""
         return self.lines.replace(self.end, b""), self._stops()
 
     def _stops(self) -> Int64Array:
@@ -45,7 +45,7 @@ class KeyLines:
 
 
 def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64Array]:
-    """Do as :meth:`KeyLines.packed`, for a list of keys too."""
+    """Do the same as :meth:`KeyLines.packed`, also for a list of keys."""
     if isinstance(keys, KeyLines):
         return keys.packed()
     parts = [encode_name(key) for key in keys]
@@ -53,12 +53,12 @@ def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64Array]:
 
 
 def rises(names: NDArray[np.bytes_]) -> bool:
-    """Tell whether each name is greater than the one before."""
+    """Return whether each name is greater than the one before."""
     return bool((names[1:] > names[:-1]).all())
 
 
 def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
-    """Tell whether the keys of all ``parts`` ascend from first to last. False means nothing."""
+    """Return whether the keys of all ``parts`` ascend from first to last. False proves nothing."""
     bounds: list[NDArray[np.bytes_]] = []
     for part in parts:
         if isinstance(part, list) or part.names is None or part.end != getattr(parts[0], "end", None):
@@ -68,7 +68,7 @@ def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
 
 
 def join_lines(names: Names, field: int, num_fields: int) -> bytes:
-    """Take every ``num_fields``-th name from ``field`` on, each closed by a line feed (in place of a NUL after it)."""
+    """Take every ``num_fields``-th name from ``field`` on, each closed by a line feed (instead of a NUL after it)."""
     if not isinstance(names, list):
         width = len(names[field])
         if 0 < width < names.itemsize:

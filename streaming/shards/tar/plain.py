@@ -1,9 +1,9 @@
 """Read chunks that contain only regular members with plain ustar headers, as most shards do.
 
-This reader touches only headers: it follows the first few, and then either continues like this (large members), or
+This reader touches only headers: it follows the first few, and then either continues in this way (large members), or
 expects the same steps to repeat (members of one size). The guess is verified, so its result is that of
-:mod:`streaming.shards.tar.fast`; for anything else it gives None. Memory that is in no CPU cache costs more than
-everything else, and of a member that nobody reads yet only the header is touched.
+:mod:`streaming.shards.tar.fast`; for anything else it returns None. Memory outside the CPU caches costs more than
+everything else, and only the header is touched of a member that is not read yet.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from streaming.shards.tar.blocks import BLOCK_BYTES, Members
 from streaming.types import Int64Array
 
 _FIRST = 8
-"""Members that are followed one by one, to find the pattern."""
+"""Number of members that are followed one by one, to find the pattern."""
 _LARGE_BYTES = 8 << 10
-"""From this mean size on, following the headers one by one costs less than anything that looks at all blocks."""
+"""Mean size from which following the headers one by one costs less than anything that examines all blocks."""
 _FEW = 64
-"""Up to this number of members it costs less, too: NumPy's calls take a quarter of a millisecond at least."""
+"""Number of members up to which it costs less, too: NumPy's calls take a quarter of a millisecond at least."""
 _HEADER = Struct("<100s24x11sc20xc100x5s83xc")  # name, size and the byte after it, kind, magic, first of the prefix
 _PLAIN = {(closed, kind, b"ustar", b"\0") for closed in (b"\0", b" ") for kind in (b"0", b"\0")}
 _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
-"""Of the octal digits of a size; such a number is exact in a float64."""
+"""Number of octal digits of a size; such a number is exact in a float64."""
 _ALIKE = ((124, 136), (156, 157), (257, 262), (345, 346))
-"""What a plain header is known by: size and the byte after it, kind, magic, first of the prefix."""
+"""Bytes that identify a plain header: size and the byte after it, kind, magic, first of the prefix."""
 
 
 def read_plain(raw: NDArray[np.uint8]) -> Members | None:
@@ -53,7 +53,7 @@ def read_plain(raw: NDArray[np.uint8]) -> Members | None:
 
 
 class _Walk:
-    """Follows headers one by one, as long as they are plain."""
+    """Follow headers one by one, as long as they are plain."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -63,7 +63,7 @@ class _Walk:
         self.sizes: list[int] = []
 
     def go(self, steps: int) -> bool:
-        """Follow at most ``steps`` headers; tell whether each place before the end had a plain one."""
+        """Follow at most ``steps`` headers. Return whether each place before the end had a plain one."""
         data, at, end, unpack = self._data, self.at, len(self._data) - BLOCK_BYTES, _HEADER.unpack_from
         names, places, sizes = self.names, self.places, self.sizes
         for _ in range(steps):
@@ -84,7 +84,7 @@ class _Walk:
         return at > 0
 
     def members(self) -> Members:
-        """Return the members found; all of the bytes must have been walked over."""
+        """Return the members found. All bytes must have been walked over."""
         names = [name.partition(b"\0")[0] for name in self.names]
         places, sizes = np.array(self.places, np.int64), np.array(self.sizes, np.int64)
         return Members(names=names, headers=places, data=places + BLOCK_BYTES, sizes=sizes, end=self.at, ended=False)
@@ -100,19 +100,20 @@ def _period(first: list[int], end: int) -> list[int] | None:
 
 
 def _alike(raw: NDArray[np.uint8], places: Int64Array, sizes: list[int]) -> Members | None:
-    """Return the members if all headers are like those of the first period, which are plain; None if they are not.
+    """Return the members if all headers equal those of the first period, which are plain; None if they do not.
 
     Few bytes of each are compared, as bytes: any calculation takes longer.
 
     Args:
         raw: The chunk.
-        places: Where headers are, int64 [n, p]: n periods of p members.
+        places: Places of headers, int64 [n, p]: n periods of p members.
         sizes: Sizes of the members of a period.
     """
     num_periods = len(places)
     steps = (raw.size // num_periods,)
     names: NDArray[Any] = np.empty(places.shape, "S100")
     for column, place in enumerate(places[0].tolist()):
+        # Bytes ``[low, high)`` of the header at this column of all periods, end to end, against those of the first one.
         for low, high in _ALIKE:
             column_bytes = np.ndarray((num_periods,), f"V{high - low}", raw, place + low, steps).tobytes()
             if column_bytes != column_bytes[: high - low] * num_periods:
@@ -132,7 +133,7 @@ def _members(raw: NDArray[np.uint8], places: Int64Array) -> Members | None:
     sizes = (digits @ _WEIGHTS).astype(np.int64)
     data = places + BLOCK_BYTES
     following = data + (sizes + (BLOCK_BYTES - 1) & -BLOCK_BYTES)
-    alike = headers[:, 156:262]  # kind, link name and magic; the first one's are plain
+    alike = headers[:, 156:262]  # kind, link name and magic; those of the first are plain
     is_plain = (
         following[-1] == raw.size
         and (following[:-1] == places[1:]).all()

@@ -13,7 +13,7 @@ from streaming.shards.tar.group import ChunkLayout
 from streaming.shards.tar.scanner import TarScanner
 
 MAX_SAMPLE_BYTES = 4 << 30
-"""Largest sample that is gathered from a stream; limits memory against damage and decompression bombs."""
+"""Size limit of a sample that is gathered from a stream; bounds memory against damage and decompression bombs."""
 _LARGER_RATIO = (
     "give StreamingDataset a larger max_gzip_ratio= (or say shard_tools convert --max-gzip-ratio), or unpack the "
     "archive first (gunzip)"
@@ -43,7 +43,7 @@ def iter_samples(
         max_gzip_ratio: A gzip stream that inflates to more than this multiple of its size raises, from 64 MiB on.
         repeats: As in :class:`TarScanner`.
         left_out: Called with the name of each regular file that belongs to no sample.
-        larger: What to do about a sample that is too large, for its message.
+        larger: Cure for a sample that is too large, for its message.
 
     Raises:
         TarError: A damaged or truncated archive, or a sample larger than ``max_sample_bytes``.
@@ -52,13 +52,13 @@ def iter_samples(
     scanner = TarScanner(url, repeats=repeats)
     held = _Held()
     for piece in inflated(pieces, url, max_gzip_ratio=max_gzip_ratio):
-        if not scanner.ended:  # zeros that follow belong to no sample, however many
+        if not scanner.ended:  # zeros that follow belong to no sample, whatever their number
             held.add(piece)
         layout = scanner.feed(piece)
         if left_out is not None:
             for name in scanner.passed_over:
                 left_out(name)
-        del piece  # so that what is cut out of it can free it
+        del piece  # so that fields cut out of it can free it
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)
         if min(held.stop, scanner.settled) - scanner.record_start > max_sample_bytes:
@@ -69,7 +69,7 @@ def iter_samples(
 
 
 class _Held:
-    """Pieces of the stream from ``start`` to ``stop``; they are freed while a large field is assembled from them."""
+    """Pieces of the stream from ``start`` to ``stop``. They are freed while a large field is assembled from them."""
 
     def __init__(self) -> None:
         self.start = self.stop = 0
@@ -93,14 +93,14 @@ class _Held:
                 yield key, {field: found.pop(field) for _, _, field in places}
 
     def _cut(self, start: int, stop: int) -> bytes:
-        """Return the bytes of a field, dropping what lies before ``stop`` piece by piece."""
+        """Return the bytes of a field. Drop the bytes before ``stop`` piece by piece."""
         out = io.BytesIO()
         while start < stop:
             self.drop_before(start)
             size = min(self.start + len(self._pieces[0]), stop) - start
             out.write(memoryview(self._pieces[0])[start - self.start : start - self.start + size])
             start += size
-        return out.getvalue()  # no copy: nobody else refers to it
+        return out.getvalue()  # no copy: nothing else refers to it
 
     def drop_before(self, offset: int) -> None:
         """Drop the pieces that end before ``offset``."""

@@ -36,7 +36,7 @@ _CUT_OFF = (
 
 
 class TarScanner:
-    """Find the samples of one tar archive that is fed to it piece by piece; not thread-safe.
+    """Find the samples of one tar archive that is fed to it piece by piece. Not thread-safe.
 
     ::
 
@@ -46,9 +46,9 @@ class TarScanner:
         layout = scanner.finish()            # the last one; raises if the archive is not whole
 
     The pieces may be cut anywhere; the result does not depend on it. Only unfinished headers (below about 1 MiB) and
-    the names of the unfinished sample are kept, never payload. Offsets count from the start of the archive. A record
-    is complete when the next sample begins, so its last field may lie in earlier pieces. A damaged archive raises in
-    the call of feed or finish that reveals it; the scanner cannot be used afterwards.
+    the names of the unfinished sample are kept, never payload. Offsets count from the start of the archive. A record is
+    complete when the next sample begins, so its last field may lie in earlier pieces. A damaged archive raises in the
+    call of feed or finish that reveals it; the scanner cannot be used afterwards.
 
     Args:
         url: The shard, for messages.
@@ -61,9 +61,9 @@ class TarScanner:
         self.num_bytes = 0
         """Offset up to which bytes were fed."""
         self.record_start = 0
-        """Where the first record begins that is not complete: no later layout begins before it."""
+        """Start of the first incomplete record: no later layout begins before it."""
         self.members: Members | None = None
-        """The members that the last feed read the headers of, offsets as in the archive; None if there were none."""
+        """Members whose headers the last feed read, with offsets as in the archive; None if there were none."""
         self.passed_over: tuple[str, ...] = ()
         """Those of them that belong to no sample, in the order of the archive."""
         self._settled = 0
@@ -74,14 +74,14 @@ class TarScanner:
 
     @property
     def settled(self) -> int:
-        """Offset before which the scanner needs nothing more: any future record border is at or after it.
+        """Offset before which the scanner needs no more bytes: any future record border is at or after it.
 
         May lie beyond the bytes fed, inside a large payload.
         """
         return self._settled
 
     def feed(self, piece: BytesLike) -> ChunkLayout:
-        """Take the next bytes; return the records that they complete (often none).
+        """Take the next bytes. Return the records that they complete (often none).
 
         ``piece`` is not kept.
 
@@ -92,7 +92,7 @@ class TarScanner:
         return self.feed_packed(piece).unpacked()
 
     def feed_packed(self, piece: BytesLike) -> PackedLayout:
-        """Do as :meth:`feed`, without making a Python string of each key."""
+        """Do the same as :meth:`feed`, without making a Python string of each key."""
         raw = as_array(piece)
         self.members, self.passed_over = None, ()
         if self.num_bytes == 0:
@@ -110,7 +110,7 @@ class TarScanner:
         return self._close(self.members)
 
     def _read(self, raw: NDArray[np.uint8]) -> Members:
-        """Return members in the kept tail and ``raw``, which follows it; offsets count from the tail."""
+        """Return the members in the kept tail and ``raw``, which follows it. Offsets count from the tail."""
         bridge = None
         tail_bytes = len(self._tail)
         if tail_bytes + raw.size < BLOCK_BYTES:  # less than a header
@@ -140,7 +140,7 @@ class TarScanner:
         return self.finish_packed().unpacked()
 
     def finish_packed(self) -> PackedLayout:
-        """Do as :meth:`finish`, without making a Python string of each key."""
+        """Do the same as :meth:`finish`, without making a Python string of each key."""
         if not self.ended:
             self._fail_truncated()
         members, self._open = self._open, None
@@ -149,7 +149,7 @@ class TarScanner:
     def _fail_truncated(self) -> None:
         last = "" if self._open is None or not len(self._open.names) else decode_name(self._open.names[-1])
         if self._settled > self.num_bytes:
-            what = f"the archive ends here, but the member before goes on to byte {self._settled}"
+            what = f"the archive ends here, but the previous member extends to byte {self._settled}"
         elif self._tail:
             what = f"the archive ends {len(self._tail)} bytes after this, inside a header"
         else:
@@ -160,7 +160,7 @@ class TarScanner:
         return Origin(self.url, self._settled, strict=True)
 
     def _close(self, members: Members | None) -> PackedLayout:
-        """Join ``members`` to the unfinished sample; group all except the sample that is unfinished now."""
+        """Join ``members`` to the unfinished sample. Group all except the sample that is unfinished now."""
         if members is None or not len(members.names):
             return self._group(None, self.record_start)
         joined = _joined(self._open, members)
@@ -187,7 +187,7 @@ class TarScanner:
 
 
 def _refuse_compressed(head: bytes, url: str) -> None:
-    """Reject data whose first bytes show that it is something other than a tar, naming what it is.
+    """Reject data whose first bytes show that it is not a tar, and name its type.
 
     Raises:
         TarError: They do.
@@ -237,7 +237,7 @@ def _joined_names(first: Names, second: Names) -> Names:
 
 
 def _names_but(names: Names, first: int, which: list[int]) -> tuple[str, ...]:
-    """Return the names from number ``first`` on, but for some numbers."""
+    """Return the names from number ``first`` on, except some numbers."""
     if len(names) - first == len(which):
         return ()
     left = sorted({*range(first, len(names))} - {*which})

@@ -1,7 +1,7 @@
 """Walk tar headers exactly: one member at a time, every form of header, every check, every error.
 
-:mod:`streaming.shards.tar.fast` reads regular archives; everything that it does not understand is handled here, so all
-messages about damaged archives are here.
+:mod:`streaming.shards.tar.fast` reads regular archives. Everything else is handled here, so all messages about damaged
+archives are here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 
 class _Walk:
-    """The state of one walk over ``view``; ``partial`` means that more bytes may follow."""
+    """The state of one walk over ``view``. ``partial`` means that more bytes may follow."""
 
     def __init__(self, view: memoryview, where: Origin, *, partial: bool) -> None:
         self.view, self.where, self.partial = view, where, partial
@@ -64,7 +64,7 @@ class _Walk:
         )
 
     def _step(self) -> bool:
-        """Read the header at ``self.at``; False at the end of the buffer."""
+        """Read the header at ``self.at``. Return False at the end of the buffer."""
         at, left = self.at, len(self.view) - self.at
         if left < BLOCK_BYTES:
             if left > 0 and not self.partial:
@@ -141,7 +141,7 @@ class _Walk:
         if kind == ord("1") and self.where.strict and split_name(decode_name(name)) is not None:
             target = header[157:257].split(b"\0", 1)[0]
             what = f"a hard link to {decode_name(target)!r}, whose bytes readers of shards do not find"
-            cure = "pack it with `tar --hard-dereference`, or write it anew with `shard_tools repair URL --to TARGET`"
+            cure = "pack it with `tar --hard-dereference`, or write it again with `shard_tools repair URL --to TARGET`"
             self.where.fail(at, what, member=name, cure=cure)
         if kind in DATALESS_TYPES:
             size = 0

@@ -22,10 +22,10 @@ from streaming.errors import MemoryLimitError
 PAGE_BYTES = mmap.PAGESIZE
 
 _Drop: TypeAlias = Callable[[mmap.mmap, int, int], None]
-"""Returns pages to the system: arguments are a map, the first byte and the number of bytes."""
+"""Returns pages to the system. Arguments: a map, the first byte, the number of bytes."""
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_FIXED = 0x10  # Linux, on every machine but Alpha, MIPS, PA-RISC and Xtensa
+_MAP_FIXED = 0x10  # Linux, on every architecture but Alpha, MIPS, PA-RISC and Xtensa
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _HIGHEST_BYTES = (32 << 20) - (64 << 10)
 """glibc's dynamic threshold follows the sizes of freed blocks up to 32 MiB, including its header."""
@@ -33,7 +33,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 class MergedRanges:
-    """Keep half-open ranges of whole numbers sorted and merged. Not thread-safe.
+    """Keep half-open ranges of integers sorted and merged. Not thread-safe.
 
     Attributes:
         all: The ranges.
@@ -45,7 +45,7 @@ class MergedRanges:
         self.total = 0
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range of which nothing is there; it is merged with its neighbors."""
+        """Add a range that overlaps none of the others; merge it with its neighbors."""
         self.total += stop - start
         i = bisect_left(self.all, (start, stop))
         if i < len(self.all) and self.all[i][0] == stop:
@@ -56,7 +56,7 @@ class MergedRanges:
         self.all.insert(i, (start, stop))
 
     def cut(self, start: int, stop: int) -> None:
-        """Remove what is there of ``[start, stop)``."""
+        """Remove the parts of ranges in ``[start, stop)``."""
         i = bisect_left(self.all, (start, start))
         if i > 0 and self.all[i - 1][1] > start:
             i -= 1
@@ -72,8 +72,8 @@ class MergedRanges:
 class Extents:
     """Allocate ranges of ``[0, capacity)``, first-fit. Not thread-safe.
 
-    First-fit keeps used ranges near the low end, so that the highest address ever used stays close to the peak of
-    memory in use.
+    First-fit keeps used ranges near the low end, so that the highest address ever used stays close to the peak memory
+    in use.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -83,7 +83,7 @@ class Extents:
 
     @property
     def used(self) -> int:
-        """The sum of the ranges in use."""
+        """Sum of the ranges in use."""
         return self.capacity - self._free.total
 
     def take(self, size: int) -> int | None:
@@ -110,12 +110,12 @@ class Extents:
 
 
 class Arena:
-    """Room for at most ``budget_bytes`` of chunks, in anonymous memory that is freed when its last user is gone.
+    """Hold at most ``budget_bytes`` of chunks, in anonymous memory that is freed with its last user.
 
     The address range is twice the budget, so that fragmentation does not prevent an allocation within the budget. Pages
-    are committed on first touch: a large budget costs nothing until it is used. Those that were in use stay, for what
-    comes to their place, as long as they and those in use are no more than the budget; what is beyond it is returned to
-    the system, the highest addresses first.
+    are committed on first touch: a large budget costs nothing until it is used. Freed pages stay committed for the next
+    chunks, as long as they and the pages in use do not exceed the budget; the surplus is returned to the system, the
+    highest addresses first.
 
     Not thread-safe: callers allocate and free under their own lock. Allocated ranges may be read and written from any
     thread.
@@ -132,7 +132,7 @@ class Arena:
         self.fd = -1
         self._extents, self.memory = self._reserve(shared=shared)
         self._idle = MergedRanges()
-        """Free pages that were in use, and have not been returned to the system."""
+        """Free pages that were in use and have not been returned to the system."""
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._closed = False
@@ -177,7 +177,7 @@ class Arena:
 
     @property
     def is_private(self) -> bool:
-        """Whether no other process sees it, and a forked child has a copy of its own."""
+        """Whether no other process sees the memory, and a forked child has a copy of its own."""
         return self.fd < 0
 
     @property
@@ -186,7 +186,7 @@ class Arena:
         return self._extents.used
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Return the page-aligned start of a new range of ``num_bytes``, or None if the budget has no room now."""
+        """Return the page-aligned start of a new range of ``num_bytes``; None if the budget has no room now."""
         size = _pages(num_bytes)
         if self._extents.used + size > self.budget_bytes:
             return None
@@ -199,28 +199,28 @@ class Arena:
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
-        """Free a range returned by ``allocate(num_bytes)``; after ``close`` this does nothing."""
+        """Free a range returned by ``allocate(num_bytes)``. Do nothing after ``close``."""
         if self._closed:
             return
         size = _pages(num_bytes)
         self._extents.give(start, size)
-        self._idle.add(start, start + size)  # a part of the budget, as long as nobody else needs it
+        self._idle.add(start, start + size)  # kept within the budget, until its room is needed
 
     def shrink(self, start: int, num_bytes: int, left_bytes: int) -> None:
-        """Free what follows the first ``left_bytes`` of ``allocate(num_bytes)``."""
+        """Free all but the first ``left_bytes`` of ``allocate(num_bytes)``."""
         left, size = _pages(left_bytes), _pages(num_bytes)
         if left < size:
             self.free(start + left, size - left)
 
     def map_file(self, start: int, num_bytes: int, fd: int, offset: int) -> None:
-        """Map the bytes of a file from ``offset`` on in place of allocated memory, and read them; whole pages.
+        """Map the bytes of a file from ``offset`` on instead of allocated memory, and read them; whole pages.
 
         Only for a private arena. Writes to the range do not reach the file. Pages in the page cache are only mapped.
         The next reader faults them in, sixteen at a time, in half the time that ``madvise`` takes.
 
         Raises:
-            OSError: A page cannot be read or is past the end of the file, or the system does not support it. Call
-                ``unmap_file`` then.
+            OSError: A page cannot be read or is past the end of the file, or the system does not support it. Then call
+                ``unmap_file``.
         """
         self._remap(start, num_bytes, mmap.MAP_PRIVATE, fd, offset)
         size = _pages(num_bytes)
@@ -231,12 +231,12 @@ class Arena:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap_file(self, start: int, num_bytes: int) -> None:
-        """Undo ``map_file``; the contents are lost."""
+        """Undo ``map_file``. The contents are lost."""
         if not self._closed:
             self._remap(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
 
     def copy_file(self, start: int, num_bytes: int) -> None:
-        """Replace what ``map_file`` mapped by a copy; concurrent readers see no difference."""
+        """Replace bytes that ``map_file`` mapped with a copy. Concurrent readers see no difference."""
         if self._closed:
             return
         size = _pages(num_bytes)
@@ -245,9 +245,9 @@ class Arena:
         _mapped(_libc().mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.address + start))
 
     def keep_only(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Give everything back to the system but ``ranges``: first byte, in whole pages, and size of each.
+        """Return all pages to the system except ``ranges``: first byte, in whole pages, and size of each.
 
-        Nothing else may be read any more. Only for a private arena.
+        Nothing else may be read afterwards. Only for a private arena.
         """
         at = 0
         for start, num_bytes in (*sorted(ranges), (self._extents.capacity, 0)):
@@ -263,10 +263,10 @@ class Arena:
         _mapped(_libc().mmap(self.address + start, size, _READ_WRITE, flags, fd, offset))
 
     def close(self, *, keep_mapped: bool = False) -> None:
-        """Release the memory. Views held by others keep their pages until they are gone.
+        """Release the memory. Views held by others keep their pages alive until they are gone.
 
         Args:
-            keep_mapped: Also let others create new views; the memory is freed with the last reference.
+            keep_mapped: Let others create new views too; the memory is freed with the last reference.
         """
         if self._closed:
             return
@@ -283,7 +283,7 @@ class Arena:
             return
 
     def _return_surplus(self) -> None:
-        """Return the highest of the idle pages, so that the others and those in use are no more than the budget."""
+        """Return idle pages, highest first, until the others and the pages in use do not exceed the budget."""
         while (surplus := self._extents.used + self._idle.total - self.budget_bytes) > 0:
             start, stop = self._idle.all[-1]
             start = max(start, stop - surplus)
@@ -309,8 +309,8 @@ def map_privately(address: int, num_bytes: int, fd: int) -> None:
 def _is_cached(address: int, num_bytes: int) -> bool:
     """Return whether a mapped range of whole pages is in the page cache, so that no access to it can fail.
 
-    The kernel answers yes to users who may neither write nor own the file, to hide what others have read. Nearly all of
-    those get no lease on the file either.
+    For users who may neither write nor own the file, the kernel always answers yes, to hide what others have read.
+    Nearly all of these users get no lease on the file either.
     """
     num_pages = num_bytes // mmap.PAGESIZE
     found = ctypes.create_string_buffer(num_pages)
@@ -323,7 +323,7 @@ def _pages(num_bytes: int) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Open the C library for calls that may block, and that release the GIL: Python's ``madvise`` keeps it."""
+    """Open the C library for calls that may block. They release the GIL; Python's ``madvise`` keeps it."""
     libc = ctypes.CDLL(None, use_errno=True)
     where, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [where, size, number, number, number, ctypes.c_int64], where
@@ -337,7 +337,7 @@ def _mapped(address: int) -> int:
     """Check and return an address from ``mmap``.
 
     Raises:
-        OSError: It is the error value instead.
+        OSError: ``address`` is the error value.
     """
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -346,11 +346,11 @@ def _mapped(address: int) -> int:
 
 @cache
 def keep_freed_memory() -> None:
-    """Make glibc keep up to 64 MB of freed memory for the next batch, instead of returning it after each.
+    """Make glibc keep up to 64 MB of freed memory for the next batch, instead of returning it after each batch.
 
     By default blocks larger than 128 KiB are returned, so every batch gets new, zeroed pages from the system, one fault
     at a time (bytes of 68 KB: 3 GB/s instead of 9, benchmarks/bench_cut.py). The threshold follows the largest block
-    ever freed, so freeing a single block of 32 MB, which is never touched, raises it permanently; in any program that
+    ever freed, so freeing a single block of 32 MB, which is never touched, raises it permanently. In any program that
     frees a tensor of that size this has already happened.
     """
     with suppress(MemoryError):  # under a tight `ulimit -v`

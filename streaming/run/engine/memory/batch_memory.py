@@ -1,10 +1,10 @@
-"""Lend memory for the large tensors of batches that this process builds, and use it again: ``BatchMemory``.
+"""Lend memory for the large tensors of batches that this process builds, and reuse it: ``BatchMemory``.
 
-Fresh memory is slow memory: above its threshold the C library maps it, the system zeroes it page by page at the first
-touch, and unmaps it in the thread that lets go of the batch, which is the training thread. Here a block returns when
-nothing refers to it any more: every tensor, view and array over it keeps one NumPy array alive, and a weak reference to
-that one tells when it has gone. So a batch that is kept never changes. Pages return to the system when another block
-needs the room, in the thread that builds.
+Fresh memory is slow: above its threshold the C library maps it, the system zeroes it page by page at the first touch,
+and the thread that frees the batch, which is the training thread, unmaps it. Here a block returns when nothing refers
+to it any more: every tensor, view and array over it keeps one NumPy array alive, and a weak reference to that array
+reports its end. So a batch that is kept never changes. Pages return to the system when another block needs the room,
+in the thread that builds.
 
 A forked child has a copy of its own, since blocks are private.
 """
@@ -29,17 +29,17 @@ from streaming.common.platforms import MAP_NORESERVE, want_huge_pages
 _log = logging.getLogger(__name__)
 
 LEAST_BYTES = 1 << 18
-"""Smaller tensors come from the C library, which keeps what they free."""
+"""Smaller tensors come from the C library, which keeps the memory that they free."""
 _STEPS = 4
-"""Sizes of blocks between two powers of two, so that fields of varying size find a block that fits."""
+"""Number of block sizes between two powers of two, so that fields of varying size find a block that fits."""
 _MOST_WASTE = 2
-"""A block is lent for tensors of at least this fraction of its size."""
+"""A block is lent only for tensors of at least this fraction of its size."""
 _MOST_BLOCKS = 4096
-"""Blocks that may be lent at the same time. A process may have 65,530 mappings."""
+"""Maximum number of blocks lent at the same time. A process may have 65,530 mappings."""
 
 
 class _Block:
-    """One private mapping. Compared by identity; ``turn`` says in which order blocks returned."""
+    """One private mapping. Compared by identity; ``turn`` counts the order in which blocks returned."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes, self.turn = num_bytes, 0
@@ -48,7 +48,7 @@ class _Block:
 
 
 class _Loan(weakref.ref[Any]):
-    """A weak reference to the root array of a tensor, and the block that it lies in; a ``finalize`` takes longer."""
+    """A weak reference to the root array of a tensor, with the block that holds it; a ``finalize`` takes longer."""
 
     __slots__ = ("block",)
 
@@ -56,15 +56,15 @@ class _Loan(weakref.ref[Any]):
 
 
 class BatchMemory:
-    """Allocate tensors for batches, in blocks that come back. Thread-safe.
+    """Allocate tensors for batches in blocks that are reused. Thread-safe.
 
-    Tensors may go anywhere, perhaps in a thread that is executing ``allocate``: that only appends to a deque.
+    A tensor may end anywhere, perhaps in a thread that is executing ``allocate``; its callback only appends to a deque.
 
     Args:
-        limit_bytes: Limit on all blocks, lent and free. Beyond it tensors get fresh memory.
+        limit_bytes: Limit on the bytes of all blocks, lent and free. Beyond it tensors get fresh memory.
 
     Attributes:
-        limit_bytes: The limit now; see ``limit``.
+        limit_bytes: The current limit; see ``limit``.
 
     Example:
         >>> memory = BatchMemory(1 << 30)
@@ -75,8 +75,8 @@ class BatchMemory:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._returned: deque[weakref.ref[Any]] = deque()
-        self._loans: dict[int, _Loan] = {}  # by their ids, for a reference that is not kept calls nobody
-        self._free: dict[int, deque[_Block]] = {}  # by size, which is one of a few; the last one returned last
+        self._loans: dict[int, _Loan] = {}  # by id: a weak reference that is not kept makes no callback
+        self._free: dict[int, deque[_Block]] = {}  # by size, one of a few; the last block returned last
         self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
         self._turns = 0
         self._closed = self._is_told = False
@@ -87,14 +87,14 @@ class BatchMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all blocks, lent and free; pages that were never written take no memory."""
+        """Bytes of all blocks, lent and free. Pages that were never written take no memory."""
         with self._lock:
-            # Blocks are only looked at.
+            # The set is only read.
             return self._held()
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that wait to be lent again."""
+        """Number of blocks that are free to be lent again."""
         with self._lock:
             # Blocks are only counted.
             self._take_back()
@@ -112,48 +112,48 @@ class BatchMemory:
         loan = _Loan(root, self._returned.append)
         loan.block = block
         self._loans[id(loan)] = loan
-        if self._closed:  # perhaps since then
+        if self._closed:  # perhaps closed meanwhile
             self._loans.pop(id(loan), None)
         return torch.from_numpy(root).view(dtype).view(shape)
 
     def limit(self, limit_bytes: int) -> None:
-        """Set another limit from now on; free blocks beyond it return to the system."""
+        """Set the limit from now on. Free blocks beyond it return to the system."""
         with self._lock:
-            # Lent blocks are as many as before: the limit may be exceeded until they come back.
+            # Lent blocks stay: the limit may be exceeded until they come back.
             self.limit_bytes = limit_bytes
             self._take_back()
             while self._held() > limit_bytes and self._longest_idle() is not None:
                 pass  # unmapped here
 
     def close(self) -> None:
-        """Return free blocks to the system. Tensors stay valid, and free their memory when they go."""
+        """Return free blocks to the system. Tensors stay valid and free their memory when they end."""
         with self._lock:
-            # No block returns any more.
+            # No block returns from here on.
             self._closed = True
             self._loans.clear()
             self._returned.clear()
             self._free.clear()
 
     def _take_back(self) -> None:
-        """Count blocks as free whose tensors have gone."""
+        """Mark blocks whose tensors have ended as free."""
         while self._returned:
             loan = self._loans.pop(id(self._returned.popleft()), None)
-            if loan is None:  # of the time before `close`
+            if loan is None:  # lent before `close`
                 continue
             block, self._turns = loan.block, self._turns + 1
             block.turn = self._turns
             self._free.setdefault(block.num_bytes, deque()).append(block)
 
     def _taken(self, num_bytes: int, most_bytes: int) -> _Block | None:
-        """Return the smallest free block of such a size, no longer free.
+        """Return the smallest free block that fits, and mark it as taken.
 
-        Of equal ones it is the one that returned last: its pages are likely in a cache.
+        Of equal blocks, prefer the one that returned last: its pages are likely in a cache.
         """
         sizes = [size for size, blocks in self._free.items() if blocks and num_bytes <= size <= most_bytes]
         return self._free[min(sizes)].pop() if sizes else None
 
     def _longest_idle(self) -> _Block | None:
-        """Return the free block that has been idle longest, no longer free; None: there is none."""
+        """Return the free block that has been idle longest, and mark it as taken; None: no block is free."""
         idle = [blocks for blocks in self._free.values() if blocks]
         return min(idle, key=lambda blocks: blocks[0].turn).popleft() if idle else None
 
@@ -161,7 +161,7 @@ class BatchMemory:
         """Return a free or a new block for one tensor; None: there is no room for one."""
         size = _rounded(num_bytes)
         with self._lock:
-            # A block is either free, or this caller's alone.
+            # A block is either free, or owned by this caller alone.
             self._take_back()
             if (block := self._taken(num_bytes, _MOST_WASTE * size)) is not None:
                 return block
@@ -174,7 +174,7 @@ class BatchMemory:
                 return None
             try:
                 block = _Block(size)
-            except OSError:  # under a tight `ulimit -v`: what frees memory is the error of a plain allocation
+            except OSError:  # under a tight `ulimit -v`; the caller then allocates plainly, or gets that error
                 return None
             self._blocks.add(block)
             self.peak_bytes = max(self.peak_bytes, self._held())

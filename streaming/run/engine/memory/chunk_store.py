@@ -1,4 +1,14 @@
-"""Fetch units into the arena in the background, share them, and release them by reference count."""
+"""Fetch units into the arena in the background, share them, and release them by reference count.
+
+Life cycle of a unit::
+
+    admitted -> waiting -> being fetched -> fetched -> settled -> released -> dropped, or kept as cold
+
+- ``admit`` allocates its room and adds a user; a unit that is already here only gets another user.
+- A fetching thread reads its bytes and marks it as ready, whatever happens.
+- ``settle`` enters its samples into the row table, or records the error.
+- ``release`` removes a user. A unit without users is dropped or, with ``retain``, kept until its room is needed.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +32,18 @@ from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
 
 IN_FLIGHT_BYTES = 128 << 20
-"""Bytes being fetched at the same time: 100 ms at 10 Gbit/s. With more, the first chunks from a nearby store arrive
-later. With half, the first batch from a distant store takes 3.5 to 4.5 round trips instead of 2.4 to 2.9
+"""Bytes in flight: 100 ms at 10 Gbit/s. With more, the first chunks from a nearby store arrive later. With half, the
+first batch from a distant store takes 3.5 to 4.5 round trips instead of 2.4 to 2.9
 (``benchmarks/bench_first_batch.py``), because its chunks are no longer all fetched together."""
 LEAST_IN_FLIGHT = 8
-"""Minimum number of chunks being fetched, however large: one connection to a distant store does not fill the
+"""Minimum number of chunks in flight, whatever their size: one connection to a distant store does not fill the
 network.
 """
 _BESIDE_FIRST_BATCH = 2
-"""Chunks on their way at which no other is begun until there is a first batch, unless that needs it: reading ahead
-takes its share of network, cores and interpreter from who waits (docs/design/0067)."""
+"""Number of chunks in flight at which no other fetch begins before the first batch, unless that batch needs it: reading
+ahead takes network, cores and the GIL from the first batch (docs/design/0067)."""
 _STOP_S = 1.0
-"""How long closing waits for fetches in progress; their memory stays mapped until they have ended."""
+"""Time for which closing waits for fetches in progress. Their memory stays mapped until they have ended."""
 
 Fetch = Callable[[FetchRange, memoryview], Fetched]
 
@@ -43,19 +53,19 @@ class Unit:
     """One fetched piece of the arena. Changed only under the store's lock.
 
     Attributes:
-        wanted: What to fetch.
+        wanted: The range to fetch.
         start: Start of its bytes in the arena.
-        skew_bytes: Padding before them that also belongs to it.
-        is_mapped: They are mapped from a file.
+        skew_bytes: Padding before its bytes, which belongs to it too.
+        is_mapped: Its bytes are mapped from a file.
         num_bytes: Size of its allocation: as given by ``room``, or the whole range until its need is known.
         users: Number of pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, successfully or not.
-        fetched: Its bytes are there, until ``ChunkStore.settle`` has found the samples in them.
+        fetched: The fetched bytes, until ``ChunkStore.settle`` has found the samples in them.
         first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
         damage: Why none of it can be read, if so. (Damage of single samples is in the row table.)
         failure: Why the fetch failed altogether, if it did.
-        asked_at_s: By ``time.monotonic``.
-        begun_at_s: When a thread began to fetch it; 0: not yet.
+        asked_at_s: Time of the request, by ``time.monotonic``.
+        begun_at_s: Time when a thread began to fetch it; 0: not yet.
     """
 
     wanted: FetchRange
@@ -73,7 +83,7 @@ class Unit:
     begun_at_s: float = 0.0
 
     def told(self) -> dict[str, Any]:
-        """Tell what is fetched, for whoever watches."""
+        """Return what is fetched, for traces."""
         wanted = self.wanted
         return {
             "of": wanted.key, "shard": wanted.shown_url, "byte_start": wanted.byte_start, "bytes": wanted.num_bytes,
@@ -82,7 +92,7 @@ class Unit:
 
 
 class UnitTable:
-    """Units by their keys. What is found for a range was read as that range wants it. Not thread-safe."""
+    """Units by key. A unit is found only for ranges of the same reading of its shard. Not thread-safe."""
 
     def __init__(self) -> None:
         self._of: dict[ShardReading, dict[tuple[int, int], Unit]] = {}
@@ -108,7 +118,7 @@ class UnitTable:
         ]
 
     def add(self, unit: Unit) -> None:
-        """Enter a unit, of whose range there is none yet."""
+        """Enter a unit whose range is not in the table yet."""
         wanted = unit.wanted
         self._of.setdefault(wanted.reading, {})[wanted.byte_start, wanted.byte_end] = unit
 
@@ -124,16 +134,16 @@ class UnitTable:
 class ChunkStore:
     """All units that are in the arena or being fetched.
 
-    All methods must be called with ``changed`` (a condition) held, except where noted; background threads acquire it
-    themselves, and notify it when a unit becomes ready.
+    ``changed`` (a condition) guards all state. Callers of all methods hold it, except where noted; background threads
+    acquire it themselves, and notify it when a unit becomes ready.
 
     Attributes:
-        limit_bytes: How much of the arena to use, beside what only users' views keep.
+        limit_bytes: Bytes of the arena to use, in addition to those that only users' views keep.
         lender: Cuts views for users.
-        room: Sizes of units of which only some fields are read, if known beforehand. Other units are allocated the
-            whole range, and shrink to what they need after the fetch.
-        failure: Exception with which the thread that keeps the units' bytes unchanged ended; None: none. The consumer
-            gets it next.
+        room: Sizes of units for which only some fields are read, if known beforehand. Other units are allocated for the
+            whole range, and shrink to the bytes that they need after the fetch.
+        failure: Exception that ended the thread which keeps the units' bytes unchanged; None: none. The consumer gets
+            it next.
         retain: Keep units that are no longer needed as long as there is room, because the next epoch needs them again.
         is_beginning: A run has no batch yet.
         is_held: Units that are no longer needed were kept because another plan may need them: ``keep_first`` is due.
@@ -170,9 +180,9 @@ class ChunkStore:
         self._closed = False
 
     def admit(self, wanted: FetchRange, *, is_awaited: bool = False) -> Unit | None:
-        """Return the unit with one more user, and start its fetch if necessary; None if there is no room for it now.
+        """Add a user to the unit and return it. Start its fetch if necessary. None: there is no room for it now.
 
-        ``is_awaited``: the first batch needs it, so it comes before all others.
+        ``is_awaited``: the first batch needs it, so it precedes all others.
         """
         unit = self._units.get(wanted)
         if unit is None:
@@ -185,7 +195,7 @@ class ChunkStore:
             self._units.add(unit)
             (self._awaited if is_awaited else self._waiting).append(unit)
             self._start_fetches()
-        elif is_awaited and unit in self._waiting:  # of a run that ended before its first batch
+        elif is_awaited and unit in self._waiting:  # left by a run that ended before its first batch
             self._waiting.remove(unit)
             self._awaited.append(unit)
             self._start_fetches()
@@ -194,17 +204,17 @@ class ChunkStore:
         return unit
 
     def begin(self) -> None:
-        """Expect units that a first batch waits for: until ``go_on``, hardly anything is fetched beside them."""
+        """Prepare for a first batch: until ``go_on``, hardly anything is fetched but the units that it needs."""
         self.is_beginning = True
 
     def go_on(self) -> None:
-        """Fetch as far ahead as there is room: the first batch is there."""
+        """Fetch as far ahead as there is room, since the first batch is built."""
         if self.is_beginning:
             self.is_beginning = False
             self._start_fetches()
 
     def beside(self, job: Callable[[], object]) -> None:
-        """Run a job for a unit on a fetching thread; whoever needs the result meets the exception that it raises."""
+        """Run a job for a unit on a fetching thread. Its exception reaches the thread that needs the result."""
 
         def run() -> None:
             with suppress(Exception):
@@ -213,19 +223,19 @@ class ChunkStore:
         self._threads.submit(run)
 
     def holds(self, wanted: FetchRange) -> bool:
-        """Tell whether the unit is here or being fetched, so that nothing needs to be started for it."""
+        """Return whether the unit is here or being fetched, so that no fetch has to start for it."""
         return wanted in self._units
 
     def release(self, unit: Unit) -> None:
-        """Remove one user. A unit without users is dropped, or kept as long as its room is not needed."""
+        """Remove one user. A unit without users is dropped, or kept until its room is needed."""
         unit.users -= 1
         if unit.users == 0 and unit.ready and not self._closed:
             self._retire(unit)
 
     def keep_first(self, wanted: Iterable[FetchRange]) -> int:
-        """Keep those unused units that are in ``wanted``, and drop the others; return how many remain.
+        """Keep the unused units that are in ``wanted``, and drop the others. Return the number of units kept.
 
-        When room runs out, it is taken from the last of ``wanted`` first.
+        When room runs out, the last units of ``wanted`` are dropped first.
         """
         self.is_held = False
         kept = [self._cold.pop(one.key) for one in wanted if one.key in self._cold]
@@ -236,7 +246,7 @@ class ChunkStore:
         return len(kept)
 
     def hold(self, wanted: FetchRange) -> list[Unit]:
-        """Return fetched units of the same reading that share samples with a range, each with one more user."""
+        """Return fetched units of the same reading that share samples with a range, and add a user to each."""
         found = [one for one in self._units.with_samples_of(wanted) if one.ready and one.failure is None]
         for unit in found:
             self.settle(unit)
@@ -245,10 +255,10 @@ class ChunkStore:
         return found
 
     def settle(self, unit: Unit) -> None:
-        """Locate the samples of a fetched unit if not done yet: sets ``first_row``, or the error.
+        """Locate the samples of a fetched unit, unless done before. Set ``first_row``, or the error.
 
         Raises:
-            BaseException: One that is not an ``Exception``, such as Ctrl-C, because it has nothing to do with the unit.
+            BaseException: An exception that is not an ``Exception``, such as Ctrl-C: it does not concern the unit.
         """
         fetched, unit.fetched = unit.fetched, None
         if fetched is None:
@@ -256,7 +266,7 @@ class ChunkStore:
         with self.arena.view[unit.start : unit.start + unit.num_bytes] as data:
             try:
                 self._found(unit, fetched, fetched.apart(data))
-            except Exception as error:  # noqa: BLE001  the consumer gets it, at its place
+            except Exception as error:  # noqa: BLE001  the consumer gets it when it needs the unit
                 _note(unit, error)
 
     @property
@@ -269,11 +279,11 @@ class ChunkStore:
         return [unit for unit in self._units if not unit.ready]
 
     def close(self) -> None:
-        """Stop the threads and free the memory; slow fetches are left to end by themselves."""
+        """Stop the threads and free the memory. Slow fetches are left to end later."""
         with self.changed:
             if self._closed:
                 return
-            # Invariant: no fetch begins, and results that arrive now are not entered, so the memory may be freed
+            # Invariant: no fetch begins, and later results are not entered, so the memory may be freed.
             self._closed = True
         self._threads.stop(_STOP_S)
         self.lender.close(keeps_arena=self.abandoned)
@@ -283,7 +293,7 @@ class ChunkStore:
 
     def _fail(self, error: BaseException) -> None:
         with self.changed:
-            self.failure = self.failure or error  # the run that gets it ends, and no other run uses this store
+            self.failure = self.failure or error  # it ends the current run, and no other run uses this store
             self.changed.notify_all()
 
     def _allocate(self, num_bytes: int) -> int | None:
@@ -326,7 +336,7 @@ class ChunkStore:
             self._threads.submit(partial(self._run, unit))
 
     def _next_to_fetch(self) -> Unit | None:
-        """Return the next unit, no longer waiting; None: there is none, or enough is on its way."""
+        """Return the next unit to fetch, and stop it waiting; None: there is none, or enough is in flight."""
         waiting = self._awaited or self._waiting
         is_beside = self.is_beginning and waiting is self._waiting
         least, most_bytes = (_BESIDE_FIRST_BATCH, 0) if is_beside else (LEAST_IN_FLIGHT, IN_FLIGHT_BYTES)
@@ -337,20 +347,20 @@ class ChunkStore:
         return waiting.popleft()
 
     def _run(self, unit: Unit) -> None:
-        """Fetch one unit (on a background thread) and notify all that wait, whatever happens."""
+        """Fetch one unit on a background thread, and notify all waiting threads, whatever happens."""
         if self._closed:
             return
         unit.begun_at_s = time.monotonic()
         fetched: Fetched | None = None
         try:
             fetched = self._fetched(unit)
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+        except BaseException as error:  # noqa: BLE001  thread boundary: the consumer gets it
             _note(unit, error)
         self._metrics.add("fetched_chunks")
         with self.changed:
             try:
                 self._enter(unit, fetched)
-            except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+            except BaseException as error:  # noqa: BLE001  thread boundary: the consumer gets it
                 unit.failure = error
             unit.ready = True  # its fetch no longer counts, so another may begin
             self._num_in_flight -= 1
@@ -362,7 +372,7 @@ class ChunkStore:
             self.changed.notify_all()
 
     def _fetched(self, unit: Unit) -> Fetched:
-        """Fetch the bytes of a unit to their place in the arena."""
+        """Fetch the bytes of a unit to its place in the arena."""
         place = slice(unit.start, unit.start + unit.num_bytes)
         with self._metrics.timed("fetch_s", unit.told), self.arena.view[place] as out:
             mapped = self._maps.map(unit.wanted, unit.start, out)
@@ -373,7 +383,7 @@ class ChunkStore:
             return Fetched(checked=mapped, found=self._apart(unit.wanted))
 
     def _enter(self, unit: Unit, fetched: Fetched | None) -> None:
-        """Enter the samples of a unit into the row table, or keep how to locate them. Under the lock."""
+        """Enter the samples of a unit into the row table, or keep the means to locate them. Call under the lock."""
         layout = None if fetched is None or not isinstance(fetched.found, UnitLayout) else fetched.found
         self._metrics.add("fetched_bytes", unit.num_bytes if layout is None else layout.num_bytes)
         if fetched is None or layout is None:
@@ -401,4 +411,4 @@ def _note(unit: Unit, error: BaseException) -> None:
 
 
 def _ignore(_: BaseException) -> None:
-    """Receive what fails after the end."""
+    """Ignore errors after the end."""

@@ -3,18 +3,18 @@
 Views are cut straight from the arena, from chunks that match their checksums. A second, private map of the same pages
 would keep users' writes apart, but costs more than a copy once its bytes are read (docs/design/0064). So:
 
-- A user may keep views for as long as they like. All views of a chunk, and slices, arrays and tensors over them, keep
-  one object alive; until it has gone, the place of the chunk is not used again. That counts in ``memory_limit``; beyond
-  a part of it, copies are given.
-- A user may write to a view: it is read-only, but ``torch.frombuffer`` ignores that. So bytes that were lent are never
-  given to anybody again unchecked. If they come again (in the next epoch, as a substitute, as padding), the chunk is
-  compared with its checksums; while somebody has views of it, a copy is made first, compared in the place of what it
-  was made from, and given. A chunk that was written to is fetched again, and compared as at its first time.
+- A user may keep views for any time. All views of a chunk, and slices, arrays and tensors over them, keep one object
+  alive; until it has gone, the place of the chunk is not used again. That counts in ``memory_limit``; beyond a part of
+  it, users get copies.
+- A user may write to a view: it is read-only, but ``torch.frombuffer`` ignores that. So lent bytes are never lent again
+  unchecked. Before they are lent again (in the next epoch, as a substitute, as padding), the chunk is compared with its
+  checksums. While a user still has views of it, a copy is made first, compared within the rest of the chunk, and lent.
+  A chunk that a user has changed is fetched again, and compared as at its first fetch.
 - Memory of chunks is private to this process, and maps of files are copy-on-write: no write reaches a file.
 - Before a fork, and at the end, chunks of mapped files are copied in place, because their files may change afterwards.
 
-The finalizer of that object runs in any thread, whenever Python likes, and so takes no lock: it appends to a deque,
-which is emptied by those who fetch and lend.
+The finalizer of that object runs in any thread, at any time, and so takes no lock. It appends to a deque; the threads
+that fetch and lend empty it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from streaming.types import Int64Array
 _log = logging.getLogger(__name__)
 
 _FORK_WAIT_S = 2.0
-"""How long a fork waits for another thread that is lending, which takes microseconds."""
+"""Time for which a fork waits for another thread that is lending, which takes microseconds."""
 _EMPTY = memoryview(b"")
 
 
 class _Memory:
-    """The bytes of a chunk, for NumPy: every view of them keeps this object alive, and with it the arena's memory."""
+    """The bytes of a chunk, for NumPy. Every view of them keeps this object alive, and with it the arena's memory."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_arena")
 
@@ -67,15 +67,16 @@ class _Place:
         start: Its first byte.
         skew_bytes: Padding before it that belongs to its place.
         num_bytes: Its size.
-        is_lendable: All of it is here and was compared with checksums, which can be done again.
+        is_lendable: All of it is here and has been compared with checksums, which can be repeated.
         is_mapped: It was mapped from a file.
-        given: Bytes that were lent, by their start; whoever has them may have changed them.
-        whole: All its bytes, from which views are cut; None: nobody has views, as far as is known here.
-        memory: What all views keep alive; None: nothing was lent, or all of it has come back.
-        num_loans: Objects like ``memory`` that have not come back.
+        given: Lent bytes, by their start; a user may have changed them.
+        whole: All its bytes, from which views are cut; None: there are no views, as far as known here.
+        memory: The object that all views keep alive; None: nothing was lent, or all of it has come back.
+        num_loans: Number of objects like ``memory`` that have not come back.
         is_dropped: The store does not need it any more.
-        num_mended: How often what users had changed of it was restored.
-        instead: What the store has of it now, and where, if users changed it and its bytes there are damaged by now.
+        num_mended: How many times users' changes of it were undone.
+        instead: The bytes that the store has for it now, and their place, if users changed it and the store's bytes are
+            damaged by now.
     """
 
     wanted: FetchRange
@@ -94,27 +95,27 @@ class _Place:
 
     @property
     def room(self) -> tuple[int, int]:
-        """First byte and size of its place, with padding."""
+        """First byte and size of the place, with padding."""
         return self.start - self.skew_bytes, self.skew_bytes + self.num_bytes
 
     @property
     def has_views(self) -> bool:
-        """Whether anybody has views; ``whole`` is given up to find out."""
+        """Whether there may be views; ``whole`` is released to find out."""
         self.whole = None
         return self.memory is not None and self.memory() is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _ToCopy:
-    """Bytes of a place of which a copy is to be given, and what was known of them under the lock.
+    """Bytes of a place to be copied, with their state under the lock.
 
     Attributes:
-        row: Which of the asked ones it is.
+        row: Index among the requested ranges.
         place: The chunk.
-        start: Its first byte in the arena.
+        start: First byte in the arena.
         size: Number of bytes.
-        was_lent: Somebody had, or has, a view of it.
-        num_mended: That of the place.
+        was_lent: A user had, or has, a view of them.
+        num_mended: Value of the place.
     """
 
     row: int
@@ -126,24 +127,27 @@ class _ToCopy:
 
     @property
     def inside(self) -> int:
-        """Its first byte in the chunk."""
+        """First byte within the chunk."""
         return self.start - self.place.start
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether a copy made since then may hold what a user wrote."""
+        """Whether a copy made since then may contain a user's writes."""
         return self.was_lent or self.start in self.place.given or self.num_mended != self.place.num_mended
 
 
 class ViewLeases:
     """Cut views from the chunks of an arena. Thread-safe.
 
+    ``_lock`` guards ``_starts``, ``_places``, ``_lent``, ``_free`` and the counts of bytes. Finalizers append to
+    ``_returned`` without it.
+
     Args:
         arena: The arena.
         fetch: Fetches a chunk, as for the arena, into other memory.
 
     Attributes:
-        limit_bytes: Upper bound on the chunks of which there are views; beyond it, copies are given.
+        limit_bytes: Upper bound on the bytes of chunks with views; beyond it, users get copies.
         kept_bytes: Bytes of the arena that only views keep.
     """
 
@@ -163,7 +167,7 @@ class ViewLeases:
         before_forks(self, ViewLeases._part_before_fork)
         in_children(self, ViewLeases._leave_behind)
 
-    # --- of the store ---
+    # --- for the store ---
 
     def add(
         self, wanted: FetchRange, start: int, checked: Checked | None, *, skew_bytes: int, num_bytes: int,
@@ -174,9 +178,9 @@ class ViewLeases:
         Args:
             wanted: The chunk.
             start: Its first byte in the arena.
-            checked: Its bytes match; None: some of its samples are damaged.
+            checked: Its bytes match their checksums; None: some of its samples are damaged.
             skew_bytes: Padding before it.
-            num_bytes: What is here of it.
+            num_bytes: Number of its bytes that are here.
             is_mapped: It was mapped from a file.
         """
         is_whole = checked is not None and checked.is_summed and checked.num_bytes == num_bytes == wanted.num_bytes
@@ -187,14 +191,14 @@ class ViewLeases:
             self._places[start] = _Place(wanted, start, skew_bytes, num_bytes, is_lendable, is_mapped)
 
     def release(self, start: int) -> bool:
-        """Note that the store does not need a chunk any more; return whether its place can be used again now.
+        """Note that the store does not need a chunk any more. Return whether its place can be used again now.
 
-        Otherwise ``freed`` names the chunk when its last view has gone.
+        If not, ``freed`` names the chunk when its last view has gone.
         """
         if start not in self._places:
             return True
         with self._lock:
-            # From here on nothing is lent of it.
+            # From here on no bytes of it are lent.
             place = self._places.pop(start)
             del self._starts[bisect_right(self._starts, start) - 1]
             place.whole = None
@@ -206,25 +210,25 @@ class ViewLeases:
             return False
 
     def freed(self) -> list[tuple[FetchRange, int, tuple[int, int]]]:
-        """Return chunks of which the last view has gone, the first byte of each, and the place that it took.
+        """Return the chunks whose last view has gone: each with its first byte and the place that it took.
 
-        Each is named once, after ``release``.
+        Each is returned once, after ``release``.
         """
         if not self._returned and not self._free:
             return []
         with self._lock:
-            # What is taken from _free counts as kept no more: the caller frees it.
+            # Places taken from _free no longer count as kept: the caller frees them.
             self._take_back()
             free, self._free = self._free, []
             self.kept_bytes -= sum(place.room[1] for place in free)
         return [(place.wanted, place.start, place.room) for place in free]
 
     def _take_back(self) -> None:
-        """Count what finalizers have returned."""
+        """Process the loans that finalizers have returned."""
         while self._returned:
             try:
                 place = self._returned.popleft()
-            except IndexError:  # the garbage collector has closed this loader in between
+            except IndexError:  # the garbage collector has closed this loader meanwhile
                 return
             place.num_loans -= 1
             if not place.num_loans:
@@ -233,23 +237,23 @@ class ViewLeases:
                 if place.is_dropped:
                     self._free.append(place)
 
-    # --- of builders ---
+    # --- for builders ---
 
     def lend(self, starts: Int64Array, sizes: Int64Array) -> list[memoryview | None]:
-        """Return bytes of chunks that the store holds, as read-only views; None where a size is negative.
+        """Return bytes of chunks that the store holds as read-only views; None where a size is negative.
 
         Args:
             starts: int64 [n], first byte of each in the arena.
             sizes: int64 [n].
 
         Raises:
-            ChecksumError: A user has changed some of them, and the store has damaged ones in their place now.
+            ChecksumError: A user has changed some of them, and the store's copy is damaged by now.
             IndexMismatchError, StorageError: They cannot be fetched again.
         """
         found: list[memoryview | None] = []
         copied: list[_ToCopy] = []
         with self._lock:
-            # The places asked for stay as they are: the store holds their chunks for the caller.
+            # The requested places do not change: the store holds their chunks for the caller.
             self._may_end = True
             known, places = self._starts, self._places
             for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
@@ -272,7 +276,7 @@ class ViewLeases:
         return found
 
     def _ready(self, place: _Place, start: int) -> memoryview | None:
-        """Return all bytes of a place, to cut from them what begins at ``start``; None: only a copy may be given."""
+        """Return all bytes of a place, to cut the range that begins at ``start``; None: only a copy may be lent."""
         if self._closed or not place.is_lendable:
             self._has_lacked = True
             return None
@@ -296,14 +300,14 @@ class ViewLeases:
         return place.whole
 
     def _is_intact(self, place: _Place) -> bool:
-        """Tell whether what was lent of a place has come back unchanged; then it can be lent again."""
+        """Return whether all lent bytes of a place have come back unchanged; then they can be lent again."""
         if place.has_views or not self._matches(place):
             return False
         place.given.clear()
         return True
 
     def _matches(self, place: _Place, copies: Sequence[tuple[int, bytes]] = ()) -> bool:
-        """Tell whether a chunk matches its checksums, with ``copies``, each with its first byte, in their places."""
+        """Return whether a chunk matches its checksums, with ``copies`` (by first byte) instead of its own bytes."""
         try:
             Checked.comparing(place.num_bytes, self._sums(place, copies))
         except DifferentSumError:
@@ -317,16 +321,16 @@ class ViewLeases:
             start = stop
 
     def _has_room(self, place: _Place) -> bool:
-        """Tell whether there may be views of a place; if need be, after those that nobody has are given up."""
+        """Return whether there may be views of a place; release unused views first if necessary."""
         if place.num_loans:
             return True
         if self._may_end and self._lent_bytes + place.room[1] > self.limit_bytes:
-            self._may_end = False  # once for all that are lent together
+            self._may_end = False  # once per call of lend
             self._give_up_unused()
         return self._lent_bytes + place.room[1] <= self.limit_bytes
 
     def _copies(self, wanted: list[_ToCopy]) -> list[bytes]:
-        """Return copies of bytes that nobody has changed, or that were fetched again."""
+        """Return copies of bytes that no user has changed, or that were fetched again."""
         if self._has_lacked and not self._has_told:
             self._tell_of_copies()
         of_place: dict[_Place, list[_ToCopy]] = {}
@@ -340,7 +344,7 @@ class ViewLeases:
         runs = _joined([(one.inside, one.inside + one.size) for one in wanted])
         memory = self._arena.view[place.start : place.start + place.num_bytes]
         copies = [(begin, bytes(memory[begin:end])) for begin, end in runs]
-        # What is compared are the copies, which nobody can change any more, with the rest of the chunk around them.
+        # The copies are compared, which nobody can change any more, with the rest of the chunk around them.
         if any(one.is_doubtful for one in wanted) and (place.instead or not self._matches(place, copies)):
             again = self._fetch_again(place, wanted)
             copies = [(begin, bytes(again[begin:end])) for begin, end in runs]
@@ -354,10 +358,10 @@ class ViewLeases:
             yield one, copy if is_all else bytes(memoryview(copy)[one.inside - begin :][: one.size])
 
     def _fetch_again(self, place: _Place, wanted: list[_ToCopy]) -> memoryview:
-        """Return the bytes of a place that users have changed from the store, and restore the place.
+        """Fetch the bytes of a place that users have changed again, and restore the place.
 
         Raises:
-            ChecksumError: The sample of one of those that are wanted is damaged in the store.
+            ChecksumError: One of the requested samples is damaged in the store.
             IndexMismatchError: Another part of the chunk is read now.
         """
         if place.instead is None:
@@ -376,7 +380,7 @@ class ViewLeases:
 
     @staticmethod
     def _check_is_all(place: _Place, fetched: Fetched, again: memoryview) -> None:
-        """Check that what was fetched again lies where it lay at first.
+        """Check that the second fetch read the same part of the chunk as the first.
 
         Raises:
             IndexMismatchError: Another part of the chunk is read now.
@@ -390,10 +394,10 @@ class ViewLeases:
             )
 
     def _mend(self, place: _Place, again: memoryview, checked: Checked) -> None:
-        """Restore what users have changed of a place by all of its bytes, unless they still have views of it."""
+        """Undo users' changes of a place, given all its bytes, unless users still have views of it."""
         with self._lock:
-            # Nothing is lent meanwhile; whoever reads other fields reads the same bytes before and after, and whoever
-            # has made a copy since num_mended was another number compares it.
+            # Nothing is lent meanwhile. Readers of other fields read the same bytes before and after; readers that have
+            # made a copy under another num_mended compare it.
             is_free = not self._closed and not place.is_dropped and not place.has_views
             if checked.is_summed and is_free:
                 place.num_mended += 1
@@ -401,7 +405,7 @@ class ViewLeases:
                 place.given.clear()
 
     def _give_up_unused(self) -> None:
-        """Take back the places of which nobody has views."""
+        """Take back the places that have no views."""
         for place in list(self._lent):
             place.whole = None
         self._take_back()
@@ -416,23 +420,23 @@ class ViewLeases:
             format_bytes(self.limit_bytes),
         )
 
-    # --- of what outlives the arena, or this process ---
+    # --- the end of the arena, or of this process ---
 
     def close(self, *, keeps_arena: bool) -> None:
-        """Make what users keep independent of files, and free the rest of the arena's memory. Nothing is lent any more.
+        """Make users' views independent of files, and free the rest of the arena's memory. Nothing is lent afterwards.
 
         Args:
             keeps_arena: Some thread still reads from the arena.
         """
         with self._lock:
-            # Whoever lends after this gives copies.
+            # From here on lend() gives copies.
             self._closed = True
             self._part()
             if self._lent and not keeps_arena:
                 self._arena.keep_only([place.room for place in self._lent])
 
     def _part(self) -> None:
-        """Copy, in place, what users have of files: these may change as soon as nobody holds them."""
+        """Copy in place the bytes of files that users hold: files may change as soon as their leases end."""
         self._give_up_unused()
         for place in self._lent:
             if place.is_mapped:
@@ -440,7 +444,7 @@ class ViewLeases:
                     self._arena.copy_file(*place.room)
 
     def _part_before_fork(self) -> None:
-        """Make what a forked child will have independent of its parent: private memory is, maps of files are not."""
+        """Make the views of a forked child independent of its parent: maps of files are not."""
         if self._lent and os.getpid() == self._pid:
             is_held = self._lock.acquire(timeout=_FORK_WAIT_S)
             try:
@@ -450,13 +454,13 @@ class ViewLeases:
                     self._lock.release()
 
     def _leave_behind(self) -> None:
-        """Forget, in a forked child, the arena of its parent: views stay as they are, and return nothing."""
+        """Forget, in a forked child, the arena of its parent: views keep their bytes and return nothing."""
         self._lock, self._closed = threading.RLock(), True
         self._places, self._starts, self._lent = {}, [], set()
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges in order, those that overlap as one: a byte is copied once, however often it is asked for."""
+    """Return ranges in order, overlapping ones merged: each byte is copied once, however many requests it is in."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(set(ranges)):
         if found and begin < found[-1][1]:
@@ -467,7 +471,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _laid(memory: memoryview, start: int, stop: int, copies: Sequence[tuple[int, bytes]]) -> Iterator[memoryview]:
-    """Yield bytes ``[start, stop)`` of a chunk, with copies of some, in order, in the places that these come from."""
+    """Yield bytes ``[start, stop)`` of a chunk, with ``copies`` of some, in order, instead of its own bytes."""
     for begin, copy in copies:
         low, high = max(begin, start), min(begin + len(copy), stop)
         if low < high:

@@ -1,13 +1,13 @@
-"""Map chunks of files on this machine's own disks into the arena, where other chunks are copied into it.
+"""Map chunks of files on this machine's own disks into the arena instead of copying them.
 
 The page cache has these bytes already. Copying costs a read, page faults on untouched memory, and the zeroing of that
-memory: most of the time of a pass over local shards. What a map lacks is a guarantee that the bytes remain those that
-were checked: writes to the file show up in the map, and if the file is truncated, the system kills whoever reads past
+memory: most of the time of a pass over local shards. But a map does not guarantee that the bytes remain the checked
+ones: writes to the file show up in the map, and if the file is truncated, the system kills a process that reads past
 the new end.
 
 Therefore files are mapped under a *read lease* of the kernel: a process that wants to write to such a file, or to
 truncate it, blocks until the lease is released (at most ``/proc/sys/fs/lease-break-time``, 45 s). A thread that checks
-four times a second copies what is mapped of the file and releases the lease. If no lease is available (network file
+four times a second copies the mapped parts of the file and releases the lease. If no lease is available (network file
 systems, files of other users, files open for writing), chunks are read instead.
 """
 
@@ -31,19 +31,19 @@ from streaming.storage import Checked, local_path
 
 LEAST_BYTES = LEAST_MAPPED_BYTES
 _DESCRIPTORS_SHARE = 4
-"""All loaders together map at most this fraction of the open file limit (``ulimit -n``). Chunks of other files are
+"""All loaders together map files up to this fraction of the open file limit (``ulimit -n``). Chunks of other files are
 read."""
 _LOOK_EVERY_S = 0.25
 _OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs"})
 """File systems whose pages come from this machine. On a network file system, a lost connection is an error of
-``read``, but in a map it would be a fatal signal."""
+``read``, but a fatal signal in a map."""
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
 
 _Left = tuple[int, int, str]
-"""First byte in the arena, end (exclusive), URL of what is mapped there."""
+"""First byte in the arena, end (exclusive), URL of the mapped file."""
 
 ReadsWhole = Callable[[FetchRange], bool]
-"""Tells whether all bytes of a range are wanted."""
+"""Returns whether all bytes of a range are read."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _File:
 
 
 class NoMaps:
-    """No chunk is mapped: all are read."""
+    """Map no chunk: all are read."""
 
     fail: Callable[[BaseException], None]
 
@@ -84,14 +84,15 @@ class NoMaps:
 
 
 class FileMaps:
-    """The maps of one arena. Thread-safe.
+    """The maps of one arena. Thread-safe. ``_lock`` guards ``_files`` and ``_left``.
 
     A range that is no longer read stays mapped until another takes its place, in the same system call: unmapping costs
-    the thread that does it as much as a batch, and would wait for all pages that others are reading in.
+    the calling thread as much as a batch, and would wait for all pages that others are reading.
 
     Args:
         arena: Private memory of this process.
-        reads_whole: Tells whether a range is read completely; others are not mapped, since that would read all of them.
+        reads_whole: Returns whether a range is read completely; others are not mapped, since that would read all of
+            them.
 
     Attributes:
         fail: Called with the exception that ended the thread that releases leases.
@@ -116,10 +117,10 @@ class FileMaps:
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> Checked | None:
         """Map a range to ``data``, at byte ``start`` of the arena, and check its bytes.
 
-        Never if it has less room than it needs.
+        A range with less room than it needs is never mapped.
 
         Returns:
-            That its bytes match; None if the range must be read instead: its memory is then ordinary memory.
+            The check that its bytes match; None if the range must be read instead: its memory is then ordinary memory.
         """
         first, stop = _place_of(wanted, start, len(data))
         file, was_left = self._take(wanted, first, stop, is_whole=len(data) == wanted.num_bytes)
@@ -134,13 +135,13 @@ class FileMaps:
             self._arena.map_file(first, num_bytes, file.descriptor, offset)
             found = checked_range(wanted, data)
             checked = found if found.is_summed else None
-        except ChecksumError:  # reading will tell, after it has looked again
+        except ChecksumError:  # reading it reports damage, after a second look
             pass
-        except OSError:  # the file is too short, a page cannot be read, or it is not supported: reading will tell which
+        except OSError:  # the file is too short, a page cannot be read, or no support: reading it reports which
             pass
         finally:
             with self._lock:
-                file.coming -= 1  # Invariant: from here on the range counts either as mapped or as never requested
+                file.coming -= 1  # Invariant: from here on the range counts as mapped or as never requested
                 if checked is not None:
                     file.mapped[start] = wanted
                 else:
@@ -153,11 +154,11 @@ class FileMaps:
         with self._lock:
             file = self._files.get(wanted.url)
             if file is not None and file.mapped.pop(start, None) is not None:
-                # Still mapped but unused: a file with only such maps is closed by the next `_tidy`.
+                # Still mapped but unused: the next `_tidy` closes a file with only such maps.
                 self._left.append((*_place_of(wanted, start), wanted.url))
 
     def give_back(self) -> None:
-        """Copy what is mapped of files that another process wants to change, and release them; undo left-over maps."""
+        """Copy the mapped parts of files that other processes want to change, and release them; undo left-over maps."""
         with self._lock:
             self._tidy()
             for url, file in list(self._files.items()):
@@ -176,7 +177,7 @@ class FileMaps:
         """Release all files. The maps are freed with the arena."""
         self._closed.set()
         with self._lock:
-            self._left.clear()  # no file is held for a map any more; maps still being made close theirs when done
+            self._left.clear()  # no map keeps a file any more; maps still being made close theirs when done
             for url, file in list(self._files.items()):
                 file.mapped.clear()
                 self._close_unused(url, file)
@@ -195,7 +196,7 @@ class FileMaps:
         return file, was_left
 
     def _forget(self, first: int, stop: int) -> bool:
-        """Remove all left-over maps in ``[first, stop)``, which is needed; return whether there were any."""
+        """Remove all left-over maps in ``[first, stop)``, whose room is needed; return whether there were any."""
         found = [one for one in self._left if one[0] < stop and first < one[1]]
         for one in found:
             self._left.remove(one)
@@ -235,7 +236,7 @@ class FileMaps:
         try:
             while not self._closed.wait(_LOOK_EVERY_S):
                 self.give_back()
-        except BaseException as error:  # noqa: BLE001  a thread border: without it, maps are not safe to read
+        except BaseException as error:  # noqa: BLE001  thread boundary: without it, maps are not safe to read
             self.fail(error)
 
     def _close_unused(self, url: str, file: _File) -> None:
@@ -243,21 +244,24 @@ class FileMaps:
             return
         if self._files.get(url) is file:
             del self._files[url]
-        with suppress(OSError):  # the lease was broken; a forked process that has the file open too must not keep it
+        with suppress(OSError):  # the lease was broken; a forked process with the same open file must not keep it
             fcntl.fcntl(file.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         os.close(file.descriptor)
         _DESCRIPTORS.give()
 
 
 class _Descriptors:
-    """Count the descriptors of mapped files in this process, up to a fraction of the limit. Thread-safe."""
+    """Count the descriptors of mapped files in this process, up to a fraction of the limit. Thread-safe.
+
+    The lock guards the count.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_taken = 0
 
     def take(self) -> bool:
-        """Count one more, if there is room; the rest of the limit is left to the user and everything else."""
+        """Count one more descriptor if there is room; the rest of the limit belongs to the user and everything else."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
             # _num_taken descriptors are open or about to be, never more than their share of the limit.
@@ -267,7 +271,7 @@ class _Descriptors:
             return True
 
     def give(self) -> None:
-        """Count one less."""
+        """Count one descriptor less."""
         with self._lock:
             # Only for a descriptor that take() counted.
             self._num_taken -= 1
@@ -286,13 +290,13 @@ def _leased(path: str, own_devices: frozenset[int]) -> int:
     """Open a file under a lease and return its descriptor.
 
     Raises:
-        OSError: There is no such file, or no lease is available.
+        OSError: The file does not exist, or no lease is available.
     """
     if os.stat(path).st_dev not in own_devices:
         raise OSError(errno.ENOLCK, "not on a disk of this machine", path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # ignored by default; the default signal SIGIO would kill the process
+        # ignored by default; SIGIO, the default, would kill the process
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except BaseException:
@@ -302,7 +306,7 @@ def _leased(path: str, own_devices: frozenset[int]) -> int:
 
 
 def _devices_of_own_disks() -> frozenset[int]:
-    """Return the device numbers of file systems whose pages may be mapped; none if the system does not say."""
+    """Return the device numbers of file systems whose pages may be mapped; empty if the system does not report them."""
     found = set()
     with suppress(OSError), open("/proc/self/mountinfo") as file:
         for line in file:

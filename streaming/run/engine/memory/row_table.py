@@ -1,4 +1,4 @@
-"""Record, as columns, where every field of every resident sample is in the arena: the row table."""
+"""Record, as columns, the place in the arena of every field of every resident sample: the row table."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RowTable:
         self._damage: dict[int, DataError] = {}
 
     def add(self, layout: UnitLayout, base: int) -> int:
-        """Enter a chunk whose bytes start at ``base`` in the arena; return the row of its first sample."""
+        """Enter a chunk whose bytes start at ``base`` in the arena. Return the row of its first sample."""
         num_samples = len(layout.keys)
         with self._lock:
-            # The rows are whole before anyone knows their number; fields that the chunk lacks have size -1.
+            # The rows are complete before anyone knows their number; fields that the chunk lacks have size -1.
             while (first := self._extents.take(num_samples)) is None:
                 self._grow(num_samples)
             rows = slice(first, first + num_samples)
@@ -46,7 +46,7 @@ class RowTable:
                 np.add(there, base, out=starts[rows])
                 sizes[rows] = layout.sizes[:, column]
                 if there.min(initial=0) < 0:
-                    starts[rows][there < -1] = there[there < -1]  # distant ones are nowhere in memory
+                    starts[rows][there < -1] = there[there < -1]  # distant fields are not in memory
                     sizes[rows][there == -1] = -1
             self._damage.update((first + number, error) for number, error in layout.damage.items())
         return first
@@ -54,27 +54,27 @@ class RowTable:
     def remove(self, first: int, num_samples: int) -> None:
         """Free the rows of a chunk."""
         with self._lock:
-            # Freed rows have no damage: the next chunk that gets them begins without.
+            # Freed rows have no damage: the next chunk that gets them begins without any.
             self._extents.give(first, num_samples)
             for row in [row for row in self._damage if first <= row < first + num_samples]:
                 del self._damage[row]
 
     def damage(self, rows: Int64Array) -> dict[int, DataError]:
-        """Return which of the given rows hold damaged bytes, by index into ``rows``, and why."""
+        """Return the damaged rows among the given ones, by index into ``rows``, with the error of each."""
         with self._lock:
-            # The caller holds the chunks of these rows, so none of them goes meanwhile.
+            # The caller holds the chunks of these rows, so none of them is removed meanwhile.
             if not self._damage:
                 return {}
             known = self._damage
             return {place: known[row] for place, row in enumerate(rows.tolist()) if row in known}
 
     def select(self, rows: Int64Array, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
-        """Return the keys of some rows and the locations of their fields: all that any of the rows has, or those given.
+        """Return the keys of some rows and the locations of their fields: the given ones, or all that any row has.
 
-        The result does not depend on other rows: a field that is given is present even if no row has it.
+        The result does not depend on other rows: a given field is present even if no row has it.
         """
         with self._lock:
-            # Columns may be enlarged, and replaced, by add(); copies are taken of one state of them.
+            # add() may enlarge, and replace, columns; the copies come from one state of them.
             found: list[str] = self._keys[rows].tolist()
             ranges: dict[str, FieldRange] = {}
             for name in sorted(self._fields) if fields is None else fields:

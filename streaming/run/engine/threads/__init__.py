@@ -1,1 +1,1 @@
-"""Run the engine's jobs on threads, stop them, and report what each is doing. Knows nothing of the jobs themselves."""
+"""Run the engine's jobs on threads, stop them, and report what each does. Nothing here knows what the jobs are."""

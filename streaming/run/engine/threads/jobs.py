@@ -1,8 +1,8 @@
 """Run jobs on a few daemon threads, the only ones of the engine, and stop threads that run users' functions.
 
 Such threads get a moment to finish; then they are left behind, and reported. A thread cannot be stopped from outside.
-One that is left behind is a daemon, so interpreter exit does not wait for it; the memory that it reads is not freed,
-and its result is discarded.
+A thread that is left behind is a daemon, so interpreter exit does not wait for it. The memory that it reads is not
+freed, and its result is discarded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GRACE_S = 1.0
 It is short compared with the patience of a person, or of a cluster that stops a job."""
 
 LOOK_UP_S = 1.0
-"""The longest uninterrupted wait of a thread that may be the main one. Python runs signal handlers between
-bytecodes: a Ctrl-C that arrives just before a wait begins is handled only when that wait ends."""
+"""Longest uninterrupted wait of a thread that may be the main one. Python runs signal handlers between bytecodes: a
+Ctrl-C that arrives just before a wait begins is handled only when that wait ends."""
 
 Job = Callable[[], None]
 _log = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 class JobThreads:
     """Run jobs in the order given on ``num_threads`` daemon threads.
 
-    A job delivers its own result and its own exceptions: one that escapes goes to ``threading.excepthook`` and affects
-    no other job. ``stop`` lets running jobs finish and drops the rest. When the object is garbage-collected, for
-    example after an interrupt during construction, its threads end too.
+    A job delivers its own result and its own exceptions. An exception that escapes goes to ``threading.excepthook`` and
+    affects no other job. ``stop`` lets running jobs finish and drops the rest. When the object is garbage-collected,
+    for example after an interrupt during construction, its threads end too.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -60,7 +60,7 @@ class JobThreads:
     def stop(self, timeout_s: float) -> None:
         """Drop waiting jobs, let running ones finish, and wait at most ``timeout_s`` for all threads together.
 
-        From any thread, repeatedly.
+        May be called from any thread, repeatedly.
         """
         with self._lock:
             if not self._stopped:
@@ -71,7 +71,7 @@ class JobThreads:
 
 def _dismiss(jobs: SimpleQueue[Job | None], num_threads: int) -> None:
     with suppress(Empty):
-        while True:  # a thread may take the last one at any moment, so this must not block
+        while True:  # a thread may take the last job at any moment, so this must not block
             jobs.get_nowait()
     for _ in range(num_threads):
         jobs.put(None)
@@ -81,13 +81,13 @@ def _run(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()
-        except BaseException:  # noqa: BLE001  a thread border: the hook reports it, the thread goes on
+        except BaseException:  # noqa: BLE001  thread boundary: the hook reports it, the thread continues
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         del job
 
 
 class GivenUpError(Exception):
-    """The batch is no longer wanted. The caller that ended the run gets no error."""
+    """Signal that the batch is no longer needed. The caller that ended the run gets no error."""
 
 
 def still_alive(threads: Iterable[threading.Thread], grace_s: float = GRACE_S) -> list[threading.Thread]:
@@ -105,7 +105,7 @@ def leave_to_parent(run: Any) -> None:
 
 
 def tell_of(left: Iterable[threading.Thread]) -> None:
-    """Warn once, naming each thread left behind and the function that it is in."""
+    """Warn once, naming each thread left behind and the function that it executes."""
     places = [
         f"thread {thread.name} in {where_is(thread.ident) or 'a function that has just returned'}" for thread in left
     ]

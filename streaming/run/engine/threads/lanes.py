@@ -12,17 +12,19 @@ from streaming.common.forks import in_children, renew_lock
 class Lanes:
     """Decide, for each batch, whether the calling thread or a worker process builds it. Thread-safe.
 
-    For batches without user code. There are as many calling threads as a loader without processes has, and at least one
-    for each process. A thread hands its batch to a process if one is free, and builds it itself otherwise: while
-    processes start, and if there are more threads than processes. So a loader with processes uses at least as many
-    cores as one without.
+    For batches without user code. There are as many calling threads as in a loader without processes, and at least one
+    per process. A thread gives its batch to a process if one is free, and otherwise builds it itself: while processes
+    start, and if there are more threads than processes. So a loader with processes uses at least as many cores as one
+    without.
+
+    ``_lock`` guards the counts ``_here`` and ``_there`` of batches in progress.
 
     Args:
-        num_workers: Worker processes.
-        num_threads: Threads that would build without them.
+        num_workers: Number of worker processes.
+        num_threads: Number of threads that would build without them.
 
     Attributes:
-        all_up: Whether all processes have been up.
+        all_up: Whether all processes have been up at some time.
     """
 
     def __init__(self, num_workers: int, num_threads: int) -> None:
@@ -42,13 +44,13 @@ class Lanes:
 
     @contextmanager
     def one(self, num_up: int, *, in_parallel: bool, threads_first: bool) -> Iterator[bool]:
-        """Assign one batch; the context lasts until it is built.
+        """Assign one batch. The context lasts until it is built.
 
         Args:
-            num_up: Processes that are up; 0: none is available.
+            num_up: Number of processes that are up; 0: none is available.
             in_parallel: Threads can build such batches in parallel, one per core. Otherwise they would wait for each
                 other and for the training, so they build none once a process is up.
-            threads_first: A thread is faster than a process, so processes get only batches that find no free thread.
+            threads_first: A thread is faster than a process, so a process gets a batch only if no thread is free.
 
         Returns:
             Whether the calling thread builds it.

@@ -1,6 +1,6 @@
-"""Compare, within one run, what a sample costs in threads of this process and in worker processes.
+"""Compare, within one run, the cost of a sample in threads of this process and in worker processes.
 
-Threads build the first batches, until a worker process is up, so both are seen at the same work on the same machine.
+Threads build the first batches, until a worker process is up, so both do the same work on the same machine.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from streaming.common.counters import Metrics
 _log = logging.getLogger(__name__)
 
 MARGIN = 1.25
-"""Processes must be slower than threads by so much, by both clocks, before it is said."""
+"""Factor by which processes must be slower than threads, by both clocks, before it is logged."""
 LEAST_SAMPLES = 32
 LEAST_HERE_S = 0.05
-"""Samples that threads must have been seen building, and CPU time for which."""
+"""Minimum number of samples that threads have built, and minimum CPU time for them."""
 LEAST_THERE_S = 1.0
 LEAST_THERE = 8
-"""Time for which worker processes must have been seen building, and batches that they built: of each, on average."""
+"""Minimum time for which worker processes have built, and minimum number of their batches, on average per process."""
 _WARMS_UP = 1
-"""Batches of a thread or process that do not count: they load libraries, and touch memory for the first time."""
+"""Number of first batches of a thread or process that do not count: they load libraries and touch memory."""
 WAITS = 0.5
-"""Share of the time that the consumer must wait for builders: otherwise a slow one slows nothing."""
+"""Minimum share of the time that the consumer waits for builders: otherwise a slow builder slows nothing."""
 
 Lap = tuple[float, float]
-"""When some work began: by the clock, and in CPU time of its thread."""
+"""Start of some work: by the clock, and in CPU time of its thread."""
 
 
 class WorkerPace:
-    """Say once, in the log, if a loader's worker processes are slower than its threads would be. Thread-safe.
+    """Log once if a loader's worker processes are slower than its threads would be. Thread-safe.
 
-    If threads may continue to build (``acts``), the line says that they do.
+    If threads may continue to build (``acts``), the message says that they do.
 
-    What threads would build is what those of the first batches did, on as many cores as there are; functions that may
-    hold the interpreter's lock count as one thread, however many there are. CPU time alone would not see what waits,
-    and the clock alone goes faster while others use the machine, so both have to say the same.
+    The rate of threads is that of the first batches, times the number of cores. Functions that may hold the GIL count
+    as one thread, whatever the number of threads. CPU time alone misses waiting, and wall time alone grows while others
+    use the machine, so both must agree.
 
     Args:
-        metrics: Where ``wait_for_build_s`` is counted.
-        num_workers: Worker processes.
-        num_threads: Threads that would build without them; 0: nothing is built here, and nothing compared.
-        num_cores: Cores that all of them share.
+        metrics: Counts ``wait_for_build_s``.
+        num_workers: Number of worker processes.
+        num_threads: Number of threads that would build without them; 0: nothing is built here, and nothing compared.
+        num_cores: Number of cores that all of them share.
         acts: Threads may continue to build if they are faster, since batches need no user code.
 
     Attributes:
-        is_open: Whether batches are still compared. Each costs some microseconds until then, and nothing afterwards.
+        is_open: Whether batches are still compared. Until then each costs some microseconds, and nothing afterwards.
         threads_first: Whether threads continue to build, because processes are slower.
     """
 
@@ -60,16 +60,16 @@ class WorkerPace:
         self._metrics = metrics
         self._num_workers, self._num_cores = num_workers, num_cores
         self._lanes = min(num_threads, num_cores)
-        self._seen = Metrics()  # sums that threads add to, and forked children may
-        self._num_here, self._num_there, self._ends = count(), count(), count()  # each number is given out once
+        self._seen = Metrics()  # sums; threads add to them, and forked children may
+        self._num_here, self._num_there, self._ends = count(), count(), count()  # each number is used once
         self._since = time.perf_counter(), 0.0
 
     def begin(self) -> Lap:
-        """Note that this thread begins a batch, or hands one over."""
+        """Note that this thread begins a batch, or gives one to a process."""
         return (time.perf_counter(), time.thread_time()) if self.is_open else (0.0, 0.0)
 
     def here(self, lap: Lap, samples: int, *, in_parallel: bool) -> None:
-        """Note that this thread has built a batch; ``in_parallel``: as fast if others do the same meanwhile."""
+        """Note that this thread has built a batch; ``in_parallel``: as fast as if it were the only one."""
         if not self.is_open:
             return
         if not in_parallel:
@@ -78,7 +78,7 @@ class WorkerPace:
             self._add("here", lap, samples)
 
     def there(self, lap: Lap, samples: int, worker_cpu_s: float) -> None:
-        """Note that this thread had a worker process build a batch, which took ``worker_cpu_s`` there."""
+        """Note that a worker process has built a batch for this thread, in ``worker_cpu_s`` of its CPU time."""
         if not self.is_open:
             return
         early = _WARMS_UP * self._num_workers - next(self._num_there)
@@ -100,7 +100,7 @@ class WorkerPace:
         self._seen.add_each({who: samples, f"{who}_s": wall_s, f"{who}_cpu_s": cpu_s})
 
     def _conclude(self, seen: dict[str, float]) -> None:
-        """Log that processes are slower, if that is clear and matters; let threads continue if they may."""
+        """Log that processes are slower, if that is clear and matters. Let threads continue to build if they may."""
         begun_s, before_s = self._since
         waited_s = self._metrics.get("wait_for_build_s") - before_s
         few_waits = waited_s < WAITS * (time.perf_counter() - begun_s)
@@ -117,8 +117,8 @@ class WorkerPace:
             self.threads_first = True
             _log.info(
                 "a worker process builds %s samples per second of CPU time, and a thread of this process, at the pace "
-                "of the first batches, %s: threads of this process (%d) go on building, and worker processes (%d) get "
-                "what is beyond them. The batches are the same; num_threads=0 leaves all of them to worker processes",
+                "of the first batches, %s: threads of this process (%d) continue to build, and worker processes (%d) "
+                "build the rest. The batches are the same; num_threads=0 leaves all of them to worker processes",
                 f"{by_cpu[1]:,.0f}", f"{by_cpu[0]:,.0f}", self._num_threads, self._num_workers,
             )  # fmt: skip
             return

@@ -53,7 +53,7 @@ def summary(innermost_first: Iterable[Spot]) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Tell whether a process is alive, from ``/proc``."""
+    """Return whether a process is alive, in words, from ``/proc``."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]

@@ -1,11 +1,13 @@
-"""Read one rank's batches of one epoch from shards without an index, and schedule who reads, builds and waits.
+"""Read one rank's batches of one epoch from shards without an index, and schedule reading, building and waiting.
 
 Life cycle of a batch k::
 
     read and shuffled -> gathered in the arena -> being built -> built -> delivered
 
-One thread reads, so that the order does not depend on who builds. It gathers batches while the arena has room; builder
-threads, or the consumer, take them from there; batches are delivered in order.
+- One thread reads, so that the order does not depend on which thread builds. It gathers batches while the arena has
+  room.
+- Builder threads, or the consumer, take gathered batches from the arena and build them.
+- Batches are delivered in order.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from streaming.run.engine.unindexed.samples import RawSample, StreamSettings, sa
 from streaming.storage import Storage, redact
 
 _SHOWN_ROWS = 16
-"""Samples read for a batch without rows: one of them must be readable and kept by transform."""
+"""Number of samples read for a batch without rows: one of them must be readable and kept by transform."""
 _ALONE = -1
-"""Start of a batch that does not fit into the arena: it gets memory of its own, while nothing is in the arena."""
+"""Start of a batch that does not fit into the arena. It gets memory of its own, while the arena is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,11 @@ class _Gathered:
     """A batch whose bytes have been gathered.
 
     Attributes:
-        rows: Its rows; for a batch without any, rows that show what a row looks like.
+        rows: Its rows; for a batch without any, rows that show the form of a row.
         valid: bool [n], False for rows that are only padding; None if there is no padding.
         is_empty: Whether the batch has no rows.
-        start: Where the rows lie in the arena, or ``_ALONE``.
-        num_bytes: Their size.
+        start: Place of the rows in the arena, or ``_ALONE``.
+        num_bytes: Size of the rows.
     """
 
     rows: Rows
@@ -60,11 +62,11 @@ class ShardStream(Delivery):
 
     Args:
         storage: Store of the shards.
-        settings: What to read.
+        settings: The shards, their order and the share to read.
         crew: Arena and builder; the arena must not be shared.
-        num_builders: Background threads that build batches, or have them built.
-        batch_bytes: Limit on batches that are built but not delivered; one is always allowed.
-        metrics: Where waits are counted.
+        num_builders: Number of background threads that build batches, or wait for worker processes that do.
+        batch_bytes: Limit on the bytes of batches that are built but not delivered; one is always allowed.
+        metrics: Counts waits.
         report: Called with every bad sample; may raise to stop the run.
     """
 
@@ -119,7 +121,7 @@ class ShardStream(Delivery):
             waits_for = "is being built" if number < self._started else "can be built"
         batch = (
             f"batch {number} of {self._num_batches}: {waits_for}; {self._num_gathered} batches read, "
-            f"{self._started} started, {len(self._results)} wait to be handed out"
+            f"{self._started} started, {len(self._results)} wait for delivery"
         )
         arena = f"{format_bytes(self._arena.used_bytes)} of {format_bytes(self._arena.budget_bytes)} in use"
         reading = redact(self._reading) if self._reading else "nothing yet"
@@ -137,7 +139,7 @@ class ShardStream(Delivery):
             return
         except BaseException as error:  # noqa: BLE001  thread boundary: the consumer gets it after earlier batches
             with self._changed:
-                # Takes the place of the batch that could not be read: those before it are delivered first.
+                # Replaces the batch that could not be read: those before it are delivered first.
                 self._results[max(number, self._settings.first_batch)] = None, error
                 self._changed.notify_all()
         finally:
@@ -149,7 +151,7 @@ class ShardStream(Delivery):
         self._reading = url
 
     def _read_batch(self, samples: Iterator[RawSample], number: int) -> None:
-        """Take the samples of a batch; an empty one, or padding without samples, takes a few to show their form."""
+        """Take the samples of a batch. An empty one, or padding without samples, takes a few to show their form."""
         real, num_rows = self._settings.shape.rows(number, self._settings.dp_rank)
         taken = list(islice(samples, real or _SHOWN_ROWS))
         if self._closed:
@@ -164,7 +166,7 @@ class ShardStream(Delivery):
         with self._changed:
             while (start := self._admit(number, packing.num_bytes)) is None:
                 self._changed.wait()
-            self._in_use += 1  # its room is reserved, though it cannot be built until it is filled
+            self._in_use += 1  # its room is reserved, but it cannot be built until filled
             self._metrics.peak("arena_peak_bytes", self._arena.used_bytes)
         arena = self._arena
         rows = packing.place_alone() if start == _ALONE else packing.place(arena.memory, arena.view, start)
@@ -175,7 +177,7 @@ class ShardStream(Delivery):
             self._changed.notify_all()
 
     def _admit(self, number: int, num_bytes: int) -> int | None:
-        """Return the place of batch ``number`` in the arena; call with the lock held.
+        """Return the place of batch ``number`` in the arena. Call with the lock held.
 
         None if there is no room, or enough is read ahead.
         """
@@ -188,7 +190,7 @@ class ShardStream(Delivery):
         return self._arena.allocate(num_bytes)
 
     def _free(self, batch: _Gathered) -> None:
-        """Free the batch's bytes, which are no longer needed; call with the lock held."""
+        """Free the batch's bytes, which are no longer needed. Call with the lock held."""
         self._in_use -= 1
         if batch.start != _ALONE:
             self._arena.free(batch.start, batch.num_bytes)
@@ -197,7 +199,7 @@ class ShardStream(Delivery):
 
     def _build(self, number: int) -> Any:
         with self._changed:
-            batch = self._gathered.pop(number)  # belongs to this thread from here on, which frees its room
+            batch = self._gathered.pop(number)  # owned by this thread from here on, which frees its room
         try:
             if batch.is_empty:
                 shown = (alone(batch.rows, row) for row in range(len(batch.rows.keys)))
@@ -208,6 +210,6 @@ class ShardStream(Delivery):
                 self._report, seed=self._draw_key, batch=number,
             )  # fmt: skip
         finally:
-            with self._changed:  # the next batch may take its room
+            with self._changed:  # the next batch may use its room
                 self._free(batch)
                 self._changed.notify_all()

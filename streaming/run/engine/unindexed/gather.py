@@ -16,7 +16,7 @@ _ALIGN_BYTES = 512  # as in a tar: arrays of equal size can then be gathered in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The layout of a batch: the fields of its samples, one after the other.
+    """The layout of a batch: the fields of its samples, end to end.
 
     Attributes:
         samples: The samples.
@@ -29,7 +29,7 @@ class Packing:
     num_bytes: int
 
     def place(self, memory: Any, view: memoryview, base: int) -> Rows:
-        """Copy the rows into a buffer from byte ``base`` on, and return them."""
+        """Copy the rows into a buffer from byte ``base`` on. Return the copy."""
         fields = {
             name: FieldRange(starts=where.starts + base, sizes=where.sizes) for name, where in self.fields.items()
         }
@@ -48,19 +48,19 @@ class Packing:
         )
 
     def place_alone(self) -> Rows:
-        """Return the rows in memory of their own."""
+        """Return the rows in memory outside the arena."""
         room = bytearray(self.num_bytes)
         rows = self.place(room, memoryview(room), 0)
         return replace(rows, view=memoryview(room).toreadonly())
 
 
 def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -> Packing:
-    """Lay out the fields that are ``wanted``, whether or not any sample has them.
+    """Lay out the ``wanted`` fields, whether or not any sample has them.
 
     None: all fields that any of the samples has.
     """
     names = sorted({name for sample in samples for name in sample.fields}) if wanted is None else wanted
-    # int64 [samples, fields], -1 for a field that the sample lacks
+    # int64 [samples, fields]: -1 for a field that the sample lacks
     sizes = np.array(
         [[len(sample.fields[name]) if name in sample.fields else -1 for name in names] for sample in samples], np.int64
     ).reshape(len(samples), len(names))
@@ -73,14 +73,14 @@ def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -
 
 
 def neighbors(rows: Rows, row: int) -> Iterator[Rows]:
-    """Yield the other rows of a batch, from the one after ``row`` on and around, each in memory of its own."""
+    """Yield the other rows of a batch, from the one after ``row`` on and around, each in memory outside the arena."""
     num_rows = len(rows.keys)
     for step in range(1, num_rows):
         yield alone(rows, (row + step) % num_rows)
 
 
 def alone(rows: Rows, row: int) -> Rows:
-    """Return one of the rows in memory of its own."""
+    """Return one of the rows in memory outside the arena."""
     one = slice(row, row + 1)
     places = [(int(where.starts[row]), int(where.sizes[row])) for where in rows.fields.values()]
     begin = min((start for start, size in places if size >= 0), default=0)

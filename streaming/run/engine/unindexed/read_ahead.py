@@ -1,4 +1,4 @@
-"""Read shards from beginning to end, a few pieces ahead, on threads that nobody has to wait for."""
+"""Read shards from beginning to end, a few pieces ahead, on threads that block no other thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streaming.storage import Storage, redact
 PIECE_BYTES = 8 << 20
 PIECES_AHEAD = 4
 _STOP_S = 1.0
-"""How long closing waits for requests in progress; those that take longer end by themselves."""
+"""Time for which closing waits for requests in progress. Slower requests are left to end later."""
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ class StreamClosedError(Exception):
 def piece_bytes_of(memory_limit_bytes: int) -> int:
     """Return the size of one request such that all pieces in memory take a sixteenth of the limit.
 
-    ``PIECES_AHEAD`` pieces are in flight or waiting, and one is being parsed; the parser holds up to three more: a copy
+    ``PIECES_AHEAD`` pieces are in flight or waiting, and one is being parsed. The parser holds up to three more: a copy
     of that piece, the rest of the previous one, and the two joined.
     """
     return max(64 << 10, min(PIECE_BYTES, memory_limit_bytes // 16 // (PIECES_AHEAD + 4)))
@@ -37,7 +37,7 @@ def piece_bytes_of(memory_limit_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Answer(Generic[_T]):
-    """The result of a call on a thread, once it is there."""
+    """The result of a call on a thread, once the call has ended."""
 
     value: _T | None = None
     error: BaseException | None = None
@@ -45,12 +45,12 @@ class _Answer(Generic[_T]):
 
 
 class ReadAhead:
-    """Read whole objects, one after the other. For one thread, except ``close``.
+    """Read whole objects, one after another. For one thread, except ``close``.
 
     Args:
         storage: Store of the objects.
-        piece_bytes: Bytes of one request.
-        metrics: Where the time of its threads is counted; None: nowhere.
+        piece_bytes: Size of one request in bytes.
+        metrics: Counts the time of its threads; None: no count.
     """
 
     def __init__(self, storage: Storage, piece_bytes: int, metrics: Metrics | None = None) -> None:
@@ -63,7 +63,7 @@ class ReadAhead:
         self._threads = JobThreads(PIECES_AHEAD, "shardstream-read")
 
     def pieces(self, url: str) -> Iterator[memoryview]:
-        """Yield the bytes of ``url``, all of one version; a piece is valid until the next one is requested.
+        """Yield the bytes of ``url``, all of one version. A piece is valid until the next one is requested.
 
         Raises:
             StreamClosedError: The reader was closed.
@@ -80,9 +80,9 @@ class ReadAhead:
             yield self._result(coming.popleft())
 
     def close(self) -> None:
-        """Release whoever waits for a piece. From any thread, any number of times."""
+        """Release the threads that wait for a piece. May be called from any thread, any number of times."""
         with self._changed:
-            self._closed = True  # every waiter raises and no new one begins, whatever still arrives
+            self._closed = True  # from here on every waiter raises, and none begins to wait
             self._changed.notify_all()
         self._threads.stop(_STOP_S)
 
@@ -101,7 +101,7 @@ class ReadAhead:
     def _answer(self, answer: _Answer[_T], work: Callable[[], _T]) -> None:
         try:
             answer.value = work()
-        except BaseException as error:  # noqa: BLE001  thread boundary: raised in whoever waits for the piece
+        except BaseException as error:  # noqa: BLE001  thread boundary: the thread that waits for the piece raises it
             answer.error = error
         with self._changed:
             answer.is_there = True  # its value or error is complete and final
@@ -109,7 +109,7 @@ class ReadAhead:
 
     def _result(self, answer: _Answer[_T]) -> _T:
         with self._changed:
-            # The answer is there for good, or the stream is closed for good.
+            # Either the answer is final, or the stream is closed for good.
             self._changed.wait_for(lambda: answer.is_there or self._closed)
             if self._closed:
                 raise StreamClosedError

@@ -1,4 +1,4 @@
-"""Read shards without an index sequentially, shuffled through a window, and deal them out by whole shards.
+"""Read shards without an index sequentially, shuffled through a window, and deal whole shards to ranks.
 
 Exactly-once delivery cannot be promised: the number of samples is unknown until they have been read.
 """
@@ -24,14 +24,14 @@ from streaming.storage import redact
 _log = logging.getLogger(__name__)
 
 LEAST_SAMPLE_BYTES = 64 << 20
-"""Maximum size of a sample, however small the window is."""
+"""Size limit of a sample, however small the window is."""
 
 _PASSES_PER_EPOCH = 1 << 20
 """Room for the pass number below the epoch number: an epoch may read the shards a million times."""
 _SAMPLE_BYTES = 400
 _FIELD_BYTES = 64
-"""Overhead in Python of a sample, and of each of its fields: resident memory of 100,000 samples was 446 bytes each for
-one field, 510 for three, 850 for eight (CPython 3.11, keys of 8 characters, 2026-11)."""
+"""Overhead in Python of a sample, and of each of its fields: resident memory of 100,000 samples was 446 bytes per
+sample with one field, 510 with three, 850 with eight (CPython 3.11, keys of 8 characters, 2026-11)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class RawSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """What one rank reads.
+    """The shards of an epoch, their order, and the share of one rank.
 
     Attributes:
         urls: All shards.
@@ -59,10 +59,10 @@ class StreamSettings:
         dp_rank: The data rank.
         window_bytes: Limit on the memory of the samples in the window, whatever their number.
         fields: Fields to keep; None: all.
-        shape: Batches of the epoch, and rows of each.
+        shape: Number of batches in the epoch, and the rows of each.
         first_batch: Batches before this one are read again, but neither decoded nor delivered.
-        depth: Batches built ahead.
-        piece_bytes: Bytes of one request.
+        depth: Number of batches built ahead.
+        piece_bytes: Size of one request in bytes.
         keep_duplicates: A field that comes twice in a sample begins a new one.
         max_gzip_ratio: Shards that inflate to more than this multiple of their size are rejected.
     """
@@ -82,9 +82,9 @@ class StreamSettings:
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
-    """Yield this rank's shards without end: pass after pass, each in its own order, of which the rank reads every R-th.
+    """Yield this rank's shards without end: every R-th shard, pass after pass, each pass in its own order.
 
-    If there are fewer shards than ranks, ranks far apart read the same shards in different passes.
+    If there are fewer shards than ranks, distant ranks read the same shards in different passes.
     """
     num_shards, num_ranks = len(settings.urls), settings.shape.num_ranks
     known, order = -1, np.empty(0, np.int64)
@@ -100,7 +100,7 @@ def read_shard(
     reader: ReadAhead, url: str, *, keep_duplicates: bool = False, max_gzip_ratio: float = MAX_GZIP_RATIO,
     max_sample_bytes: int = MAX_SAMPLE_BYTES, left_out: Callable[[str], None] | None = None,
 ) -> Iterator[RawSample]:  # fmt: skip
-    """Yield the samples of one shard; ``left_out`` is called with the name of each file that belongs to none."""
+    """Yield the samples of one shard. ``left_out`` is called with the name of each file that belongs to no sample."""
     shown = redact(url)
     samples = iter_samples(
         reader.pieces(url), shown, repeats=keep_duplicates, max_gzip_ratio=max_gzip_ratio,
@@ -112,7 +112,7 @@ def read_shard(
 
 
 def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator[RawSample]:
-    """Yield ``samples`` shuffled through a window: a random one leaves it whenever the next one comes in."""
+    """Yield ``samples`` shuffled through a window: a random sample leaves it when the next one comes in."""
     window = settings.order.window
     if not settings.order.shuffle or window <= 1:
         yield from samples
@@ -136,7 +136,7 @@ def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[st
 
     Args:
         reader: Reads shards.
-        settings: What to read.
+        settings: The shards and the share to read.
         before: Called with the shard's URL before every sample is read; may raise to stop.
 
     Raises:
@@ -165,13 +165,13 @@ def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str
         if not passed_over.num_files:
             passed_over = passed_over.and_of(redact(url), names)
             if passed_over.num_files:
-                _log.warning("%s (later shards may hold more, which is not said again)", passed_over)
+                _log.warning("%s (later shards may hold more; this is logged once)", passed_over)
         names.clear()
         if num_empty == len(settings.urls):
             raise ConfigError(
                 f"no samples in {redact(settings.urls[0])} and {len(settings.urls) - 1} other shards: this rank read "
-                f"{num_empty} shards one after the other and found none. A sample is one or more files KEY.FIELD, with "
-                f"a dot in their names; check the URLs, and look at what is there with `tar tf`"
+                f"{num_empty} shards in a row and found none. A sample is one or more files KEY.FIELD, with "
+                f"a dot in their names; check the URLs, and list the files with `tar tf`"
             )
         if is_checked or not seen:
             continue

@@ -13,17 +13,17 @@ from streaming.errors import ShardstreamError
 
 _HEADER = struct.Struct("<Q")
 _MAX_FDS = 253
-"""Linux's limit for one message."""
+"""Maximum number of descriptors in one message on Linux."""
 
 
 class ChannelClosedError(ShardstreamError, EOFError):
-    """The other end is gone, or this one was shut."""
+    """The other end is gone, or this end was shut."""
 
 
 class Channel:
     """One end of a connected stream socket. For one thread at a time, except ``shut``.
 
-    Both ends run the same program for the same user; messages are trusted like a function call.
+    Both ends run the same program for the same user. Messages are trusted like a function call.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -31,7 +31,7 @@ class Channel:
         self._socket = sock
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a picklable message; the receiver gets duplicates of ``fds``.
+        """Send a picklable message. The receiver gets duplicates of ``fds``.
 
         Raises:
             ChannelClosedError: Nobody will read it.
@@ -47,7 +47,7 @@ class Channel:
             raise ChannelClosedError(f"cannot send: {error}") from error
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Block until the next message and return it with its descriptors, which the caller closes.
+        """Block until the next message and return it with its descriptors. The caller closes them.
 
         Raises:
             ChannelClosedError: No message will come any more.
@@ -58,7 +58,7 @@ class Channel:
         return pickle.loads(payload), fds  # noqa: S301  from our own process, see the class
 
     def shut(self) -> None:
-        """End both directions: calls of ``receive`` that block, at either end, raise ChannelClosedError."""
+        """End both directions: blocked calls of ``receive``, at either end, raise ChannelClosedError."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end is already gone

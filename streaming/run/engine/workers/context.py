@@ -1,11 +1,11 @@
 """Fork the processes of ``multiprocessing`` from our server: a context for torch's ``DataLoader``.
 
-The start method "fork" copies the training process with all that its threads leave half done: a child that reads from
+The start method "fork" copies the training process with the unfinished work of all its threads: a child that reads from
 an object store, or copies a large tensor, may hang forever. "forkserver" and "spawn" run the user's script again in
-every worker and pickle the dataset anew for each. Here a worker starts in milliseconds from a process without threads,
-never runs the script (see ``portable``) and shares the dataset's memory with all others. It ends with its parent, and
-ignores signals that the parent handles. Its failures arrive here as errors: a dataset that does not load, a batch that
-cannot be sent.
+every worker and pickle the dataset once per worker. Here a worker starts in milliseconds from a process without
+threads, never runs the script (see ``portable``) and shares the dataset's memory with all others. It ends with its
+parent, and ignores signals that the parent handles. Its failures reach the parent as errors: a dataset that does not
+load, a batch that cannot be sent.
 
 This is the parent's end; the child's is ``main.run_process``.
 """
@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
-from torch._utils import ExceptionWrapper  # torch's loader raises it when it arrives in place of a batch
+from torch._utils import ExceptionWrapper  # torch's loader raises it when it arrives instead of a batch
 
 from streaming.common.forks import signals_held_back
 from streaming.common.platforms import how_it_ended
@@ -42,7 +42,7 @@ from streaming.run.engine.workers.portable import SentOnce
 from streaming.run.engine.workers.surroundings import Surroundings
 from streaming.run.engine.workers.transport import error_from_wire
 
-_SHM = "/dev/shm"  # noqa: S108  only named
+_SHM = "/dev/shm"  # noqa: S108  used only in messages
 _PICKLED = (
     "The data set or collate_fn puts an object into it that cannot be pickled: return tensors, arrays, numbers and "
     "text, or use num_workers=0"
@@ -53,15 +53,15 @@ class ServerContext(BaseContext):
     """Start processes from the fork server that all loaders of this process share. Close it after them.
 
     Args:
-        shared: Objects that many processes receive, such as a dataset: they are pickled once.
+        shared: Objects that several processes receive, such as a dataset: each is pickled once.
         preload: Name of a module of ours that all processes need.
-        surroundings: Settings that processes start with; None: those of the thread that starts one.
+        surroundings: Settings with which processes start; None: those of the thread that starts one.
 
     Raises:
-        Exception: Whatever pickling one of them raised.
+        Exception: Pickling one of them raised it.
     """
 
-    _name = "forkserver"  # locks and queues ask for it: they must be found by name from another process
+    _name = "forkserver"  # locks and queues read it: another process must find them by name
 
     def __init__(
         self, shared: Iterable[object] = (), *, preload: str = "", surroundings: Surroundings | None = None
@@ -70,7 +70,7 @@ class ServerContext(BaseContext):
         self.sent: list[SentOnce] = []
         self._server: ForkServer | None = None
         self._started: list[weakref.ref[_Popen]] = []
-        with signals_held_back():  # multiprocessing's resource tracker handles only two; the others would end it
+        with signals_held_back():  # multiprocessing's resource tracker handles only two; others would end it
             resource_tracker.ensure_running()
         try:
             for thing in shared:
@@ -81,14 +81,14 @@ class ServerContext(BaseContext):
 
     @property
     def server(self) -> ForkServer:
-        """The server, started if necessary; the first start in a process takes a second or two, in the background."""
+        """The server, started if necessary. The first start in a process takes a second or two, in the background."""
         if self._server is None or not self._server.is_alive():
             self._give_back()
             self._server = SHARED.borrow()
         return self._server
 
     def close(self) -> None:
-        """Return the server, and free the memory of what was sent."""
+        """Return the server, and free the memory of the shared objects."""
         for one in self.sent:
             one.close()
         self._give_back()
@@ -98,7 +98,7 @@ class ServerContext(BaseContext):
         return self if method is None else super().get_context(method)
 
     def Process(self, *args: Any, **options: Any) -> BaseProcess:  # noqa: N802  multiprocessing's name
-        """Return a process, as ``multiprocessing.Process``."""
+        """Return a process, like ``multiprocessing.Process``."""
         return _Process(self, *args, **options)
 
     def Queue(self, maxsize: int = 0) -> _Queue:  # noqa: N802  multiprocessing's name
@@ -110,7 +110,7 @@ class ServerContext(BaseContext):
         self._started = [one for one in self._started if one() is not None] + [weakref.ref(popen)]
 
     def why_ended(self) -> Exception | None:
-        """Return an error that says how processes have ended by themselves; None: none has."""
+        """Return an error that reports how processes have ended unasked; None: none has."""
         ended = [popen for one in self._started if (popen := one()) is not None and popen.poll()]
         for popen in ended:
             error = popen.said()
@@ -148,7 +148,7 @@ class _Process(BaseProcess):
 
 
 class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no argument
-    """A queue of batches. If one cannot be sent, the receiver gets the cause; otherwise it would wait forever."""
+    """A queue of batches. If a batch cannot be sent, the receiver gets the cause; otherwise it would wait forever."""
 
     @property
     def _on_queue_feeder_error(self) -> Callable[[Exception, Any], None]:
@@ -158,7 +158,7 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # at run time it takes no
 def _send_error(
     of: weakref.ref[_Queue], otherwise: Callable[[Exception, Any], None], error: Exception, sent: Any
 ) -> None:
-    """Send ``error`` in place of a numbered batch, first in line: torch drops batches after an iterable's end.
+    """Send ``error`` instead of a numbered batch, first in line: torch drops batches after an iterable's end.
 
     Runs in the queue's own thread, which sends the first item next.
     """
@@ -173,7 +173,7 @@ def _send_error(
 
 
 class _Unsent(ExceptionWrapper):
-    """Stands for a batch that cannot be sent; torch's loader calls ``reraise`` when it is due."""
+    """Represent a batch that cannot be sent; torch's loader calls ``reraise`` when it is due."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -197,16 +197,16 @@ def cure_of_refusal(error: Exception) -> str:
 
 
 class _Pickler(portable.Pickler):
-    """Pickle queues, locks and connections too, and refer to what was sent once."""
+    """Pickle queues, locks and connections too, and refer to objects that are sent once."""
 
     def __init__(self, file: Any, sent: list[SentOnce]) -> None:
-        # Before super().__init__: that is when the interpreter looks it up.
+        # Before super().__init__: the interpreter looks it up there.
         self.dispatch_table = ChainMap(ForkingPickler(io.BytesIO()).dispatch_table, portable.Pickler.dispatch_table)
         super().__init__(file)
         self._sent = {id(one.thing): number for number, one in enumerate(sent)}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number of what was sent once."""
+        """Return the number of an object that is sent once."""
         return self._sent.get(id(obj))
 
 
@@ -222,7 +222,7 @@ class _Popen:
         tracker: Any = resource_tracker.getfd()
         self._fds = [*(one.fd for one in context.sent), tracker]
         preparation = spawn.get_preparation_data(started.name)
-        for name in ("init_main_from_path", "init_main_from_name"):  # never run the script again
+        for name in ("init_main_from_path", "init_main_from_name"):  # the child never runs the script again
             preparation.pop(name, None)
         begin, rest = io.BytesIO(), io.BytesIO()
         set_spawning_popen(self)  # type: ignore[arg-type]  # same interface, but not a subclass

@@ -4,9 +4,19 @@ Why not fork the training process: a child inherits locks held by threads that i
 pools of torch or OpenMP. Why not ``multiprocessing``'s fork server: it runs the user's script again in every worker,
 which breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
 
-The server has one thread, has imported what workers need, and never uses torch. It ends, and all workers with it, when
-its control socket is closed or its parent is gone, whichever is first. Signals to the process group end neither server
-nor workers; only the training process handles them.
+Life cycle of the server::
+
+    importing -> ready -> lingering, without users -> ended
+
+- The server has one thread, imports the modules that workers need, and never uses torch. Once ready, it forks workers
+  on request; requests sent while it imports wait in its control socket.
+- ``SharedServer.borrow`` starts a server, or returns the one in use or lingering. Each borrower calls ``give_back``
+  once. After the last one the server lingers for ``LINGER_S``, then ends.
+- The server ends, and all its workers with it, when its control socket is closed or its parent is gone, whichever is
+  first. A server that has ended is replaced when the next worker is started or the next user borrows.
+- Signals to the process group end neither server nor workers; only the training process handles them.
+- A worker ends when its own socket ends. ``status`` collects it, and kills it if it does not end in time.
+- A forked child of the training process closes its copy of the control socket, so that the parent's is the only one.
 """
 
 from __future__ import annotations
@@ -44,18 +54,18 @@ from streaming.run.engine.workers import main as worker_main
 _REQUEST = struct.Struct("<cQ")  # kind of request, number of the worker
 _SPAWN, _SPAWN_PROCESS, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"*", b"?", b"!", b"-"
 NUMBERS = count()
-"""Numbers of workers; unique in this process, since many users share a server."""
+"""Numbers of workers; unique in this process, since all users share one server."""
 _MAX_REQUEST_BYTES = 256
 _REPLY = struct.Struct("<?i")  # known, its wait status
 _READY = b"ready"
 LINGER_S = 60.0
-"""Time to keep a server without users: it takes 1.3 s of CPU to start, and 160 MB of memory (2026-11)."""
+"""Time to keep a server without users, in seconds: starting one takes 1.3 s of CPU and 160 MB (2026-11)."""
 _GRACE_S = 0.5
-"""Time for workers to end by themselves after their socket: idle ones take milliseconds, busy ones are killed."""
+"""Time for workers to end after their sockets: idle ones take milliseconds, busy ones are killed."""
 _EXIT_WAIT_S = 2.0
-"""Time for a worker whose socket has ended to end by itself, with its own exit status."""
+"""Time for a worker whose socket has ended to end with its own exit status."""
 _START = (
-    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # collecting garbage takes a sixth of the import time
+    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # garbage collection takes a sixth of the import time
     "from streaming.run.engine.workers.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
@@ -65,7 +75,10 @@ class ServerClosedError(Exception):
 
 
 class ForkServer:
-    """The parent's end: starts a server process at once, which is ready after about a second. Thread-safe."""
+    """The parent's end: starts a server process at once, which is ready after about a second. Thread-safe.
+
+    ``_lock`` guards the control socket: one request at a time, and each reply goes to the request that it answers.
+    """
 
     _is_over = False
 
@@ -95,11 +108,11 @@ class ForkServer:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Tell whether the process is running, and takes requests."""
+        """Return whether the process is running, and takes requests."""
         return not self._is_over and self._process.poll() is None
 
     def is_starting(self) -> bool:
-        """Tell whether it is still importing what workers need; no worker can be up before that."""
+        """Return whether the server is still importing modules; no worker can be up before that ends."""
         with self._lock:
             if self._is_ready:
                 return False
@@ -120,7 +133,7 @@ class ForkServer:
         self._fork(_SPAWN, number, sock)
 
     def spawn_process(self, sock: socket.socket, preload: str) -> int:
-        """Fork a process that is told over ``sock`` what to run (see ``context``), and return its number.
+        """Fork a process that receives over ``sock`` what to run (see ``context``), and return its number.
 
         The server first imports the module ``preload``, once for all processes.
 
@@ -137,22 +150,22 @@ class ForkServer:
             try:
                 socket.send_fds(self._control, [_REQUEST.pack(what, number) + preload.encode()], [sock.fileno()])
             except OSError as error:
-                self._is_over = True  # its socket ends before the process does: whoever asks now needs another one
+                self._is_over = True  # the socket ends before the process: the next user needs another server
                 raise ServerClosedError(str(error)) from error
 
     def status(self, number: int, *, kill: bool = False) -> int | None:
-        """Return a worker's wait status, as ``os.waitpid`` gives it; None if unknown. It is dead when this returns.
+        """Return a worker's wait status, as ``os.waitpid`` gives it; None if unknown. The worker is dead on return.
 
         Args:
             number: The worker, whose socket has ended.
-            kill: Do not give it time to end by itself.
+            kill: Kill it at once, without waiting for its end.
         """
         with self._lock:
             try:
                 self._control.send(_REQUEST.pack(_KILL if kill else _STATUS, number))
                 reply = self._control.recv(_REPLY.size)
                 if reply == _READY:
-                    self._is_ready = True  # sent once; noted by whoever reads it, so that replies stay in step
+                    self._is_ready = True  # sent once, before all replies: skip it, so that replies match requests
                     reply = self._control.recv(_REPLY.size)
             except OSError:
                 return None
@@ -162,17 +175,17 @@ class ForkServer:
         return status if known else None
 
     def kill(self, number: int) -> None:
-        """Have a worker killed as soon as the server gets to it; does not wait for one that is still importing."""
-        with self._lock, suppress(OSError):  # a server that has ended took its workers with it
+        """Have the server kill a worker once it reads the request. Does not wait for a server that is importing."""
+        with self._lock, suppress(OSError):  # the workers of an ended server are gone too
             self._control.send(_REQUEST.pack(_KILL_UNHEARD, number))
 
     def leave_behind(self) -> None:
         """Close this end in a forked child, so that the parent's is the only one."""
         self._control.close()
-        self._process.returncode = 0  # not a child of this process: nobody here may wait for it, or report it missing
+        self._process.returncode = 0  # not a child of this process, which may neither wait for it nor report it missing
 
     def close(self) -> None:
-        """End the server and all its workers; returns when they are gone."""
+        """End the server and all its workers. They are gone on return."""
         if self.is_starting():  # it has no workers to wait for
             self._process.kill()
         with suppress(OSError):
@@ -183,7 +196,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         with self._lock:
-            # Nobody is in the middle of a request; later ones fail with an OSError.
+            # No request is in progress; later ones fail with an OSError.
             self._control.close()
 
 
@@ -201,6 +214,8 @@ class SharedServer:
 
     A server without users is kept for a while, so that workers of the next loader start in milliseconds.
 
+    ``_lock`` guards ``_server``, ``_users`` and ``_lingering``.
+
     Attributes:
         linger_s: Seconds to keep it; None: until this process ends. Read when the last user returns the server.
     """
@@ -215,10 +230,10 @@ class SharedServer:
         self._knows_forks = False
 
     def borrow(self) -> ForkServer:
-        """Return the server; start it if necessary, or if it has died.
+        """Return the server. Start one if there is none, or if it has died.
 
         Raises:
-            ConfigError: The working directory was deleted. Workers would not start, or work in another one.
+            ConfigError: The working directory was deleted. Workers would not start, or would work in another one.
         """
         working_folder()
         if not self._knows_forks:
@@ -226,14 +241,14 @@ class SharedServer:
             in_children(self, SharedServer._leave_behind)
             atexit.register(self._exit)
         with self._lock:
-            lingering, self._lingering = self._lingering, None  # the timer must not end a server in use
+            lingering, self._lingering = self._lingering, None  # its timer must not end a server in use
             before, is_over = self._server, self._server is not None and not self._server.is_alive()
             if before is None or is_over:
                 server = self._server = ForkServer()
                 self._users = 0
             else:
                 server = before
-            self._users += 1  # the server lives while it has users: the last one's `give_back` ends it
+            self._users += 1  # the server lives while it has users; the last `give_back` ends it
         if lingering is not None:
             lingering.cancel()
         if before is not None and is_over:
@@ -246,7 +261,7 @@ class SharedServer:
         return server is not None and server.is_alive() and not server.is_starting()
 
     def give_back(self, server: ForkServer) -> bool:
-        """Remove one user; after the last one the server lingers. A replaced server is ended at once.
+        """Remove one user. After the last one the server lingers. A replaced server is ended at once.
 
         Returns:
             Whether the server keeps running.
@@ -263,7 +278,7 @@ class SharedServer:
         return self._lingers() or not self.close()
 
     def _lingers(self) -> bool:
-        """Keep a server without users for a while; return whether it is kept."""
+        """Keep a server without users for a while. Return whether it is kept."""
         if self._exits or self.linger_s == 0:
             return False
         if self.linger_s is None:
@@ -286,14 +301,14 @@ class SharedServer:
             self.close()
 
     def _exit(self) -> None:
-        """End the server at the exit of the process, even if it has users."""
+        """End the server when this process exits, even if it has users."""
         self._exits = True
         self.close()
 
     def _leave_behind(self) -> None:
-        """Drop the server in a forked child: it belongs to the parent, and would take orders from both.
+        """Drop the server in a forked child: it belongs to the parent, and would take requests from both.
 
-        The child's next user starts another.
+        The child's next user starts another one.
         """
         renew_lock(self)
         server, self._server, self._users, self._lingering = self._server, None, 0, None
@@ -301,11 +316,11 @@ class SharedServer:
             server.leave_behind()
 
     def close(self) -> bool:
-        """End the server if it has no users; return whether there is none now."""
+        """End the server if it has no users. Return whether there is none now."""
         with self._lock:
             if self._users or self._server is None:
                 return self._server is None
-            server, self._server = self._server, None  # the next borrower starts another
+            server, self._server = self._server, None  # the next borrower starts another one
             lingering, self._lingering = self._lingering, None
         if lingering is not None:
             lingering.cancel()
@@ -317,7 +332,7 @@ SHARED = SharedServer()
 
 
 def serve(control_fd: int, parent_pid: int) -> None:
-    """Run the server's main loop."""
+    """Run the server's main loop: the child's end."""
     leave_signals_to_the_job()  # workers inherit it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     opencv()
@@ -338,7 +353,7 @@ def serve(control_fd: int, parent_pid: int) -> None:
 
 
 def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, int]) -> bool:
-    """Serve one request; False if there will be no more."""
+    """Serve one request. Return False if there will be no more."""
     try:
         data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
@@ -348,7 +363,7 @@ def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, i
     what, number = _REQUEST.unpack_from(data)
     if len(data) > _REQUEST.size:
         import_module(data[_REQUEST.size :].decode())
-        gc.freeze()  # workers neither search nor copy what was imported
+        gc.freeze()  # workers neither scan nor copy imported objects
     if what in {_SPAWN, _SPAWN_PROCESS}:
         not_for_it = [control.fileno(), *([] if parent_fd is None else [parent_fd])]
         children[number] = _fork(fds[0], not_for_it, worker_main.run if what == _SPAWN else worker_main.run_process)
@@ -367,7 +382,7 @@ def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, i
 def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int], int]) -> int:
     server_pid = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # BLAS threads, which handle forks themselves
+        warnings.simplefilter("ignore")  # about BLAS threads, which handle forks
         pid = os.fork()
     if pid:
         os.close(fd)
@@ -389,14 +404,14 @@ def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int],
 
 
 def _end(pids: Iterable[int]) -> None:
-    """End the workers, whose sockets have ended: give them a moment, then kill the rest."""
+    """End the workers whose sockets have ended: give them a moment, then kill the rest."""
     deadline_s = time.monotonic() + _GRACE_S
     for pid in pids:
         _reap(pid, max(0.0, deadline_s - time.monotonic()))
 
 
 def _reap(pid: int, patience_s: float) -> int:
-    """Return the wait status of a child that is about to end, killing it when ``patience_s`` is over."""
+    """Return the wait status of a child that is about to end. Kill it after ``patience_s``."""
     fd = _pidfd(pid)
     ended = fd is not None and bool(select.select([fd], [], [], patience_s)[0])
     if fd is not None:

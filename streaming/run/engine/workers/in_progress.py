@@ -1,4 +1,4 @@
-"""Record what is being built where at this moment, for reports on what hangs."""
+"""Record what is being built where at this moment, for reports of stalls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ROW = struct.Struct("q")
 _DUMP_AT = 64
 _CELL_BYTES = mmap.PAGESIZE * 2
 _ANSWER_S = 0.3
-"""Time for a worker to write its stack: it takes a millisecond, unless the process is stopped."""
+"""Time for a worker to write its stack. It takes a millisecond, unless the process is stopped."""
 STACK_SIGNAL = signal.SIGURG
-"""Asks a worker for its stack. A process that does not expect it ignores it, in case the pid was reused."""
+"""Signal that requests a worker's stack. Other processes ignore it, in case the pid was reused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class BatchWork:
         batch: Number of the batch; -1 if unknown.
         keys: Keys of its rows.
         urls: URLs of its rows.
-        row: Item 0: the row being decoded, if it is this process that decodes.
+        row: Item 0: the row being decoded, if this process decodes it.
         since_s: Start of the work, by ``time.monotonic``.
     """
 
@@ -42,7 +42,7 @@ class BatchWork:
     since_s: float = field(default_factory=time.monotonic)
 
     def describe(self, row: int | None = None) -> str:
-        """Return the batch, its age, and the sample in progress, if any: ``row``, by default the row known here."""
+        """Describe the batch, its age, and the sample in progress, if any: ``row``, by default the row known here."""
         text = f"builds batch {self.batch} for {time.monotonic() - self.since_s:.1f} s"
         at = self.row[0] if row is None else row
         if 0 <= at < len(self.keys):
@@ -53,7 +53,7 @@ class BatchWork:
 class SharedProgress:
     """A few bytes shared by a worker and its parent: the row being decoded and, on demand, its stack. The parent's end.
 
-    Thread-safe. It has no name in any file system.
+    Thread-safe. It has no name in any file system. The lock guards ``fd``.
     """
 
     def __init__(self) -> None:
@@ -88,6 +88,6 @@ class SharedProgress:
     def close(self) -> None:
         """Close the parent's end."""
         with self._lock:
-            fd, self.fd = self.fd, -1  # no reader uses it or can begin to: its number may now name another file
+            fd, self.fd = self.fd, -1  # from here on no reader uses it: its number may now name another file
         if fd >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Build batches in this process as a worker process would, while none is up."""
+"""Build batches in this process as a worker process would, while no worker is up."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from streaming.run.engine.workers.ring import Slot
 from streaming.run.engine.workers.transport import Parcel
 
 _MOST_COPIED_BYTES = 64 << 20
-"""Functions that hold more than this are not copied: memory for seconds, which ``memory_limit`` does not count."""
+"""Functions that hold more bytes are not copied: a copy takes memory for seconds that ``memory_limit`` ignores."""
 _IMPORTS = ("cloudpickle.cloudpickle", "subimport")
-"""Makes cloudpickle import a function's modules when it is loaded."""
+"""Attribute that makes cloudpickle import a function's modules when it is loaded."""
 _log = logging.getLogger(__name__)
 
 
 class StandInWorker:
-    """Stand in for a worker process: the same batches from the same bytes of the same functions. For one thread.
+    """Replace a worker process: build the same batches from the same bytes with the same functions. For one thread.
 
-    Functions are copies, as a process has them: what they do to themselves, or to globals of the main script, nobody
-    else sees. Batches lie in slots of the ring, and everything in them has been pickled. The calling thread waits for
-    the batch, so it does not draw from the generators of the process; their state is restored afterwards.
+    Functions are copies, as in a process: changes that they make to themselves, or to globals of the main script, stay
+    in the copies. Batches lie in slots of the ring, and everything in them has been pickled. The calling thread waits
+    for the batch, so it does not draw from the generators of the process; their state is restored afterwards.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -72,7 +72,7 @@ class StandInWorker:
             self._work = None
 
     def describe(self) -> list[str]:
-        """Describe what is being built, for people; from any thread."""
+        """Describe what is being built, for people. May be called from any thread."""
         working = self._work
         if working is None:
             return []
@@ -81,7 +81,7 @@ class StandInWorker:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Load a pickle of this process, but fail as a worker would over modules that exist only in memory here.
+    """Load a pickle of this process, but fail like a worker for modules that exist only in this process's memory.
 
     So an import that fails in worker processes is an error at the first batch, not some epochs later, when one is up.
     """
@@ -103,7 +103,7 @@ def _check_importable(name: str) -> None:
     """Check, without importing it, that a new process with the same import path would find a module.
 
     Raises:
-        ModuleNotFoundError: It would not.
+        ModuleNotFoundError: It would not find it.
     """
     package, _, _ = name.rpartition(".")
     where = None
@@ -118,7 +118,7 @@ def _check_importable(name: str) -> None:
 
 @contextmanager
 def as_in_a_process() -> Iterator[Any]:
-    """Leave the modes of torch that the loop may be in, and compute on one thread: sums depend on their number."""
+    """Leave the modes of torch that the loop may be in, and compute on one thread: sums depend on the thread count."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

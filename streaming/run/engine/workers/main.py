@@ -1,6 +1,6 @@
 """Run as a decode worker: take the rows of a batch, read their bytes from the arena, build it in a ring slot.
 
-A worker is forked by the server, receives the recipe, then one order after the other until the socket ends. It owns
+The server forks a worker, which receives the recipe and then one order after another until the socket ends. It owns
 nothing that outlives it, and holds nothing of the user's except their functions.
 
 Messages are tuples that start with their kind. To the worker: ``SETUP``, then ``LAY`` (settings of the process) or
@@ -77,7 +77,7 @@ _inherited: list[int] = []
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = "500"
-"""Counts like half of the machine's memory: more than a training process usually exceeds a worker by."""
+"""OOM score that counts like half of the machine's memory: a training process rarely exceeds a worker by more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,9 @@ class BatchOrder:
     Attributes:
         rows: Its rows.
         valid: Its mask, or None.
-        slot: Number of the ring slot to build it in; the slot's descriptor comes along the first time.
+        slot: Number of the ring slot to build it in. The slot's descriptor is sent along the first time.
         gone: Slots that will not be used again.
-        seed: Key of the epoch for random numbers of the user's functions; None: nothing is seeded.
+        seed: Key of the epoch for random numbers of the user's functions; None: no seeding.
     """
 
     rows: WireRows
@@ -101,18 +101,18 @@ class BatchOrder:
 
 @dataclass(slots=True)
 class _Reading:
-    """What a thread of a worker wants of a distant member, and the answer: bytes, an error, or None until it comes."""
+    """A thread's request for bytes of a distant member, and the answer: bytes, an error, or None until it comes."""
 
     of: tuple[int, int, int, bool]
     found: Any = None
 
 
 class _AbortedError(BaseException):
-    """The parent no longer wants this batch. Not for users to catch."""
+    """Signal that the parent no longer needs this batch. Not for users to catch."""
 
 
 def run(sock: socket.socket, server_pid: int) -> int:
-    """Serve orders from ``sock`` until it ends; return the exit code."""
+    """Serve orders from ``sock`` until it ends. Return the exit code."""
     die_with(server_pid)
     torch.set_num_threads(1)
     use_one_thread()
@@ -123,7 +123,7 @@ def run(sock: socket.socket, server_pid: int) -> int:
 
 
 def run_process(sock: socket.socket, server_pid: int) -> int:
-    """Run the ``multiprocessing`` process that the parent sends (see ``context``); return its exit code.
+    """Run the ``multiprocessing`` process that the parent sends (see ``context``). Return its exit code.
 
     SIGTERM is blocked until ``BeginProcess``, because torch's loop installs a handler that ends the process.
     """
@@ -135,7 +135,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
         channel.send((os.getpid(),))
     except ChannelClosedError:
         return 1
-    lay(settings)  # the server has those of its start
+    lay(settings)  # the server has the settings of its own start
     tracker: Any = resource_tracker
     tracker._resource_tracker._fd = fds[len(sent)]
     _inherited[:] = fds
@@ -151,7 +151,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
         return 1
     finally:
         del current._inheriting
-    for problem in lay(settings):  # imports may have set something
+    for problem in lay(settings):  # imports may have changed settings
         _log.warning("a setting of the training process cannot be laid in this worker process: %s", problem)
     code: int = started._bootstrap(parent_sentinel=sock.fileno())
     return code
@@ -159,7 +159,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BeginProcess:
-    """The ``worker_init_fn`` of torch's loader: replaces torch's handler of SIGTERM, which ends the process.
+    """Replace torch's handler of SIGTERM, which ends the process: the ``worker_init_fn`` of torch's loader.
 
     Args:
         then: The user's ``worker_init_fn``, called after that.
@@ -177,14 +177,14 @@ class BeginProcess:
 
 
 def _start_manager() -> None:
-    """Start torch's shared-memory manager, if it is needed, while signals are blocked, so that they do not end it."""
+    """Start torch's shared-memory manager, if needed, while signals are blocked, so that signals do not end it."""
     if torch.multiprocessing.get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
         with signals_held_back():
             fresh((1,), torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
 
 
 class Descriptor:
-    """Stand for a descriptor of the parent in a message: its index among the descriptors sent along."""
+    """Represent a descriptor of the parent in a message: its index among the descriptors sent along."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -195,7 +195,7 @@ class Descriptor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolve references to what was sent once for many processes."""
+    """Resolve references to objects that are sent once for all processes."""
 
     def __init__(self, file: Any, things: list[Any]) -> None:
         super().__init__(file)
@@ -206,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def die_with(server_pid: int) -> None:
-    """Have the kernel kill this process when the server ends, however it ends; volunteer first if memory runs out."""
+    """Have the kernel kill this process when the server ends, however it ends. Die first if memory runs out."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server_pid:
         os._exit(1)
@@ -220,7 +220,7 @@ def _be_killed_first() -> None:
 
 
 class SlotBuilder:
-    """Build batches in slots, such that what functions draw follows from the samples alone. For one thread.
+    """Build batches in slots, such that functions' random numbers depend on the samples alone. For one thread.
 
     Nothing else may draw from the generators of the process meanwhile.
 
@@ -229,7 +229,7 @@ class SlotBuilder:
         place: Receives the row that is being decoded.
 
     Attributes:
-        watch: Watches what functions draw from.
+        watch: Records which generators functions draw from.
     """
 
     def __init__(self, recipe: Recipe, place: DecodedRow) -> None:
@@ -242,7 +242,7 @@ class SlotBuilder:
         self, rows: Rows, valid: npt.NDArray[np.bool_] | None, slot: Slot, seed: int | None,
         substitutes: Callable[[int], Iterator[Rows]], report: BadSampleReport,
     ) -> Parcel:  # fmt: skip
-        """Return the batch of ``rows``, with its memory in ``slot``; the other arguments are those of a ``Builder``."""
+        """Return the batch of ``rows``, with its memory in ``slot``. The other arguments are those of a ``Builder``."""
         self._place[0] = -1
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
@@ -284,7 +284,7 @@ class _Worker:
                 f"Import what it needs inside it, or use num_workers=0"
             )
             self._broken.__cause__ = error
-        problems += [one for one in lay(settings) if one not in problems]  # imports may have set something
+        problems += [one for one in lay(settings) if one not in problems]  # imports may have changed settings
         if recipe is not None and recipe.worker_init_fn is not None and self._broken is None:
             self._begin(recipe.worker_init_fn, place)
         self._found: dict[int, list[WireRows | None]] = {}
@@ -311,7 +311,7 @@ class _Worker:
             self._channel.send(answer)
             made_objects = answer[0] == DONE and answer[1].body is None
             del answer
-            if made_objects:  # costs half of a batch's bytes again; decoding them took a hundred times as long
+            if made_objects:  # returns half of a batch's bytes; decoding them took a hundred times as long
                 trim_heap()
 
     def _begin(self, worker_init_fn: Callable[[int], object], place: int) -> None:
@@ -345,7 +345,7 @@ class _Worker:
             return FAILED, error_to_wire(error, _where(rows))
 
     def _substitutes(self, row: int) -> Iterator[Rows]:
-        """Yield the parent's substitutes, each sent only once; a batch that is built again gets the same ones."""
+        """Yield the parent's substitutes. Each is sent only once; a batch that is built again gets the same ones."""
         found = self._found.setdefault(row, [])
         for number in count():
             if number == len(found):
@@ -359,9 +359,9 @@ class _Worker:
         self._ask((REPORT, bad))
 
     def _read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer:
-        """Have the parent read, which has the connections, and whose retries and counters these are.
+        """Have the parent read: it has the connections, the retries and the counters.
 
-        From several threads at once: whoever comes first asks for all that wait meanwhile.
+        Called from several threads at once: the first one requests the bytes for all that wait meanwhile.
         """
         mine = _Reading((chunk_id, start, stop, whole))
         self._readings.append(mine)
@@ -372,7 +372,7 @@ class _Worker:
                     for one, found in zip(asked, self._ask((READ, [one.of for one in asked])), strict=True):
                         one.found = found
                 except BaseException as error:
-                    for one in asked:  # Invariant: whoever waits for its turn has an answer then, or is still listed
+                    for one in asked:  # Invariant: a waiting thread has an answer, or is still listed
                         one.found = error
                     raise
         if isinstance(mine.found, BaseException):
@@ -397,7 +397,7 @@ def _where(rows: Rows | None) -> str:
 
 
 def describe_rows(keys: list[str], urls: list[str]) -> str:
-    """Return the samples of a batch in words: all shards (up to three), and the first and last key."""
+    """Describe the samples of a batch: all shards (up to three), and the first and last key."""
     if not keys:
         return "no samples"
     shards = list(dict.fromkeys(urls))

@@ -60,8 +60,8 @@ Substitutes = Callable[[int], Iterator[Rows]]
 class _Job:
     """One call of ``build``. Counts the reports passed on, so that a batch that is redone does not repeat them.
 
-    ``give_up`` is for any thread, everything else for the one that builds. The lock prevents ``give_up`` from hitting a
-    worker that has gone on to another job.
+    ``give_up`` is for any thread, everything else for the one that builds. ``_lock`` guards ``_worker`` and
+    ``_given_up``: ``give_up`` must not hit a worker that already has another job.
     """
 
     rows: Rows
@@ -77,11 +77,11 @@ class _Job:
     _given_up: bool = False
 
     def told(self) -> dict[str, Any]:
-        """Tell what is built, for whoever watches."""
+        """Return what is being built, for traces."""
         return {"batch": self.batch, "samples": len(self.rows.keys)}
 
     def is_wanted(self) -> bool:
-        """Tell whether nobody has given it up."""
+        """Return whether no thread has given up the job."""
         return not self._given_up
 
     def begin(self, worker: Worker) -> None:
@@ -92,13 +92,13 @@ class _Job:
                 worker.channel.shut()
 
     def end(self) -> bool:
-        """Note that no worker has the job any more; tell whether it is still wanted: if not, the channel was shut."""
+        """Note that no worker has the job any more. Return whether it is still needed; if not, the channel was shut."""
         with self._lock:
-            self._worker = None  # `give_up` shuts no channel from here on: the worker may be at another job
+            self._worker = None  # from here on `give_up` shuts no channel: the worker may have another job
             return not self._given_up
 
     def give_up(self) -> None:
-        """Note that the job is not wanted any more: whoever talks to its worker gets ChannelClosedError."""
+        """Note that the job is no longer needed: talking to its worker raises ChannelClosedError."""
         with self._lock:
             self._given_up = True  # final: the worker that has the job, or the next one, finds its channel shut
             if self._worker is not None:
@@ -114,19 +114,19 @@ class _BatchFailedError(Exception):
 
 
 class WorkerPool:
-    """``num_workers`` processes that build batches. Thread-safe: one thread per worker may be in ``build``.
+    """Build batches in ``num_workers`` processes. Thread-safe: one thread per worker may be in ``build``.
 
-    Processes start together with the first ``build`` or ``start``; ``close``, garbage collection or the end of the
-    interpreter stops them. They end by themselves when this process is gone.
+    Processes start together with the first ``build`` or ``start``. ``close``, garbage collection or the end of the
+    interpreter stops them. They also end when this process is gone.
 
     Args:
         num_workers: Number of processes.
-        recipe: How to build; its ``finish`` runs here, in the calling thread.
-        arena: Where most rows lie; must stay open while ``build`` runs.
-        ring: Where batches are built. The caller closes it, after the pool.
-        metrics: Where ``worker_restarts`` is counted; None: nowhere.
+        recipe: How to build. Its ``finish`` runs here, in the calling thread.
+        arena: Holds most rows; must stay open while ``build`` runs.
+        ring: Holds the batches. The caller closes it, after the pool.
+        metrics: Counts ``worker_restarts``; None: no count.
         server: A running fork server, which the caller closes after the pool; None: the one that all pools share.
-        pace: See the attribute; None: nothing is compared.
+        pace: See the attribute; None: no comparison.
 
     Attributes:
         num_workers: Number of processes.
@@ -156,7 +156,7 @@ class WorkerPool:
             replaced=partial(self._metrics.add, "worker_restarts"), num_slots=ring.num_slots,
         )  # fmt: skip
         self._stand_in: StandInWorker | None = None
-        self._may_stand_in = recipe.worker_init_fn is None  # its changes could not be undone
+        self._may_stand_in = recipe.worker_init_fn is None  # the changes that it makes could not be undone
         self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -180,22 +180,22 @@ class WorkerPool:
         self._processes.start()
 
     def limit_ring(self, limit_bytes: int) -> None:
-        """Set the bytes of all slots above which free slots of the ring return their pages."""
+        """Limit the bytes of all slots; above it, free slots of the ring return their pages."""
         self._ring.limit_bytes = limit_bytes
 
     def renew(self) -> bool:
-        """Replace the processes if the recipe, with the globals of the main script that it names, is another by now.
+        """Replace the processes if the recipe, or a global of the main script that it names, has changed.
 
         No ``build`` may be running.
 
         Returns:
-            Whether it is.
+            Whether it has changed.
 
         Raises:
-            ConfigError: It cannot be sent to a process any more.
+            ConfigError: It can no longer be sent to a process.
         """
         now = self._fingerprint()
-        if now == self._sent or now != self._fingerprint():  # or it is another one each time that it is pickled
+        if now == self._sent or now != self._fingerprint():  # or each pickle of it differs
             return False
         self._sent, self._pickle, self._stand_in = now, self._pickled(dumps), None
         self._processes.renew(self._pickle)
@@ -206,9 +206,9 @@ class WorkerPool:
         self._processes.surround(surroundings)
 
     def start_if_up(self, tell: Callable[[], None] | None = None) -> bool:
-        """Start the processes unless they are running; tell whether one is up, or none ever will be.
+        """Start the processes unless they are running. Return whether one is up, or none ever will be.
 
-        If not, ``tell`` is called once that is so, in any thread.
+        If not, ``tell`` is called once when that becomes true, in any thread.
         """
         self._processes.start()
         return self._processes.when_up(tell)
@@ -218,18 +218,18 @@ class WorkerPool:
         return self._processes.starts_quickly()
 
     def num_up(self) -> int:
-        """Return the number of processes that take batches; all of them if none can start, so a request raises why."""
+        """Return the number of processes that take batches; all if none can start, so that a request raises why."""
         return self._processes.num_up()
 
     def is_up(self, patience_s: float = 0.0) -> bool:
-        """Wait so long until a process is up, or none ever will be; tell whether that is so."""
+        """Wait up to ``patience_s`` until a process is up, or none ever will be. Return whether that is the case."""
         return self._processes.is_up(patience_s)
 
     def can_stand_in(self) -> bool:
-        """Tell whether the calling thread can build, with functions of its own, what a process of the pool would.
+        """Return whether the calling thread can build, with copies of the functions, the same batches as a process.
 
-        Only the main thread may: while another one builds, the training may draw from the generators of the process.
-        No thread may after functions have changed settings of the process.
+        Only the main thread can: while another thread builds, the training may draw from the generators of the process.
+        No thread can after functions have changed settings of the process.
         """
         if not self._may_stand_in or threading.current_thread() is not threading.main_thread():
             return False
@@ -247,13 +247,13 @@ class WorkerPool:
         seed: int,
         batch: int = -1,
     ) -> Any:
-        """Return what ``build`` does, made in the calling thread. Only if ``can_stand_in``.
+        """Return the same batch as ``build``, made in the calling thread. Call only if ``can_stand_in``.
 
         Nothing else may draw from the generators of the process meanwhile.
         """
         stand_in = self._stand_in
         if stand_in is None:
-            raise AssertionError("nobody has asked whether this process can stand in")
+            raise AssertionError("call can_stand_in first")
         changed: list[str] = []
         try:
             with as_in_a_process(), self._processes.surroundings.in_process(changed):
@@ -273,7 +273,7 @@ class WorkerPool:
         return self._recipe.finished(unpacked)
 
     def _never_again(self, changed: list[str]) -> None:
-        """Call functions only in worker processes from here on, because they changed this one, and log it."""
+        """Call functions only in worker processes from here on, because they changed this process, and log it."""
         self._may_stand_in = False
         _log.warning(
             "transform, decode or collate_fn changed settings of the whole process, while this process built a batch "
@@ -283,7 +283,7 @@ class WorkerPool:
         )  # fmt: skip
 
     def dismiss_stand_in(self) -> None:
-        """Let go of the functions that this process had to itself, unless they are running."""
+        """Drop this process's copies of the functions, unless they are running."""
         if self._stand_in is not None and not self._stand_in.describe():
             self._stand_in = None
 
@@ -297,24 +297,24 @@ class WorkerPool:
         seed: int | None = None,
         batch: int = -1,
     ) -> Any:
-        """Return the batch of ``rows``, as ``BatchBuilder.build`` does; its tensors lie in the ring.
+        """Return the batch of ``rows``, like ``BatchBuilder.build``. Its tensors lie in the ring.
 
-        ``substitutes`` and ``report`` are called in this thread, while the worker waits. What they raise aborts the
-        batch and is raised here. A worker that dies is replaced and its batch built again.
+        ``substitutes`` and ``report`` are called in this thread, while the worker waits. An exception of theirs aborts
+        the batch and is raised here. A worker that dies is replaced and its batch built again.
 
         Args:
             rows: The rows.
             valid: Mask, or None.
-            substitutes: For row i of the batch, single rows to try in its place.
+            substitutes: For row i of the batch, single rows to try instead.
             report: Called with every sample that could not be delivered, once each even if the batch is redone.
-            seed: Key of the epoch, which determines what the recipe's functions draw; None: nothing is seeded.
+            seed: Key of the epoch, which determines the random numbers of the recipe's functions; None: no seeding.
             batch: Number of the batch, for ``describe``.
 
         Raises:
             WorkerDiedError: The batch killed ``MAX_DEATHS`` workers.
             RuntimeError: The pool is closed, or was closed meanwhile.
             GivenUpError: The batch was given up.
-            BaseException: Whatever the recipe's functions raised, with the worker's traceback as a note.
+            BaseException: An exception of the recipe's functions, with the worker's traceback as a note.
         """
         job = _Job(rows, valid, substitutes, report, seed, batch)
         self._jobs.add(job)
@@ -324,32 +324,32 @@ class WorkerPool:
             self._jobs.discard(job)
 
     def give_up(self) -> None:
-        """Give up all batches being built now: their workers are killed, and calls of ``build`` raise GivenUpError.
+        """Give up all batches in progress: their workers are killed, and calls of ``build`` raise GivenUpError.
 
-        The pool stays usable; it replaces the killed workers when they are needed.
+        The pool stays usable. It replaces the killed workers when they are needed.
         """
         for job in self._jobs.copy():
             job.give_up()
         self._processes.wake()
 
     def describe(self) -> list[str]:
-        """Return what each worker is doing, and who holds the ring's slots, for people; from any thread."""
+        """Describe what each worker does, and how the ring's slots are used. May be called from any thread."""
         workers = self._processes.all()
         building = sum(worker.work is not None for worker in workers)
         kept = max(0, self._ring.num_taken - building)
-        ring = f"ring: {self._ring.num_free} slots free, {building} being built in, {kept} hold batches not let go of"
+        ring = f"ring: {self._ring.num_free} slots free, {building} in building, {kept} hold batches still in use"
         stand_in = self._stand_in
         return [*(() if stand_in is None else stand_in.describe()), *map(_state_of, workers), ring]
 
     def close(self) -> None:
-        """End the processes, even in the middle of a batch; calls of ``build`` in progress raise RuntimeError."""
+        """End the processes, even in the middle of a batch. Calls of ``build`` in progress raise RuntimeError."""
         self._end()
 
     def _bury(self, worker: Worker, job: _Job) -> None:
         """Record how the worker died, and replace it.
 
         Raises:
-            WorkerDiedError: Too many died from this batch.
+            WorkerDiedError: The batch has killed too many workers.
         """
         job.deaths.append(self._processes.replace(worker))
         if len(job.deaths) < MAX_DEATHS:
@@ -509,7 +509,7 @@ class _Dialogue:
         return NEXT, None if found is None else rows_to_wire(found, self._arena)
 
     def _read(self, chunk_id: int, start: int, stop: int, whole: bool) -> ReadBuffer | Exception:  # noqa: FBT001
-        """Return bytes of a distant member, or what the worker is to make of it."""
+        """Return bytes of a distant member, or the error that the worker has to handle."""
         if self._job.rows.read_distant is None:
             raise AssertionError("a worker read from the store, although all it needs was in memory")
         try:
@@ -530,7 +530,7 @@ def _state_of(worker: Worker) -> str:
 
 
 def _abort(worker: Worker) -> None:
-    """Have the worker give up the batch."""
+    """Have the worker abort the batch."""
     worker.channel.send((ABORT,))
     while worker.channel.receive()[0][0] != ABORTED:
         pass

@@ -35,7 +35,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def __init__(self, file: Any, buffer_callback: Callable[[PickleBuffer], Any] | None = None) -> None:
         main = sys.modules.get(_MAIN_OF_A_CHILD)
-        if main is not None and main.__name__ == _MAIN_OF_A_CHILD:  # elsewhere it is another name of __main__
+        if main is not None and main.__name__ == _MAIN_OF_A_CHILD:  # otherwise it is another name of __main__
             cloudpickle.register_pickle_by_value(main)
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
 
@@ -59,7 +59,7 @@ def dumps(thing: Any) -> bytes:
     """Pickle ``thing`` for ``pickle.loads`` in another process.
 
     Raises:
-        Exception: Whatever pickling a part of it raised.
+        Exception: Pickling a part of it raised it.
     """
     out = io.BytesIO()
     Pickler(out).dump(thing)
@@ -67,10 +67,10 @@ def dumps(thing: Any) -> bytes:
 
 
 def fingerprint(thing: Any) -> bytes:
-    """Return bytes that differ if ``dumps`` does; large memory is summed up, not copied.
+    """Return bytes that differ if ``dumps`` does. Large memory is hashed, not copied.
 
     Raises:
-        Exception: Whatever pickling a part of it raised.
+        Exception: Pickling a part of it raised it.
     """
     out = io.BytesIO()
 
@@ -88,10 +88,10 @@ def fingerprint(thing: Any) -> bytes:
 
 
 class Redefinitions:
-    """Notice functions and classes of the main script, or of a notebook, that are defined anew.
+    """Detect functions and classes of the main script, or of a notebook, that are defined again.
 
     Args:
-        functions: Those that are used, or objects of classes that are.
+        functions: Functions in use, or objects of classes in use.
     """
 
     def __init__(self, functions: Iterable[Any]) -> None:
@@ -102,7 +102,7 @@ class Redefinitions:
         self._used = {name: one for name, one in named.items() if main.get(name) is one}
 
     def new(self) -> list[str]:
-        """Return the names of those that were defined anew since this was last asked."""
+        """Return the names of those that were defined again since the last call."""
         main = vars(sys.modules["__main__"])
         found = [name for name, one in self._used.items() if main.get(name, one) is not one]
         self._used |= {name: main[name] for name in found}
@@ -110,7 +110,7 @@ class Redefinitions:
 
 
 class SentOnce:
-    """An object pickled once for many processes, its large memory in an anonymous file that all of them map.
+    """Pickle an object once for several processes, its large memory in an anonymous file that all of them map.
 
     A process's changes to it remain private. Its maker must ``close`` it when no more processes will start.
 
@@ -155,7 +155,7 @@ class SentOnce:
 
 
 def received(body: bytes, places: list[tuple[int, int]], fd: int) -> Any:
-    """Return the object of a ``SentOnce`` in another process; its memory is the file's until it is written to."""
+    """Return the object of a ``SentOnce`` in another process. Its memory is the file's until it is written to."""
     num_bytes = max((start + size for start, size in places), default=0)
     whole = np.empty(0, np.uint8)
     if num_bytes:
@@ -185,7 +185,7 @@ def _view(memory: Any) -> memoryview:
 
 
 def _reduce_memmap(array: Any) -> Any:
-    """Pickle a memmap by its file, which may be larger than memory; NumPy would send the contents."""
+    """Pickle a memmap as its file, which may be larger than memory; NumPy would send the contents."""
     file: Any = array._mmap
     if file is None or array.filename is None or not array.flags.c_contiguous or array.mode not in {"r", "r+", "c"}:
         return np.asarray(array).__reduce_ex__(5)

@@ -1,4 +1,16 @@
-"""Start the worker processes of a pool together, lend each to one thread, replace those that die."""
+"""Start the worker processes of a pool together, lend each to one thread, replace those that die.
+
+Life cycle of a worker::
+
+    spawned -> waiting for HELLO -> idle <-> taken -> ended
+
+- ``_spawn`` has the fork server fork it. A thread of its own sends the setup and waits for its first answer.
+- An idle worker has no work. ``take`` gives it to one thread, the only one to talk to it until ``give_back``.
+- A worker that dies while it is taken is replaced by its thread (``replace``); one that dies before it is up, by the
+  thread that waits for it. After ``MAX_DEATHS`` deaths in a row before ``HELLO`` the next ``take`` raises the cause.
+- ``retire`` ends a worker that was given up; the next ``take`` starts another one.
+- ``close`` ends all. From then on none is spawned or taken.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +35,28 @@ from streaming.run.engine.workers.surroundings import Surroundings
 _log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Workers that may die from one batch, or before they are up, one after the other: allows for a stray kill and a moment
-of low memory, but not for a habit."""
+"""Number of workers in a row that may die from one batch, or before they are up: allows for a stray kill and a moment
+of low memory, but not for a repeated cause."""
 _OWN_FILES = 2
-"""Files that this process opens for each worker: its connection, and its progress."""
+"""Number of files that this process opens per worker: its connection, and its progress."""
 _FILES_OF_SLOT = 2
-"""Files that it opens for each slot: the slot's own, and a duplicate that ``mmap`` keeps."""
+"""Number of files that this process opens per slot: the slot's own, and a duplicate that ``mmap`` keeps."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker process, as the parent sees it. Used only by the thread that took it.
+    """One worker process, as the parent sees it. Used only by the thread that has taken it.
 
     Attributes:
         number: Its number at the fork server.
         channel: The connection to it.
         slots: Ring slots that it has mapped.
-        place: Its number in the pool, in [0, num_workers); a replacement has the number of the worker it replaces.
-        surroundings: The settings that it has.
-        pid: None until its first answer.
-        work: The batch it builds; None while it is free.
+        place: Number in the pool, in [0, num_workers). A replacement has the number of the worker that it replaces.
+        surroundings: Settings that the worker has.
+        pid: Process id; None until its first answer.
+        work: The batch that it builds; None while it is free.
         progress: Shared memory in which it reports its progress.
-        before: How those ended, in words, that it replaces, and that were never up.
+        before: How its predecessors ended that were never up, in words.
         waiting: The thread that waits until it is up.
     """
 
@@ -66,10 +78,10 @@ class Worker:
 
 
 class Processes:
-    """``num_workers`` processes behind one fork server. Thread-safe.
+    """Run ``num_workers`` processes behind one fork server. Thread-safe.
 
-    A worker is idle, and can be taken, once it is up. Until then a thread of its own waits for it, and replaces it if
-    it dies.
+    ``_changed`` guards ``_workers``, ``_idle``, ``_server``, ``_closed``, ``_failure``, ``_tell``, ``_told`` and the
+    counts.
 
     Args:
         num_workers: Number of processes.
@@ -81,7 +93,7 @@ class Processes:
         num_slots: Number of ring slots that this process will open: an equal number for each worker, and one.
 
     Attributes:
-        surroundings: The settings that workers are to have.
+        surroundings: Settings that workers will have.
     """
 
     def __init__(
@@ -117,7 +129,7 @@ class Processes:
     def all(self) -> list[Worker]:
         """Return all workers, oldest first."""
         with self._changed:
-            # A copy: workers may start and end while the caller goes through it.
+            # A copy: workers may start and end while the caller iterates over it.
             return list(self._workers.values())
 
     def start(self) -> None:
@@ -131,15 +143,15 @@ class Processes:
             self._check_open()
             if self._num_files and not self._workers:
                 check_open_files("num_workers", self._num_workers, self._num_files, beside=_FILES_OF_SLOT)
-                self._num_files = 0  # checked once: from here on some of them are open
+                self._num_files = 0  # checked once: afterwards some of them are open
                 self._oom_kills = oom_kills()
-            while len(self._workers) < self._num_workers:  # afterwards each of num_workers comes, is idle, or in use
+            while len(self._workers) < self._num_workers:  # afterwards each of num_workers is starting, idle or in use
                 self._spawn()
 
     def renew(self, recipe: bytes) -> None:
-        """End all workers, none of which may be in use, and give another recipe to those that start from now on."""
+        """End all workers, none of which may be in use, and give later workers another recipe."""
         with self._changed:
-            # From here on nobody starts with the earlier recipe. All that did are retired: nobody can take one.
+            # From here on no worker starts with the earlier recipe. All that did are retired: none can be taken.
             self._recipe, self._most_up = recipe, 0
             earlier, self._idle = list(self._workers.values()), []
         for worker in earlier:
@@ -152,7 +164,7 @@ class Processes:
             self.surroundings = surroundings
 
     def follow(self, worker: Worker) -> None:
-        """Lay the settings in a taken worker, as far as its own differ.
+        """Apply the settings in a taken worker, if its own differ.
 
         Raises:
             ChannelClosedError: The worker has died.
@@ -169,20 +181,20 @@ class Processes:
         self._tell_of(lost)
 
     def when_up(self, tell: Callable[[], None] | None) -> bool:
-        """Have ``tell`` called, in any thread, once a worker is up, or none will ever be, instead of those before it.
+        """Have ``tell`` called, in any thread, once a worker is up, or none will ever be, instead of earlier ones.
 
         Returns:
-            Whether that is so already; then it is not called.
+            Whether that is so already; then ``tell`` is not called.
         """
         with self._changed:
-            # Whoever brings the first worker up calls what stands here then.
+            # The thread that brings the first worker up calls the function stored here.
             self._tell = None if self._is_up() else tell
             return self._is_up()
 
     def is_up(self, patience_s: float = 0.0) -> bool:
-        """Wait so long until a worker is up, or none will ever be; tell whether that is so."""
+        """Wait up to ``patience_s`` until a worker is up, or none will ever be. Return whether that is the case."""
         with self._changed:
-            # What is told was so under the lock; a worker may die at any time after that.
+            # The answer was true under the lock; a worker may die at any time after that.
             return self._changed.wait_for(self._is_up, patience_s)
 
     def starts_quickly(self) -> bool:
@@ -200,17 +212,17 @@ class Processes:
             return self._num_workers if self._failure is not None else self._most_up
 
     def take(self, is_wanted: Callable[[], bool] = lambda: True) -> Worker | None:
-        """Take a free worker for this caller alone; follow with ``give_back`` or ``replace``.
+        """Take a free worker for this caller alone. Follow with ``give_back`` or ``replace``.
 
-        Blocks until one is free; returns None once none ``is_wanted``: see ``wake``.
+        Blocks until one is free. Returns None once ``is_wanted`` returns False: see ``wake``.
 
         Raises:
             RuntimeError: The pool is closed, or was closed while waiting.
-            WorkerDiedError: ``MAX_DEATHS`` died before they were up, each in the place of the one before.
+            WorkerDiedError: ``MAX_DEATHS`` workers in a row died before they were up.
         """
         with self._changed:
             while is_wanted():
-                failure, self._failure = self._failure, None  # told once: the next caller starts others
+                failure, self._failure = self._failure, None  # raised once: the next caller starts others
                 if failure is not None:
                     raise failure
                 self.start()
@@ -220,23 +232,23 @@ class Processes:
             return None
 
     def wake(self) -> None:
-        """Have all who wait in ``take`` look again whether a worker is wanted."""
+        """Have all threads that wait in ``take`` check again whether they need a worker."""
         with self._changed:
-            # Whoever waits looks after this at what has made it unwanted.
+            # Waiting threads check, after this, the change that made the worker unnecessary.
             self._changed.notify_all()
 
     def give_back(self, worker: Worker) -> None:
-        """Put back a worker, which is free again."""
+        """Return a worker, which is free again."""
         with self._changed:
             worker.work = None
             if self._closed:
                 worker.close()
                 return
-            self._idle.append(worker)  # an idle worker has no work, so whoever takes it is the only one to talk to it
+            self._idle.append(worker)  # an idle worker has no work: only the thread that takes it talks to it
             self._changed.notify()
 
     def replace(self, worker: Worker, *, kill: bool = False) -> str:
-        """Replace a worker that died, or that is to be killed; return how it ended.
+        """Replace a worker that died, or that has to be killed. Return how it ended.
 
         Raises:
             RuntimeError: The pool is closed.
@@ -249,7 +261,7 @@ class Processes:
         with self._changed:
             self._workers.pop(worker.number, None)
             self._check_open()
-            self._spawn()  # as many as before, the new one coming; a pool closed meanwhile gets none
+            self._spawn()  # the same number as before; a pool closed meanwhile gets none
         self._replaced()
         ended = self._how_it_ended(worker.pid, status)
         if not kill:
@@ -257,23 +269,23 @@ class Processes:
         return ended
 
     def retire(self, worker: Worker) -> None:
-        """Kill a worker without replacing it until one is needed. It is dead when this returns, if the server is up."""
+        """Kill a worker without replacing it until one is needed. It is dead on return, if the server is up."""
         with self._changed:
-            self._workers.pop(worker.number, None)  # one too few until the next `take`, which starts another
+            self._workers.pop(worker.number, None)  # one too few, until the next `take` starts another
             self._changed.notify()
         worker.channel.shut()
         server = self._server
         if server is not None:
             _end(server, worker, kill=True)
-        if worker.pid is not None:  # otherwise it is the thread that waits for it who does
+        if worker.pid is not None:  # otherwise the thread that waits for it does
             worker.close()
 
     def close(self) -> None:
-        """End all workers, even in the middle of a batch. Whoever talks to one gets ChannelClosedError."""
+        """End all workers, even in the middle of a batch. Threads that talk to one get ChannelClosedError."""
         if os.getpid() != self._owner_pid:  # a fork of the owner has nothing to end
             return
         with self._changed:
-            self._closed = True  # no worker is spawned or taken from here on: these are the last ones
+            self._closed = True  # from here on no worker is spawned or taken
             workers, self._workers = list(self._workers.values()), {}
             idle, self._idle = self._idle, []
             server, self._server = self._server, None
@@ -297,7 +309,7 @@ class Processes:
             raise RuntimeError("the worker pool is closed")
 
     def _spawn(self, before: tuple[str, ...] = ()) -> None:
-        """Start one more worker, in a new server if there is none or it has ended; call with the lock held."""
+        """Start one more worker, in a new server if there is none or it has ended. Call with the lock held."""
         server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
         place = min(set(range(self._num_workers)) - {one.place for one in self._workers.values()})
@@ -309,7 +321,7 @@ class Processes:
                 try:
                     server.spawn(worker.number, theirs)
                 except ServerClosedError:
-                    with suppress(ServerClosedError):  # then the worker's socket ends, which its thread notices
+                    with suppress(ServerClosedError):  # then the worker's socket ends, and its thread notices
                         self._start_server().spawn(worker.number, theirs)
             name = f"shardstream-worker-{worker.number}"
             worker.waiting = threading.Thread(target=self._meet, args=(worker,), name=name, daemon=True)
@@ -320,7 +332,7 @@ class Processes:
         self._workers[worker.number] = worker
 
     def _meet(self, worker: Worker) -> None:
-        """Send a new worker what it needs, and wait until it is up; replace it if it dies before that."""
+        """Send a new worker its setup, and wait until it is up. Replace it if it dies before that."""
         laid, lost = worker.surroundings.to_lay()
         try:
             setup = (SETUP, self._recipe, self._arena_bytes, worker.place, laid)
@@ -336,7 +348,7 @@ class Processes:
             if self._is_gone(worker):
                 worker.close()
                 return
-            # From here on whoever takes it is the only one to talk to it.
+            # From here on only the thread that takes it talks to it.
             worker.pid = pid
             self._most_up = max(self._most_up, sum(one.pid is not None for one in self._workers.values()))
             self._idle.append(worker)
@@ -358,9 +370,9 @@ class Processes:
             del self._workers[worker.number]
             before = (*worker.before, self._how_it_ended(None, status))
             if len(before) < MAX_DEATHS:
-                self._spawn(before)  # as many as before
+                self._spawn(before)  # the same number as before
             else:
-                self._failure = _not_starting(before)  # one too few; who takes one gets this, and tries again later
+                self._failure = _not_starting(before)  # one too few; the next `take` raises this
                 tell, self._tell = self._tell, None
                 self._changed.notify_all()
         self._replaced()
@@ -381,13 +393,13 @@ class Processes:
             )  # fmt: skip
 
     def _warn(self, ended: str, doing: str) -> None:
-        """Log that a worker has died by itself: the first time, and whenever the number of deaths has doubled."""
+        """Log that a worker has died unasked: the first time, and whenever the number of deaths has doubled."""
         with self._changed:
-            self._num_deaths += 1  # each death has a number of its own
+            self._num_deaths += 1  # each death has its own number
             count = self._num_deaths
         if count & (count - 1) == 0:
             _log.warning(
-                "%s. %s. Another takes its place. Worker processes of this loader that have died: %d (said at 1, 2, 4, "
+                "%s. %s. Another replaces it. Worker processes of this loader that have died: %d (logged at 1, 2, 4, "
                 "8, …). %s", ended, redact_text(doing), count,
                 "Lower num_workers, batch_size or memory_limit, or give the job more memory" if "SIGKILL" in ended
                 else "num_workers=0 shows where a decoder or transform crashes or exits",
@@ -418,7 +430,7 @@ def _not_starting(deaths: tuple[str, ...]) -> WorkerDiedError:
 
 
 def _end(server: ForkServer, worker: Worker, *, kill: bool) -> None:
-    """End a worker whose channel is shut; waits for that unless the server is still starting."""
+    """End a worker whose channel is shut, and wait for its end unless the server is still importing."""
     if worker.pid is None and server.is_starting():
         server.kill(worker.number)
     else:

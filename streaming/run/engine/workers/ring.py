@@ -1,18 +1,21 @@
 """Build batches in slots of anonymous shared memory, which their users own: the batch ring.
 
-A slot is lent for one batch and returns when nothing refers to that batch's memory any more: every tensor, view and
-array of the batch keeps one NumPy array alive, whose finalizer returns the slot. So a batch that is kept never changes;
-users who keep many get additional slots, and beyond ``MAX_EXTRA_SLOTS`` private copies.
+Life cycle of a slot::
 
-Slots are sparse: their address range (``span_bytes``) is generous, and pages are allocated at the first touch. If all
-slots together hold more than ``limit_bytes``, free ones return their pages.
+    free -> taken -> wrapped, with its batch -> free
 
-A forked child has the batches that its parent held, in the same shared memory. What it writes there remains private
-(``Slot.part``), it never returns a slot, and its parent uses none of these slots again: it cannot know how long the
-child will hold them.
-
-There are no locks: finalizers run whenever the garbage collector likes, perhaps in a thread that is executing these
-very functions. All the state that they touch is changed by single atomic operations.
+- A slot is lent for one batch and returns when nothing refers to that batch's memory any more: every tensor, view and
+  array of the batch keeps one NumPy array alive, whose finalizer returns the slot. So a batch that is kept never
+  changes. A user who keeps many batches gets additional slots, and beyond ``MAX_EXTRA_SLOTS`` private copies.
+- A slot whose batch failed returns at once (``give_back``). A slot that another process may still write to is dropped
+  for good (``discard``).
+- Slots are sparse: their address range (``span_bytes``) is generous, and pages are allocated at the first touch. If all
+  slots together hold more than ``limit_bytes``, free ones return their pages.
+- A forked child has the batches that its parent held, in the same shared memory. Its writes there remain private
+  (``Slot.part``), and it never returns a slot. Its parent uses none of these slots again: it cannot know how long the
+  child will hold them.
+- There are no locks: finalizers run at any time, perhaps in a thread that is executing these very functions. All state
+  that they touch is changed by single atomic operations.
 """
 
 from __future__ import annotations
@@ -44,22 +47,22 @@ _log = logging.getLogger(__name__)
 ALIGN_BYTES = 64
 """A cache line, and more than any dtype requires."""
 FIRST_SPAN_BYTES = 64 << 20
-"""Address range of the first slots; a batch that needs more grows its slot, and later slots have that size."""
+"""Address range of the first slots. A batch that needs more grows its slot, and later slots have that size."""
 MAX_EXTRA_SLOTS = 32
-"""Slots beyond the nominal number: each costs two descriptors (``mmap`` keeps one), of which a process has 1,000."""
+"""Slots beyond the nominal number. Each costs two descriptors (``mmap`` keeps one); a process has 1,000."""
 
 
 class PageLocker(Protocol):
-    """Make memory page-locked, so that a device can copy straight from it. Thread-safe."""
+    """Make memory page-locked, so that a device can copy directly from it. Thread-safe."""
 
     def lock(self, memory: Memory) -> bool:
-        """Lock the whole pages of ``memory``; False if that is impossible."""
+        """Lock the whole pages of ``memory``. Return False if that is impossible."""
 
     def unlock(self, memory: Memory) -> None:
         """Undo ``lock`` of the same memory."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor with arbitrary content in page-locked memory that nobody has to lock or unlock."""
+        """Return a contiguous tensor with arbitrary content in page-locked memory that needs no lock or unlock."""
 
 
 class Slot:
@@ -85,7 +88,7 @@ class Slot:
             raise
 
     def follow(self) -> None:
-        """Map all of it, if another process has enlarged it; arrays over an earlier mapping remain valid."""
+        """Map all of it, after another process has enlarged it. Arrays over an earlier mapping remain valid."""
         span = os.fstat(self.fd).st_size
         if span != self.span_bytes:
             self.unlock()
@@ -99,17 +102,17 @@ class Slot:
         self.follow()
 
     def touched(self, num_bytes: int) -> None:
-        """Note that its first bytes were written: their pages stay until ``trim``."""
+        """Note that the first bytes were written: their pages stay until ``trim``."""
         self.held_bytes = max(self.held_bytes, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def trim(self) -> None:
-        """Return its pages to the system, in all processes that map it. The slot must be unused."""
+        """Return its pages to the system, in all processes that map it. The slot must be free."""
         self.unlock()
         self.held_bytes = 0
         remove_pages(self.memory)
 
     def lock(self, locker: PageLocker, num_bytes: int) -> bool:
-        """Page-lock its first bytes: once, or anew if there are more than before. The slot must not be in use yet.
+        """Page-lock the first bytes: once, or again if there are more than before. The slot must not be in use yet.
 
         Returns:
             Whether they are locked.
@@ -136,11 +139,11 @@ class Slot:
         self._locked = None
 
     def part(self) -> None:
-        """Separate what a forked child holds, and will write there, from the parent's memory."""
+        """Separate the memory that a forked child holds, and will write to, from the parent's."""
         map_privately(_address(self.array()), self.span_bytes, self.fd)
 
     def array(self, num_bytes: int | None = None) -> Memory:
-        """Return a new array over its first bytes (default: all); views of it refer to it."""
+        """Return a new array over its first bytes (default: all). Views of it refer to it."""
         return np.frombuffer(self.memory, np.uint8, self.span_bytes if num_bytes is None else num_bytes)
 
     def close_fd(self) -> None:
@@ -150,7 +153,7 @@ class Slot:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the slot, which is no longer needed; the mapping goes with the last array over it."""
+        """Close the slot, which is no longer needed. The mapping ends with the last array over it."""
         self.unlock()
         self.close_fd()
         del self.memory
@@ -193,7 +196,7 @@ class SlotWriter:
 
 
 class Lease:
-    """One slot for a batch that is built in this process. For one thread; ends with the last tensor it gave."""
+    """One slot for a batch that is built in this process. For one thread. Ends with the last tensor from it."""
 
     def __init__(self, root: Memory | None, want_span: Any) -> None:
         self._root = root
@@ -206,7 +209,7 @@ class Lease:
         return 0 if self._root is None else min(self._used_bytes, len(self._root))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor with arbitrary content, in the slot or, if that is full or given up, elsewhere."""
+        """Return a contiguous tensor with arbitrary content: in the slot or, if that is full or given up, elsewhere."""
         start = -(-self._used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self._used_bytes = start + _num_bytes(shape, dtype)
         if self._root is None:
@@ -222,12 +225,12 @@ class Lease:
 
 
 class BatchRing:
-    """Slots for the batches that are being built, waiting, or with their user. Thread-safe.
+    """Slots for the batches that are being built, waiting, or with their user. Thread-safe, without a lock.
 
     Args:
-        num_slots: Free slots to keep: as many as are usually being built, waiting and in use.
+        num_slots: Number of free slots to keep: the usual number of batches being built, waiting and in use.
         span_bytes: Address range of a new slot.
-        limit_bytes: Memory limit of all slots; only batches that are being built, waiting or kept may exceed it.
+        limit_bytes: Memory limit of all slots. Only batches that are being built, waiting or kept may exceed it.
 
     Attributes:
         limit_bytes: See above; may be set at any time.
@@ -242,7 +245,7 @@ class BatchRing:
         self._free: deque[Slot] = deque()
         self._taken: set[Slot] = set()
         self._lent: set[Slot] = set()
-        """Of these some forked child may hold a batch: they are never used again."""
+        """Slots whose batch some forked child may hold; never used again."""
         self._closed = False
         self._maker_pid = os.getpid()
         before_forks(self, BatchRing._lend)
@@ -252,17 +255,17 @@ class BatchRing:
 
     @property
     def num_taken(self) -> int:
-        """Slots of batches that are being built or that somebody keeps."""
+        """Number of slots of batches that are being built or kept."""
         return len(self._taken)
 
     @property
     def num_free(self) -> int:
-        """Slots that wait to be reused."""
+        """Number of slots that wait for reuse."""
         return len(self._free)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that batches have written and no slot has returned, in whole pages."""
+        """Bytes that batches have written and that no slot has returned, in whole pages."""
         return sum(slot.held_bytes for slot in (*self._free.copy(), *self._taken.copy()))
 
     @property
@@ -273,7 +276,7 @@ class BatchRing:
         )
 
     def take(self) -> Slot:
-        """Take a slot for this caller alone; follow with ``wrap``, ``give_back`` or ``discard``."""
+        """Take a slot for this caller alone. Follow with ``wrap``, ``give_back`` or ``discard``."""
         try:
             slot = self._free.pop()  # the most recently used: its pages are likely in a cache
         except IndexError:
@@ -284,11 +287,11 @@ class BatchRing:
     def wrap(self, slot: Slot, num_bytes: int) -> Memory:
         """Return the slot's first bytes as an array.
 
-        The slot returns by itself when the array and all its views are gone.
+        The slot returns when the array and all its views are gone.
         """
         self._trim_pages()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        if len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS:  # so many are kept that new batches are copied out
+        if len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS:  # too many are kept: copy new batches
             copy = slot.array(num_bytes).copy()
             self.give_back(slot)
             return copy
@@ -298,11 +301,11 @@ class BatchRing:
         return root
 
     def give_back(self, slot: Slot) -> None:
-        """Put back a slot that is free. Does nothing in a forked child: the slot is the parent's."""
+        """Return a slot that is free. Do nothing in a forked child: the slot is the parent's."""
         if os.getpid() != self._maker_pid:
             return
         self._taken.discard(slot)
-        if slot in self._lent:  # a slot is in one of both sets as long as any process may refer to its memory
+        if slot in self._lent:  # a slot stays in one of the two sets while any process may refer to its memory
             self._lent.discard(slot)
             slot.close()
             return
@@ -343,7 +346,7 @@ class BatchRing:
             lease.end()
 
     def close(self) -> None:
-        """Free unused slots. Batches that are kept stay valid, and free their memory when they go."""
+        """Free unused slots. Batches that are kept stay valid, and free their memory at their end."""
         self._closed = True
         self._trim()
         for slot in list(self._taken):
@@ -381,7 +384,7 @@ class BatchRing:
             )
 
     def _trim_pages(self) -> None:
-        """Return pages of free slots, the one idle longest first, until all hold no more than the limit."""
+        """Return pages of free slots, longest idle first, until all slots hold no more than the limit."""
         for _ in range(len(self._free)):
             if self.held_bytes <= self.limit_bytes:
                 return
@@ -395,7 +398,7 @@ class BatchRing:
     def _trim(self) -> None:
         while len(self._free) > (0 if self._closed else self.num_slots):
             try:
-                self._free.popleft().close()  # the one idle longest
+                self._free.popleft().close()  # the longest idle
             except IndexError:  # another thread took it
                 return
 

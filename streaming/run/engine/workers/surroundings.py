@@ -35,12 +35,12 @@ from streaming.build.decode import registry
 from streaming.run.engine.workers.portable import dumps
 
 Reach = Literal["process", "thread", "here"]
-"""Scope of a setting: ``process``, shared by its threads; ``thread``, one for each thread; ``here``, not carried to
+"""Scope of a setting: ``process``, shared by its threads; ``thread``, one value per thread; ``here``, not carried to
 workers, which have their own, but restored when a function changes it in this process."""
 Laid = tuple[tuple[str, bytes], ...]
 """Names of settings, and their pickled values."""
 _GONE: Final = object()
-"""The value of a setting whose library is not imported, so that it cannot have been set."""
+"""Value of a setting whose library is not imported, so that it cannot have been set."""
 _PLAIN: Final = (type(None), bool, int, float, str)
 
 
@@ -53,7 +53,7 @@ def _never(name: str, before: Any, after: Any) -> list[str]:  # noqa: ARG001  se
 
 
 def _each(template: str, name: str, before: Any, after: Any, *, may_grow: bool = False) -> list[str]:  # noqa: ARG001
-    """Name the entries that differ; with ``may_grow``, new entries come from an import and are no change."""
+    """Name the entries that differ. With ``may_grow``, new entries come from an import and are no change."""
     names = sorted(before if may_grow else before.keys() | after.keys())
     return [template.format(one) for one in names if before.get(one, _GONE) != after.get(one, _GONE)]
 
@@ -63,10 +63,10 @@ class Setting:
     """One row of the table.
 
     Attributes:
-        name: Its name for people.
-        read: Returns its value, or ``_GONE``.
+        name: Name for people.
+        read: Returns the value, or ``_GONE``.
         lay: Applies a value, or the result of ``sent`` for it.
-        reach: Its scope.
+        reach: The scope.
         sent: Returns the picklable form of a value.
         changes: Names the differences between two values that count as changes by a function.
         hold: Applies a value in this thread for the duration of a context; None: ``lay`` does.
@@ -97,17 +97,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The values of the carried settings at one moment, by name."""
+    """Values of the carried settings at one moment, by name."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def taken(cls, *, of_threads: bool = False) -> Surroundings:
-        """Take the current values in this thread; with ``of_threads``, only those of per-thread settings."""
+        """Take the current values in this thread. With ``of_threads``, take only per-thread settings."""
         return cls(_now(_OF_THREADS if of_threads else _CARRIED))
 
     def to_lay(self, but: Surroundings | None = None) -> tuple[Laid, list[str]]:
-        """Return the settings to send to a process that has those of ``but``, and words for the rest."""
+        """Return the settings to send to a process that has those of ``but``, and messages about the others."""
         laid, lost = [], []
         for one in _CARRIED:
             value = self.values[one.name]
@@ -120,7 +120,7 @@ class Surroundings:
         return tuple(laid), lost
 
     def changed_since(self, before: Surroundings) -> list[str]:
-        """Name the changes since ``before``, except for those of imports."""
+        """Name the changes since ``before``, except those of imports."""
         return [
             name for one in _CARRIED for name in one.changes(one.name, before.values[one.name], self.values[one.name])
         ]
@@ -129,7 +129,7 @@ class Surroundings:
     def in_thread(self) -> Iterator[None]:
         """Apply the per-thread settings in this thread."""
         differing = [one for one in _OF_THREADS if one.read() != self.values[one.name]]
-        if not differing:  # as in most programs, for each batch
+        if not differing:  # the usual case, for each batch
             yield
             return
         with ExitStack() as stack:
@@ -139,7 +139,7 @@ class Surroundings:
 
     @contextmanager
     def in_process(self, changed: list[str]) -> Iterator[None]:
-        """Apply all settings in this process; in the main thread, while the training waits.
+        """Apply all settings in this process: in the main thread, while the training waits.
 
         Changes made meanwhile are undone at the end, and named in ``changed``.
         """
@@ -158,17 +158,17 @@ class Surroundings:
                     names = one.changes(one.name, before[one.name], after[one.name])
                     if names:
                         changed += names
-                        with suppress(Exception):  # as far as possible: it is named in any case
+                        with suppress(Exception):  # undo what is possible: the change is named in any case
                             one.lay(before[one.name])
 
 
 def lay(settings: Laid) -> list[str]:
-    """Apply settings in this process; return words for those that cannot be applied, with the reason."""
+    """Apply settings in this process. Return a message with the reason for each that cannot be applied."""
     problems = []
     for name, value in settings:
         try:
             one, wanted = _BY_NAME[name], pickle.loads(value)  # noqa: S301  from our parent
-            if one.read() != wanted:  # a setter may import much
+            if one.read() != wanted:  # a setter may import large modules
                 one.lay(wanted)
         except Exception as error:  # noqa: BLE001  another library's setter, or a class that does not load
             problems.append(f"{name} ({type(error).__name__}: {error})")
@@ -207,7 +207,7 @@ def _zone() -> Any:
 
 def _lay_zone(wanted: Any) -> None:
     if wanted != _zone():
-        time.tzset()  # follows the environment, which is laid before
+        time.tzset()  # reads the environment, which is laid before
 
 
 def _umask() -> Any:
@@ -223,7 +223,7 @@ def _umask() -> Any:
 
 
 def _lay_filters(wanted: Iterable[tuple[Any, ...]]) -> None:
-    """Replace the filters; a category may be given by module and name, so that nothing is imported for it."""
+    """Replace the filters. A category may be given by module and name, so that nothing is imported for it."""
     warnings.resetwarnings()  # drops decisions cached under the earlier filters
     warnings.filters[:] = [  # type: ignore[index]
         (action, text, _named(*category) if isinstance(category, tuple) else category, module, line)
@@ -382,7 +382,7 @@ def _lay_autocast(wanted: tuple[Any, ...]) -> None:
 
 
 def _flushes_tiny() -> bool:
-    """Return whether this thread flushes denormals to zero; torch can set that but not read it."""
+    """Return whether this thread flushes denormals to zero. Torch can set that but not read it."""
     half = float(np.float64(sys.float_info.min)) / 2
     return half * 1.0 == 0.0
 
@@ -400,7 +400,7 @@ def _pillow_flags() -> dict[str, Any]:
 
 
 @cache
-def _flags(module: str, size: int) -> list[str]:  # noqa: ARG001  the size keys the cache: a grown module is read anew
+def _flags(module: str, size: int) -> list[str]:  # noqa: ARG001  the size keys the cache: a grown module is read again
     known = list(vars(sys.modules[module]).items())
     return [name for name, value in known if name.isupper() and (type(value) in _PLAIN or isinstance(value, Enum))]
 
@@ -478,7 +478,7 @@ SETTINGS: Final = (
     Setting(name="torch's default dtype", read=torch.get_default_dtype, lay=torch.set_default_dtype),
     Setting(
         name="torch's default device", read=torch.get_default_device, lay=_lay_device, reach="thread",
-        hold=lambda value: value,  # a device is a context, and the innermost one holds
+        hold=lambda value: value,  # a device is a context, and the innermost one applies
     ),
     Setting(
         name="torch's gradient mode", read=_records, lay=torch.set_grad_enabled, reach="thread", hold=_recording
@@ -527,8 +527,8 @@ SETTINGS: Final = (
     Setting(name="the standard streams", read=_streams, lay=_lay_streams, reach="here"),
     Setting(name="the root logger", read=_logging, lay=_lay_logging, reach="here"),
 )  # fmt: skip
-"""The table. A row comes after rows that it depends on: a plugin after ``sys.path``, the time zone after the
-environment. Filters come last, since imports add some."""
+"""The table. A row follows the rows that it depends on: a plugin ``sys.path``, the time zone the environment. Filters
+come last, since imports add some."""
 _CARRIED: Final = tuple(one for one in SETTINGS if one.reach != "here")
 _OF_THREADS: Final = tuple(one for one in SETTINGS if one.reach == "thread")
 _BY_NAME: Final = {one.name: one for one in SETTINGS}

@@ -1,7 +1,7 @@
 """Carry rows from the training process to its workers, and batches and errors back.
 
-A batch is sent as a pickle (protocol 5) whose buffers lie in a ring slot: those of tensors and arrays anywhere in it,
-and long lists of ``bytes`` as one buffer. Tensors from ``SlotWriter.allocate`` are there already.
+A batch is sent as a pickle (protocol 5) whose buffers lie in a ring slot: the buffers of all its tensors and arrays,
+and long lists of ``bytes`` as one buffer each. Tensors from ``SlotWriter.allocate`` are in the slot already.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WireRows: TypeAlias = tuple[
 
 
 def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
-    """Return ``rows`` without their buffer if it is the arena, else with it."""
+    """Return ``rows`` without their buffer if that is the arena, else with it."""
     inline = None if arena is not None and rows.memory is arena.memory else bytes(rows.memory)
     fields = {name: (where.starts, where.sizes) for name, where in rows.fields.items()}
     damage = dumps(dict(rows.damage)) if rows.damage else None
@@ -51,7 +51,7 @@ def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
 def rows_from_wire(
     wire: WireRows, memory: Any, view: memoryview, read_distant: ReadDistant | None = None
 ) -> Rows:  # fmt: skip
-    """Return the rows; ``memory`` and ``view`` are the arena's, and ``read_distant`` asks whoever sent them."""
+    """Return the rows. ``memory`` and ``view`` are the arena's; ``read_distant`` asks the process that sent them."""
     inline, keys, urls, fields, damage, numbers, positions, sources, packs, chunk_ids = wire
     return Rows(
         memory=memory if inline is None else inline,
@@ -77,10 +77,10 @@ class Parcel:
     """A batch whose buffers lie in a slot.
 
     Attributes:
-        body: The pickle; None: it is the last buffer.
+        body: The pickle; None: the last buffer is the pickle.
         echoes: Entries of the batch that are the rows' own lists: name to ``"keys"`` or ``"urls"``.
         buffers: Start and size of each buffer in the slot.
-        used_bytes: Bytes of the slot in use.
+        used_bytes: Number of bytes of the slot in use.
     """
 
     body: bytes | None
@@ -93,7 +93,7 @@ def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
     """Pack ``batch`` with its memory in the writer's slot.
 
     Raises:
-        Exception: Whatever pickling a part of the batch raised.
+        Exception: Pickling a part of the batch raised it.
     """
     echoes: dict[str, str] = {}
     if type(batch) is dict:
@@ -120,7 +120,7 @@ def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
 
 
 def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> Any:
-    """Return the batch; its tensors and arrays are views of ``memory`` (the slot's used bytes) and keep it alive."""
+    """Return the batch. Its tensors and arrays are views of ``memory`` (the slot's used bytes) and keep it alive."""
     buffers = [memory[start : start + size] for start, size in parcel.buffers]
     body = buffers.pop().data if parcel.body is None else parcel.body
     batch = pickle.loads(body, buffers=buffers)  # noqa: S301  from our own worker
@@ -130,7 +130,7 @@ def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> 
 
 
 def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict[str, str]) -> Any:
-    """Return ``value``, or a substitute that is cheaper to send."""
+    """Return ``value``, or a replacement that is cheaper to send."""
     if type(value) is not list or not value:
         return value
     if name == "__key__" and value == rows.keys:
@@ -149,7 +149,7 @@ def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict
 
 
 class _BytesList:
-    """Stand for a list of ``bytes`` or None: all of them end to end in ``room``, and their sizes (None: -1)."""
+    """Represent a list of ``bytes`` or None: all of them end to end in ``room``, and their sizes (None: -1)."""
 
     def __init__(self, values: list[bytes | None], sizes: Int64Array, room: Memory) -> None:
         self._sizes = sizes
@@ -187,7 +187,7 @@ def _bytes_list(memory: Any, sizes: Int64Array) -> list[bytes | None]:
 
 
 def error_to_wire(error: BaseException, where: str) -> list[bytes]:
-    """Pickle the exception and its causes, one by one; ``where`` and the traceback become notes."""
+    """Pickle the exception and its causes, one by one. ``where`` and the traceback become notes."""
     trace = "".join(traceback.format_exception(error))
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None and len(chain) < 8:
@@ -197,7 +197,7 @@ def error_to_wire(error: BaseException, where: str) -> list[bytes]:
 
 
 def error_from_wire(blobs: list[bytes]) -> BaseException:
-    """Return the exception, to be raised, with its causes and notes as in the worker."""
+    """Return the exception, ready to be raised, with its causes and notes as in the worker."""
     *chain, note = [pickle.loads(blob) for blob in blobs]  # noqa: S301  from our own worker
     for link, cause in pairwise(chain):
         link.__cause__ = cause
