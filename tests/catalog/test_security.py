@@ -136,6 +136,10 @@ def test_no_source_file_calls_what_runs_data() -> None:
             "shard_tools/running/process_main.py",  # a user's function and inputs, from the process that has them
             "shard_tools/running/processes.py",  # what its own worker processes answer
             "shard_tools/change/functions/source.py",  # the error of such a process
+            "streaming/testing/layouts.py",  # batteries of tests: what they have pickled themselves
+            "streaming/testing/sources.py",
+            "streaming/testing/stores.py",
+            "streaming/testing/children.py",  # the result of a forked child
         },
         "pickle.Unpickler": {
             "streaming/run/engine/workers/main.py",
