@@ -137,6 +137,7 @@ def test_no_source_file_calls_what_runs_data() -> None:
             "shard_tools/running/processes.py",  # what its own worker processes answer
             "shard_tools/change/functions/source.py",  # the error of such a process
             "streaming/testing/layouts.py",  # batteries of tests: what they have pickled themselves
+            "streaming/testing/decoders.py",
             "streaming/testing/sources.py",
             "streaming/testing/stores.py",
             "streaming/testing/children.py",  # the result of a forked child
