@@ -235,7 +235,7 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 def narrowed(
     storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None, *, tells: bool = True
 ) -> Selection | None:
-    """Return the samples that a filter keeps; None: there is no filter and no index.
+    """Return the samples that a filter keeps; None: there is nothing to filter and no index.
 
     With ``tells``, one INFO line logs their number, which is the same on all ranks.
 

@@ -1,4 +1,4 @@
-"""Read the samples of shards as a user's options say: ``SampleSource``."""
+"""Read the samples of shards according to the user's options: ``SampleSource``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
 
 class SampleSource(ChunkSource, SampleRows):
-    """Open shards, and read their samples: what loops, the engine and tools see of a ``StreamingDataset``.
+    """Open shards, and read their samples: the source behind a ``StreamingDataset``.
 
     A ``streaming.run.engine.source.Source``, or without an index at least a ``ShardSet``. Thread-safe and picklable.
     Its options are those of ``StreamingDataset``, which checks them and has their defaults.
@@ -108,17 +108,17 @@ class SampleSource(ChunkSource, SampleRows):
         self._recent = RandomAccess()
 
     def _narrow(self, asked: Filter | None, peers: Peers | None, *, tells: bool) -> None:
-        """Apply the filter; ``tells`` logs the number of samples it keeps."""
+        """Apply the filter; with ``tells``, log the number of samples that it keeps."""
         self._asked = "" if asked is None else asked.words
         if asked is not None and asked.where is not None:
             self.meaning.check_condition(asked.where.names, asked.where.text)
         self._selection = narrowed(self.storage, self.shards, asked, peers, tells=tells)
 
     def _meet(self, classes: Classes) -> None:
-        """Find what the sets mean whose shards are read as one, by their directories, and decode by it.
+        """Read the schema of each directory of shards, combine them, and set up decoding accordingly.
 
         Raises:
-            ConfigError: They contradict each other.
+            ConfigError: The schemas contradict each other.
         """
         sets: dict[str, Schema] = {}
         unknown: dict[str, Collection[str] | None] = {}
@@ -135,7 +135,7 @@ class SampleSource(ChunkSource, SampleRows):
         self._speak(self.meaning.schema.classes)
 
     def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
-        """Decode as the sets say, with numbers of classes as these lists number them.
+        """Set up decoding by the schemas of the sets, with class numbers translated to those of these lists.
 
         Raises:
             ConfigError: ``decode=`` does not decode the numbers.
@@ -156,16 +156,16 @@ class SampleSource(ChunkSource, SampleRows):
 
     @property
     def fingerprint(self) -> str:
-        """See ``Source``: the samples, and what their numbers and ids mean."""
+        """See ``Source``: identifies the samples, and the meaning of their class numbers and token ids."""
         return filter_fingerprint(super().fingerprint, {MEANING: self._stamp} if self._stamp else {})
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        """See ``Selection.rows_when``: None as well if a number means something else than then."""
+        """See ``Selection.rows_when``: also None if a class number or token id has changed its meaning."""
         samples, was = without_part(fingerprint, MEANING)
         return super().chunks_when(samples, num_shards) if self._spoken.continues(was) else None
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
-        """Return the same set with its numbers of classes translated to those of these lists.
+        """Return the same set with its class numbers translated to those of these lists.
 
         Raises:
             ConfigError: ``decode=`` does not decode the numbers.
@@ -176,7 +176,7 @@ class SampleSource(ChunkSource, SampleRows):
 
     @property
     def num_readable(self) -> int:
-        """How many samples :meth:`read` knows by number: all.
+        """Number of samples that :meth:`read` can return: all.
 
         Raises:
             IndexMissingError: There is no index.
@@ -188,7 +188,7 @@ class SampleSource(ChunkSource, SampleRows):
 
         Args:
             numbers: int64 [n], numbers in storage order; any order, repeated or not.
-            sources: The name of this set in a mixture, for each of them.
+            sources: For each number, the name of this set in a mixture.
 
         Raises:
             DecodeError: A sample cannot be decoded, or ``transform`` dropped it.
@@ -221,11 +221,11 @@ class SampleSource(ChunkSource, SampleRows):
         self._recent = RandomAccess()
 
     def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
-        """Log a warning about fields named in ``option`` that no sample of the first shard has."""
+        """Warn about fields named in ``option`` that no sample of the first shard has."""
         check_decoded(self.storage, self.shards, names, option=option)
 
     def words(self) -> str:
-        """Describe what is read, without what may be secret in it."""
+        """Describe the set, without secrets."""
         parts = [self._spelt, f"{len(self.shards.urls)} shards"]
         if self.indexed:
             table = self.table
@@ -249,7 +249,7 @@ def _spelt(urls: Urls) -> str:
 
 
 def num_data_ranks() -> int:
-    """Return the number of data-parallel ranks, as far as it is known; 1 otherwise."""
+    """Return the number of data-parallel ranks; 1 if it is unknown."""
     try:
         return MeshFinder().mesh.data_world_size
     except MeshError:  # the loader reports this in detail
