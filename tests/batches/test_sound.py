@@ -283,7 +283,7 @@ def test_a_header_that_claims_too_much_allocates_nothing():
     data[21] |= 0x0F  # the highest bits of 36 for the number of samples
     data[22:26] = b"\xff" * 4
     for decoder in (Sound(), Sound(samples=100, start="first")):
-        with pytest.raises(ValueError, match=r"states 68719476735 samples, and its last frame is not there"):
+        with pytest.raises(ValueError, match=r"states 68719476735 samples, and its last frame is missing"):
             decoder(bytes(data))
     with pytest.raises(ValueError, match="take a clip of it"):
         Sound(max_bytes=63_999)(streams.sound("flac", 1.0))

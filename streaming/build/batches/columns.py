@@ -137,7 +137,6 @@ class _Turn:
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
     """Return the decoder of a field; a list, one for each row, if the sources or sets of the rows differ in it."""
-
     if rows.sources is None or len(decoders) == 1:
         only = decoders[0].decoder_for(name)
         return [only.of_shard(url) for url in rows.urls] if isinstance(only, BySet) else only
