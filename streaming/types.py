@@ -1,4 +1,4 @@
-"""Define the types that several layers share: a sample, the bytes of a field, and the callables that work on them."""
+"""Define the types that several layers share: samples, bytes of a field, and functions that work on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # `import streaming` needs no NumPy
 
     BatchT = TypeVar("BatchT", default=dict[str, Any])
     SamplesT = TypeVar("SamplesT", default=list[dict[str, Any]])
-else:  # Python 3.11 has neither them nor defaults of type variables, and both are for type checkers alone
+else:  # Python 3.11 lacks these names and defaults of type variables; only type checkers need them
     from typing import TypeVar
 
     BatchT, SamplesT = TypeVar("BatchT"), TypeVar("SamplesT")
@@ -30,7 +30,7 @@ Int64Array: TypeAlias = "npt.NDArray[np.int64]"
 """Offsets, sizes and counts of samples and chunks; always 64 bits."""
 
 SPAN_BYTES = 64 << 10
-"""Bytes of a sample table's span: samples that share a checksum are about as large together."""
+"""Size of a span in a sample table: samples that share a checksum have about this size together."""
 
 Sample: TypeAlias = dict[str, object]
 """One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading
@@ -43,11 +43,11 @@ ReadBuffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes, valid only during the call: they may be overwritten as soon as the callee has returned."""
 
 Transform: TypeAlias = Callable[..., Sample | None]
-"""A user's function over one decoded sample, or over a sample and a ``numpy.random.Generator`` of its own; ``None``
-drops it. Runs in workers: pure, and picklable with processes."""
+"""A user's function of one decoded sample, or of a sample and its ``numpy.random.Generator``; returning ``None`` drops
+the sample. Runs in workers: it must be pure, and picklable if workers are processes."""
 
 LastBatch: TypeAlias = Literal["drop", "pad", "partial"]
-"""What to do with samples at the end of an epoch that do not fill a global batch."""
+"""What to do with the last samples of an epoch, if they do not fill a global batch."""
 
 DuplicateKeys: TypeAlias = Literal["error", "keep"]
 """How to treat a key that occurs twice in a shard: as an error, or (``"keep"``, as in webdataset) as another sample."""
@@ -60,18 +60,18 @@ SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 class Decoder(Protocol):
     """Turn the bytes of one field into an object.
 
-    Every decoder must keep this contract, and those of this package do:
+    Every decoder must follow this contract, as the decoders of this package do:
 
     - It MUST NOT keep a reference to ``data``, nor return an object that does (a view, a lazily loaded image): the
       memory is reused as soon as the call has returned.
-    - It is deterministic: the same bytes give the same object, and nothing else is read. One that draws random numbers
-      has a method ``with_rng(rng: numpy.random.Generator)``, which returns the decoder of one value.
+    - It is deterministic: the same bytes give the same object, and nothing else is read. A decoder that draws random
+      numbers has a method ``with_rng(rng: numpy.random.Generator)``, which returns the decoder of one value.
     - It may be called from several threads at once, and can be pickled.
     - It may raise any exception for bytes that it cannot decode; the caller wraps it (``decode_field``).
 
-    One with the attributes ``accepts_buffer = True`` and ``reads_ranges = True`` may get, instead of large ``data``, a
-    seekable binary file of the same bytes, of which only what it reads is fetched; it returns the same. Its bytes are
-    then not compared with the index's checksum, so it should notice damage, or not say so.
+    A decoder with the attributes ``accepts_buffer = True`` and ``reads_ranges = True`` may get, instead of large
+    ``data``, a seekable binary file of the same bytes; only the ranges that it reads are fetched, and the result is the
+    same. These bytes are not verified by the index's checksum, so such a decoder should detect damage itself.
     """
 
     def __call__(self, data: ReadBuffer, /) -> object:

@@ -425,7 +425,7 @@ class _Reader:
             yield shown
 
     def _from(self, begin: float) -> Iterator[tuple[float, Any]]:
-        """Yield (time, frame) of all frames in order of time, from the one shown at ``begin``, or from an earlier one."""
+        """Yield (time, frame) of all frames in order of time, from the one shown at ``begin`` or an earlier one."""
         back = 0.0
         while True:
             if begin > 0 or not self._is_fresh:
