@@ -128,11 +128,11 @@ class IterableLoop(Loop):
         'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards'
     )
     is_agreed: bool
-    """Whether ranks ask each other if all have another batch."""
+    """Whether ranks agree on having another batch."""
     workers: Workers
-    """Its worker processes."""
+    """The worker processes of the loop."""
     has_read: bool
-    """Whether it has read samples of the dataset."""
+    """Whether the loop has read samples of the dataset."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         super().__init__(config.shape)
@@ -283,7 +283,7 @@ class IterableLoop(Loop):
     # --- epochs ---
 
     def _unless_changed(self, cursors: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
-        """Return the ``cursors`` at which workers begin a pass, without states if the dataset was changed here meanwhile."""
+        """Return the ``cursors`` at which workers begin a pass, without states if the dataset was changed here."""
         if not self._num_workers or not has_state(self.dataset):
             return cursors
         was, self._was_here = self._was_here, _pickled(self.dataset.state_dict())
