@@ -20,7 +20,7 @@
     │   ├── DecodeError                              a field that cannot be decoded
     │   ├── IndexFormatError                         a damaged or unknown index file
     │   └── IndexMismatchError                       an index that does not match the shards
-    ├── IndexMissingError       (FileNotFoundError)  an index is needed, and there is none
+    ├── IndexMissingError       (FileNotFoundError)  an index is needed but missing
     ├── UnfinishedError         (RuntimeError)       shards that a command is still writing, or left unfinished
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
     ├── AgreementError          (RuntimeError)       ranks are about to train on different data

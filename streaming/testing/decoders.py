@@ -98,7 +98,7 @@ class DecoderTests:
             buffer = bytearray(data)
             lent = memoryview(buffer)
             found = given.decoded(lent)
-            lent.release()  # a BufferError here: the decoder, or what it returned, still holds a view of ``data``
+            lent.release()  # a BufferError here: the decoder, or its result, still holds a view of ``data``
             buffer.extend(b"the memory is another's by now")
             buffer[:] = bytes(len(buffer))
             assert same(found, given.decoded(data)), "the value changed with the buffer: copy what is kept of ``data``"

@@ -33,7 +33,7 @@ class BadRecord:
         byte_start: First byte of its record in the shard.
         byte_end: End of the record (exclusive).
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
-        reason: What was wrong.
+        reason: Reason of the failure.
         epoch: Epoch in which it was found.
         rank: Global rank of the process that found it.
         time: Time in UTC, such as ``"2026-01-31T23:59:59Z"``.
@@ -110,6 +110,8 @@ class BadFile:
     interleave. Any user who can read the file can hold its lock, so the wait is short; after it, lines are added
     without the lock. A sample that the file already lists for the same epoch is not added again, so restarts and
     replicas add nothing. A failing disk loses the record and logs one warning; it never stops the run.
+
+    ``_lock`` guards ``_epoch``, ``_listed``, ``_read_bytes``, ``_warned`` and ``_goes_without``, and the appending.
 
     Args:
         path: The file; ``{rank}`` in it is replaced by ``rank``. It and its folder are made when first needed.

@@ -29,6 +29,9 @@ _DROPS = (
 class BadSamples:
     """The bad samples of this epoch on this rank, each counted once. Thread-safe.
 
+    ``_lock`` guards ``_seen``, ``_found_in``, ``_epoch``, ``_allowed``, ``_allows``, ``_allowed_of`` and
+    ``_has_warned_of_length``. Only the thread that starts epochs and calls ``check`` uses ``_tally``.
+
     Args:
         limit: Number (int) or fraction of the epoch (float) above which the run stops.
         metrics: Metrics that count bad samples.
@@ -62,7 +65,7 @@ class BadSamples:
         self._found_in: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by source and stage
         self._epoch = 0
         self._tally: Tally | None = None
-        self._has_told_length = False
+        self._has_warned_of_length = False
         self._log = LossLog(rank, fate=fate, cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"')
         for name in ("bad_samples", "dropped_samples"):
             metrics.add(name, 0)
@@ -132,8 +135,8 @@ class BadSamples:
         self._metrics.add("changed_lengths")
         with self._lock:
             # Exactly one caller sets it, and warns.
-            told, self._has_told_length = self._has_told_length, True
-        if not told:
+            has_warned, self._has_warned_of_length = self._has_warned_of_length, True
+        if not has_warned:
             _log.warning(
                 "%s has %s: were the shards rewritten with another tokenizer? Packs are planned from the column: "
                 "longer documents are cut off, shorter ones are padded, and loader.metrics() counts both as "

@@ -46,8 +46,8 @@ def default_collate(
     Per field, with B samples:
 
     - arrays, array scalars or tensors of one shape: one tensor ``[B, ...]`` of their dtype, in native byte order;
-      numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]``; values of unlike types: the type that
-      ``torch.promote_types`` gives for all of them, whatever their order, and a warning once per process;
+      numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]``; values of different types: the type to
+      which ``torch.promote_types`` promotes all of them, whatever their order, and a warning once per process;
     - fields that ``jagged`` names: see :class:`streaming.build.batches.jagged.Jagged`;
     - arrays or tensors that differ in shape: a list of B tensors;
     - everything else (text, bytes, dicts, lists, objects) and ``__key__``, ``__url__`` and ``__source__``: a list of B

@@ -317,8 +317,9 @@ def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num
 
 def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
     """Gather blocks of 512 bytes, unchanged, directly to their places, all rows at once."""
-    blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
+    blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)  # [blocks of the arena, 512]
     num_blocks = size // _BLOCK_BYTES
+    # [n * num_blocks]: the blocks of row 0, then those of row 1, …
     wanted = ((where.starts // _BLOCK_BYTES)[:, None] + np.arange(num_blocks)).reshape(-1)
 
     def fill(low: int, high: int, out: npt.NDArray[Any]) -> None:
@@ -329,8 +330,9 @@ def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
 
 
 def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
-    """Gather values that start at multiples of 512 bytes, as in any tar: rows of the windows that begin at each."""
+    """Gather values that start at multiples of 512 bytes, as in any tar, from overlapping windows at each multiple."""
     size = num_items * decoder.dtype.itemsize
+    # [blocks of the arena, num_items]: row b is the value that would begin at block b; a view with a stride of 512.
     shape = ((len(view) - size) // _BLOCK_BYTES + 1, num_items)
     windows: npt.NDArray[Any] = np.ndarray(shape, decoder.dtype, view, 0, (_BLOCK_BYTES, decoder.dtype.itemsize))
     wanted = where.starts // _BLOCK_BYTES

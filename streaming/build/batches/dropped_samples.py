@@ -51,6 +51,8 @@ def cure_of(stages: Iterable[str], where: str = "") -> str:
 class LossLog:
     """Write the warnings of one rank. Thread-safe.
 
+    ``_lock`` guards ``_epoch`` and ``_counts``; lines are logged outside it.
+
     Args:
         rank: Global rank of this process.
         fate: Sentence on what happens to the places of lost samples.
@@ -68,7 +70,7 @@ class LossLog:
     def start(self, epoch: int) -> None:
         """Start again, for an epoch or the rest of one."""
         with self._lock:
-            # Counts are of this epoch only.
+            # Counts are of `_epoch` only.
             self._epoch = epoch
             self._counts.clear()
 
@@ -84,7 +86,7 @@ class LossLog:
         with self._lock:
             # Each caller gets its own number: exactly one gets 1, and warns.
             self._counts[stage] += 1
-            number, counts, where = self._counts.total(), self._told(), self._where()
+            number, counts, where = self._counts.total(), self._listing(), self._where()
         if number == 1:
             _log.warning(
                 "%s: %s is lost (%s): %s. %s. Further losses are logged at the 10th, the 100th and so on, and at the "
@@ -104,7 +106,7 @@ class LossLog:
         """
         with self._lock:
             # Each loss is in one summary: later ones count toward the next.
-            counts, number, dropped, where = self._told(), self._counts.total(), self._counts[DROPPED], self._where()
+            counts, number, dropped, where = self._listing(), self._counts.total(), self._counts[DROPPED], self._where()
             self._counts.clear()
         if not number:
             return
@@ -118,7 +120,7 @@ class LossLog:
     def _where(self) -> str:
         return f"epoch {self._epoch}, rank {self._rank}"
 
-    def _told(self) -> str:
+    def _listing(self) -> str:
         return ", ".join(f"{stage} {count}" for stage, count in self._counts.most_common())
 
 

@@ -56,7 +56,7 @@ class Rows:
             rows themselves are the rows of the batch.
         lend: Cuts views from the buffer that users may keep, for ``decode="view"``; None: users get copies.
         chunk_ids: int64 [n], chunk of each row; only if fields may be distant.
-        read_distant: Reads distant fields; None: there are none.
+        read_distant: Reads distant fields; None: there are no distant fields.
     """
 
     memory: Any

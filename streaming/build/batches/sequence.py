@@ -218,12 +218,15 @@ def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout)
             f"and {peer.ulysses_size} ulysses peers ({layout}); round each document up: Packed(…, "
             f"multiple={peer.divisor(layout)})"
         )
+    # Each array below has one entry per position of all n documents. First the ring: a document of length l has
+    # parts of l // parts positions; a rank has part `ring`, and with zigzag also its mirror image from the end.
     sizes = (lengths // parts).repeat(lengths)
-    place = np.arange(borders[0], borders[-1]) - borders[:-1].repeat(lengths)
+    place = np.arange(borders[0], borders[-1]) - borders[:-1].repeat(lengths)  # position in the document
     part = place // sizes
     is_second = (part == parts - 1 - peer.ring) & (parts != peer.ring_size)
     is_mine = (part == peer.ring) | is_second
     within = place - (part - is_second) * sizes  # position in the ring peer's part of the document
+    # Then Ulysses: the ring peer's part is divided into contiguous shares of l // num_peers positions.
     share = (lengths // peer.num_peers).repeat(lengths)
     is_mine &= within // share == peer.ulysses
     places: Int64Array = np.flatnonzero(is_mine) + borders[0]

@@ -95,7 +95,7 @@ def checked_ranges(name: str, given: object, *, is_part: bool) -> None:
         )
 
 
-def pays(given: bool | None, field: str, *, is_clip: bool) -> bool:  # noqa: FBT001  as the user said
+def pays(given: bool | None, field: str, *, is_clip: bool) -> bool:  # noqa: FBT001  the user's option
     """Return whether large streams of a field are read in ranges: ``given``, or by default for clips except of MP3."""
     if given is not None:
         return given

@@ -44,7 +44,7 @@ _Refs: TypeAlias = list[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """The choices behind a remote loop.
+    """The settings of a remote loop.
 
     Attributes:
         shape: Shape of the batches.
@@ -164,7 +164,7 @@ class _Lives:
     def __init__(self, actor: Any, process: str | None) -> None:
         self._actor = actor
         self._seen = set[str]() if process is None else {process}
-        self._asked: Any = None
+        self._pending: Any = None
 
     def look(self) -> None:
         """Record the reader's current process, if it answers.
@@ -172,11 +172,11 @@ class _Lives:
         Raises:
             WorkerDiedError: The reader died too often.
         """
-        if self._asked is None:
-            self._asked = cluster.process_of(self._actor)
-        elif cluster.wait([self._asked], timeout_s=0):
-            self._seen.add(cluster.get(self._asked))
-            self._asked = None
+        if self._pending is None:
+            self._pending = cluster.process_of(self._actor)
+        elif cluster.wait([self._pending], timeout_s=0):
+            self._seen.add(cluster.get(self._pending))
+            self._pending = None
         if len(self._seen) - 1 > cluster.MAX_RETRIES:
             raise cluster.died_again()
 
@@ -221,14 +221,14 @@ class RemoteLoop(Loop):
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``; only for whole epochs."""
         if self._num_batches is None:
-            self._num_batches = int(self._asked("length"))
+            self._num_batches = int(self._first_answer("length"))
         return self._num_batches
 
     @override
     def left_behind(self, place: Place) -> int:
         if not place.samples_seen:
             return self.num_batches
-        return int(self._asked("left", self._values_at(place, None)))
+        return int(self._first_answer("left", self._values_at(place, None)))
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -252,7 +252,7 @@ class RemoteLoop(Loop):
         """See ``Loop``; counted by a reader."""
         if not self._latest().get("ledger"):
             return super().seen()
-        found: dict[str, dict[str, float]] = self._asked("seen", self.state().values)
+        found: dict[str, dict[str, float]] = self._first_answer("seen", self.state().values)
         return found
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
@@ -296,7 +296,7 @@ class RemoteLoop(Loop):
         Raises:
             StateError: A reader rejects it.
         """
-        values, is_end = self._asked("adjusted", state.values)
+        values, is_end = self._first_answer("adjusted", state.values)
         self._note(values)
         place = Place(
             epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values, is_end=is_end,
@@ -368,7 +368,7 @@ class RemoteLoop(Loop):
             self._actors = cluster.start(RemoteReader, arguments, self.config.group)
         return self._actors
 
-    def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _first_answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
         (answer,) = self._awaited([cluster.ask(self._open()[0], method, *args, **kwargs)])
         return answer
 
@@ -388,7 +388,7 @@ class RemoteLoop(Loop):
         """Return a reader's state at ``place``."""
         state = place.detail
         if state is None:
-            state, _ = self._asked("adjusted", self._known, epoch=place.epoch)
+            state, _ = self._first_answer("adjusted", self._known, epoch=place.epoch)
             self._note(state)
         order = (
             state["order"] if self._known is None else self._known["order"]

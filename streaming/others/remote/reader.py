@@ -64,6 +64,9 @@ class RemoteReader:
     One thread calls ``read``, another one everything else; ``process`` may be called from any thread. Nothing is opened
     before the first call, so errors in opening are reported like all others.
 
+    ``_lock`` guards ``_loaders`` and ``_make`` while they are created; ``_batches`` and ``_next`` belong to the thread
+    that calls ``read``.
+
     Args:
         recipe: The result of `traveling`.
         meshes: For each data rank served, the mesh as seen by one of its ranks.

@@ -51,7 +51,7 @@ class SetGenerators:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Swap the process's generators with those of the dataset inside the block."""
-        self._pass_over_others()
+        self._adopt_others()
         outside = generator_states()
         if self._inside is not None:
             set_generator_states(self._inside)
@@ -102,7 +102,7 @@ class SetGenerators:
         moved = [name for name, (mark, _) in self._made.items() if self._own[name].mark() != mark]
         self._first |= {name: _text(self._made.pop(name)[1]) for name in moved}
 
-    def _pass_over_others(self) -> None:
+    def _adopt_others(self) -> None:
         """Adopt the current state of generators that code only names: other code has drawn from them meanwhile."""
         for name in [name for name in self._made if not self._own[name].is_held]:
             self._begun[name] = mark = self._own[name].mark()

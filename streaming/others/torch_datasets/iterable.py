@@ -416,15 +416,15 @@ class IterableLoop(Loop):
         ranks that have no more batches.
         """
         padded = self.shape.last_batch == "pad"
-        asked: deque[_Asked] = deque()
+        questions: deque[_Question] = deque()
         last: Packet | None = None
         ended = False
         while True:
-            while len(asked) <= AHEAD:
+            while len(questions) <= AHEAD:
                 packet = None if ended else next(packets, None)
                 ended = packet is None
-                asked.append(self._ask(packet, any_rank=padded))
-            packet, flag, work = asked.popleft()
+                questions.append(self._ask(packet, any_rank=padded))
+            packet, flag, work = questions.popleft()
             work.wait()
             if not flag.item():
                 break
@@ -432,22 +432,22 @@ class IterableLoop(Loop):
                 packet = _stand_in(last or self._first_again(packets.cursors), self.config.mesh)
             last = packet
             yield packet
-        for one in asked:
+        for one in questions:
             one.work.wait()
-        lost = sum(one.packet is not None for one in asked) + (packet is not None)
+        lost = sum(one.packet is not None for one in questions) + (packet is not None)
         if lost:
             self.metrics.add("discarded_batches", lost)
             _log.info("rank %d: another rank ran out of data; at least %d batches read here are discarded",
                       self.config.mesh.rank, lost)  # fmt: skip
 
-    def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
+    def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Question:
         flag = torch.tensor([packet is not None], dtype=torch.int32, device="cpu")
         operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         work = dist.all_reduce(flag, op=operation, group=_job_group(self.config.mesh), async_op=True)
-        return _Asked(packet, flag, work)
+        return _Question(packet, flag, work)
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A pending question to all ranks: does every rank (or any rank) have this batch?"""
 
     packet: Packet | None

@@ -75,8 +75,9 @@ class Curriculum(GroupedSet):
             exactly where its steps lie on borders; between two borders the lower one applies.
         nulls: What to do with samples without a value (NULL or NaN): ``"error"``, or ``"drop"`` them.
         quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per bucket and lane, with the memory of
-            a single dataset. ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with
-            the number of buckets. See ``Mixture``; as a source of one, the curriculum follows the mixture's ``quotas``.
+            a single dataset. ``"exact"``: at every row, and no sample comes before the row at which its bucket opens;
+            memory grows with the number of buckets. See ``Mixture``; as a source of one, the curriculum follows the
+            mixture's ``quotas``.
         name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``. By default the entry
             is absent; within a mixture it holds the curriculum's name there.
 
@@ -98,15 +99,15 @@ class Curriculum(GroupedSet):
         name_sources: bool = False,
     ) -> None:
         check_dataset(dataset, "Curriculum")
-        asked = _asked(metric, schedule, by, buckets)
+        metrics = _checked_metrics(metric, schedule, by, buckets)
         made: list[_Grid] = []
 
         def coding(counted: Mapping[str, Counted]) -> _Grid:
             check_missing("Curriculum", counted, nulls)
-            made.append(_Grid(tuple(one.cut(counted[one.name]) for one in asked)))
+            made.append(_Grid(tuple(one.cut(counted[one.name]) for one in metrics)))
             return made[-1]
 
-        grouping = grouped(dataset.source, "Curriculum", "metric", [one.name for one in asked], coding)
+        grouping = grouped(dataset.source, "Curriculum", "metric", [one.name for one in metrics], coding)
         grid = self._grid = made[-1]
         sizes = grouping.groups.sizes
         cells = {int(cell): grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
@@ -127,7 +128,7 @@ class Curriculum(GroupedSet):
         self._pools = [(row, sum(shares.values())) for row, shares in weights.items()]
         self._source = GroupedSource(
             dataset.source, grouping, cells, Schedule.steps(weights), kind="Curriculum", name_sources=name_sources,
-            quotas=quotas, cure=resharding(dataset.source, asked[0].name), by_name=_as_given,
+            quotas=quotas, cure=resharding(dataset.source, metrics[0].name), by_name=_as_given,
         )  # fmt: skip
         self._dataset = dataset
         if is_first_process():
@@ -147,12 +148,12 @@ class Curriculum(GroupedSet):
     def plan_in_words(self) -> str:
         """Describe how the size of the pool changes over the run: ``print(curriculum.plan_in_words())``."""
         total = sum(self.sizes.values())
-        told = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
-        said = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in told]
-        if len(told) < len(self._pools):
-            said.insert(-1, f"{len(self._pools) - len(told)} more")
+        shown = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
+        parts = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in shown]
+        if len(shown) < len(self._pools):
+            parts.insert(-1, f"{len(self._pools) - len(shown)} more")
         metrics = ", ".join(f"{one.name} by {one.by}" for one in self._grid.metrics)
-        return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(said)}"
+        return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(parts)}"
 
     @shows
     def __repr__(self) -> str:
@@ -164,7 +165,7 @@ class Curriculum(GroupedSet):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _MetricOptions:
     """The user's settings for one metric."""
 
     name: str
@@ -313,7 +314,7 @@ def _as_given(weights: Any) -> Any:
     return weights
 
 
-def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
+def _checked_metrics(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_MetricOptions]:
     """Return the validated settings of the metrics.
 
     Raises:
@@ -340,7 +341,7 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
                 f"Curriculum: {what}: expected a dict with the keys of metric=, {', '.join(map(str, schedules))}, got "
                 f"the keys {', '.join(map(str, given)) or 'none'}"
             )
-    asked = []
+    metrics = []
     for name, own in schedules.items():
         kind = by[name] if isinstance(by, Mapping) else by
         parts = buckets[name] if isinstance(buckets, Mapping) else buckets
@@ -348,8 +349,8 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
             raise ConfigError(f"Curriculum: metric: expected names of columns without a slash, got {name!r}")
         check_choice("Curriculum: by", kind, get_args(By))
         _check_schedule(name, own, kind)
-        asked.append(_Asked(name=name, schedule=own, by=kind, buckets=_checked_buckets(parts, kind)))
-    return asked
+        metrics.append(_MetricOptions(name=name, schedule=own, by=kind, buckets=_checked_buckets(parts, kind)))
+    return metrics
 
 
 def _check_schedule(name: str, schedule: Any, by: By) -> None:

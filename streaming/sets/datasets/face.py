@@ -45,7 +45,7 @@ class Shown(Protocol):
 
     @property
     def urls(self) -> Sequence[str]:
-        """The shards, as they are requested; they may contain secrets."""
+        """The URLs of the shards, as requested from the store; they may contain secrets."""
 
     @property
     def num_readable(self) -> int:

@@ -146,7 +146,7 @@ def _made(kind: str, first: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _value(option: str, given: Any) -> Any:
-    """Convert a value of the file to what the classes take: schedules and shuffle settings become objects.
+    """Convert a value of the file for the classes: schedules and shuffle settings become objects.
 
     Raises:
         ConfigError: A schedule or the shuffle settings are invalid.

@@ -56,10 +56,10 @@ class Packed(DataSet[PackedDocuments]):
     - in a mixture also ``__source__``, and ``source_ids`` int64 [B]: the same as indices into the sorted names.
 
     With ``padded=True`` a pack is a whole batch, for models that take one sequence per row; a rank gets one pack at a
-    time (``DataLoader(packed, batch_size=1)``), or a list of several (``collate_fn=list``). For n documents, the
-    longest of which has L tokens: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: token, 0:
-    padding), int64 [n, L]; ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__``, lists of n; and
-    ``source_ids`` int64 [n]. A document that cannot be read leaves a row of padding with the key "".
+    time (``DataLoader(packed, batch_size=1)``), or a list of several (``collate_fn=list``). For n documents of at most
+    L tokens: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: token, 0: padding), int64 [n, L];
+    ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__``, lists of n; and ``source_ids`` int64
+    [n]. A document that cannot be read leaves a row of padding with the key "".
 
     With ``padded=True, field=None`` samples need not be text: a pack is a batch of whole samples of similar size, such
     as images by pixels or audio by frames, which are decoded, transformed and collated like those of any

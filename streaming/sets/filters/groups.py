@@ -76,7 +76,7 @@ class Counted:
 
 
 class Coding(Protocol):
-    """The mapping of values to groups: a pure function of what all ranks counted."""
+    """The mapping of values to groups: a pure function of the counts of all ranks."""
 
     @property
     def num_groups(self) -> int:

@@ -85,7 +85,7 @@ _KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """The filter that a user asked for.
+    """A user's filter.
 
     Attributes:
         where: A condition, or None.
@@ -324,7 +324,7 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
 def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
     """Return a digest of the versions of the sample tables that a filter reads; "" if they are unknown.
 
-    The same condition on the same tables gives the same bits, so they can be cached under this digest.
+    The same condition on the same tables yields the same bits, so they can be cached under this digest.
     """
     if shards.scanned is not None or asked.is_range or (asked.where is not None and asked.where.names is None):
         return ""  # a pyarrow expression's text may show only a part of it
@@ -534,13 +534,13 @@ class _Work:
                 bits.append(np.frombuffer(part, np.uint8, num_bytes, at))
                 at += num_bytes
             left_out |= np.frombuffer(part, np.uint8, len(left_out), at)
-        self._tell_unknown(left_out)
+        self._warn_of_unknown(left_out)
         missing = sorted(self.names - found - self.late.keys())
         if missing and any(self._is_asked(shard) for shard in range(len(self._sizes))):
             raise unknown_column(missing[0], {*there, KEY, *_late_names(self.storage, self._homes())})
         return Kept(self.table, bits)
 
-    def _tell_unknown(self, left_out: Bits) -> None:
+    def _warn_of_unknown(self, left_out: Bits) -> None:
         """Warn about excluded keys that no shard has, if all shards were read; ``left_out`` marks the keys found."""
         excluded = self.asked.excluded
         unknown = np.flatnonzero(np.unpackbits(left_out, count=len(excluded)) == 0).tolist()

@@ -46,7 +46,7 @@ class View:
 
     @property
     def hash(self) -> str:
-        """Identifies what the view keeps; 16 hex digits. Part of the fingerprint."""
+        """Identifies the filter of the view; 16 hex digits. Part of the fingerprint."""
         parts = {"where": self.where, "subset": self.subset, "excluded": self.excluded, "columns": dict(self.columns)}
         return filter_hash(parts)
 

@@ -78,7 +78,7 @@ class Drawing:
 
         Raises:
             StateError: The run cannot continue: a source is a different one, or is missing although its chunks
-                determine what was drawn before.
+                determine the earlier rows.
         """
 
         @cache
@@ -146,7 +146,7 @@ class Drawing:
         """Check that the run of a ledger can continue with these sources; some changes are allowed.
 
         Raises:
-            StateError: A missing source's chunks determine what was drawn before.
+            StateError: A missing source's chunks determine the earlier rows.
         """
         missing = self.needed(ledger)
         if missing:
@@ -210,7 +210,7 @@ class Drawing:
     def _chunks_when(self, name: str, fingerprint: str, shards: Mapping[str, int]) -> int | None:
         return self.leaves[name].chunks_when(fingerprint, shards.get(name))
 
-    # --- what is drawn when ---
+    # --- forecasts and orders ---
 
     def forecast(self, ledger: Ledger) -> Forecast:
         """Forecast the rows due from each source, by the shares of a ledger and with the shards that it had."""

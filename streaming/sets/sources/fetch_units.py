@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arith
 
 FetchBytes: TypeAlias = int | str | Mapping[str, int | str]
 LEAST_UNIT_BYTES = SPAN_BYTES
-"""A unit is a run of whole spans, each of which has a checksum."""
+"""Minimum size of a unit, which is a run of whole spans; each span has a checksum."""
 _UNITS_HELD = 6
 
 

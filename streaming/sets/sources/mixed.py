@@ -100,7 +100,7 @@ class MixedSource(JoinedSource):
         self.fetch_bytes: dict[str, int] = {}
         _check_packs(_leaves(sources))
         self.classes = classes
-        self._meet()
+        self._combine_schemas()
         self._read_leaves()
         self._order_by(shuffle, seed)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
@@ -113,7 +113,7 @@ class MixedSource(JoinedSource):
         self.blend: Blend = self.weighing.blend(self.sizes, weights=weights, repeats=repeats, ends=ends)
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self.blend), job_peers(agent_store()))
-        _tell_unused(self.sources, self.dealing)
+        _warn_of_unused(self.sources, self.dealing)
 
     @property
     @override
@@ -172,12 +172,12 @@ class MixedSource(JoinedSource):
         """Return the same mixture of other sources that have the same names and sizes."""
         made = copy.copy(self)
         made.sources = dict(sources)
-        made._speak(made.meaning.schema.classes)
+        made._translate_classes(made.meaning.schema.classes)
         made._read_leaves()
         return made
 
-    def _meet(self) -> None:
-        """Compare the schemas of the sources, and translate class numbers if ``classes`` says so.
+    def _combine_schemas(self) -> None:
+        """Compare the schemas of the sources, and translate class numbers with ``classes="union"``.
 
         Raises:
             ConfigError: The schemas contradict each other.
@@ -186,9 +186,9 @@ class MixedSource(JoinedSource):
         sets = {place: one.schema for place, one in meanings.items()}
         unknown = {place: one.unknown for place, one in meanings.items()}
         self.meaning = met(sets, classes=self.classes, cure=_CURE, unknown=unknown)
-        self._speak(self.meaning.schema.classes)
+        self._translate_classes(self.meaning.schema.classes)
 
-    def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
+    def _translate_classes(self, classes: Mapping[str, tuple[str, ...]]) -> None:
         """Make each source translate its class numbers to those of these lists."""
         for name, one in self.sources.items():
             own = one.meaning.schema.classes
@@ -200,7 +200,7 @@ class MixedSource(JoinedSource):
         """Return the same mixture with its class numbers translated to those of these lists."""
         made = copy.copy(self)
         made.sources = dict(self.sources)
-        made._speak(classes)
+        made._translate_classes(classes)
         made._read_leaves()
         return made
 
@@ -264,7 +264,7 @@ class MixedSource(JoinedSource):
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         return ", ".join(parts)
 
-    # --- what the engine needs (streaming.run.engine.source.Source) ---
+    # --- for the engine (streaming.run.engine.source.Source) ---
 
     @override
     def pack_passes(self, passes: Int64Array) -> Int64Array:
@@ -434,7 +434,7 @@ def _place_of(name: str, one: Leaf | MixedSource) -> str:
     return f"source {name!r} ({places[0]})" if len(places) == 1 else f"source {name!r}"
 
 
-def _tell_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:
+def _warn_of_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:
     """Warn about settings of sources that have no effect, because all sources follow the order of the mixture."""
     unused: dict[str, list[str]] = {}
     for name, one in sources.items():

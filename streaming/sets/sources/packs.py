@@ -41,7 +41,7 @@ _REQUESTS = 16
 _LONG_ROW = 2**20
 """Maximum length of a row, in tokens, if the whole set has fewer: about 32 MiB."""
 _FULL_ENOUGH = 0.75
-"""Mean fill of padded batches below which a warning gives the reason and a cure."""
+"""Mean fill of padded batches below which a warning names the reason and a cure."""
 _log = logging.getLogger("streaming")
 _COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
 
@@ -146,10 +146,10 @@ class PackedDocuments(PackedSource):
                 "padded=True"
             )
         super().__init__(read, groups, lengths, rules, fits)
-        self.items = self.items.typed(lambda name: self._told_dtype(name, dtype, peers))
+        self.items = self.items.typed(lambda name: self._token_dtype(name, dtype, peers))
         self._lengths = lengths
         self._take_over()
-        self._tell()
+        self._log_counts()
 
     # --- what users read by number ---
 
@@ -225,7 +225,7 @@ class PackedDocuments(PackedSource):
         parts += [f"{self.num_readable} packs", f"{self.counts.packed} {self.unit}"]
         return ", ".join([*parts, f"{self.fill:.1%} filled"])
 
-    # --- what the engine needs ---
+    # --- for the engine ---
 
     def expected_samples(self, num_rows: float) -> float:
         """See ``ShardSet``: the mean number of documents in ``num_rows`` packs."""
@@ -241,7 +241,7 @@ class PackedDocuments(PackedSource):
         super().keep_at_most(num_bytes // 2)
         self._lengths.keep_at_most(num_bytes // 2)
 
-    def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
+    def _token_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
         """Return the dtype of tokens, given or inferred from the first documents; with peers, rank 0 reads them."""
 
         def look() -> bytes:
@@ -293,7 +293,7 @@ class PackedDocuments(PackedSource):
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
         self.max_bad_samples = documents.max_bad_samples
 
-    def _tell(self) -> None:
+    def _log_counts(self) -> None:
         """Log the counts of documents by outcome, and whether groups are too small to be filled well."""
         counts, length = self.counts, self.rules.length
         said = {"split": counts.split, "truncated": counts.truncated, "dropped": counts.dropped}
@@ -312,7 +312,7 @@ class PackedDocuments(PackedSource):
                 "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
             )  # fmt: skip
         if self.alike:
-            self._tell_kinds()
+            self._log_fill()
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
         if 2 * small > len(self.chunk_samples):
             _log.warning(
@@ -323,23 +323,23 @@ class PackedDocuments(PackedSource):
                 100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
             )  # fmt: skip
 
-    def _tell_kinds(self) -> None:
+    def _log_fill(self) -> None:
         """Log how full batches of equal samples are, which depends on the number of samples of one kind in a group."""
         counts, rules = self.counts, self.rules
         room = counts.places / (self.num_readable * rules.length)
         if rules.max_docs is not None:
             held = counts.documents - counts.dropped - counts.empty
             room = max(room, held / (self.num_readable * rules.max_docs))
-        told = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
+        summary = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
         if room >= _FULL_ENOUGH:
             if is_first_process():
-                _log.info("%s", told)
+                _log.info("%s", summary)
             return
         _log.warning(
             "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "
             "kinds, a smaller length, or shards in which similar samples are adjacent (shard_tools reshard SOURCE "
             "TARGET --sort COLUMN)",
-            told, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
+            summary, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
         )  # fmt: skip
 
 
@@ -388,19 +388,20 @@ class _Work:
 
     def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
         """Cut a shard into groups; return (first chunk, stop chunk, packs) per group, the counts, and a digest."""
+        # A shard has C = high - low chunks with n samples; it becomes G groups of consecutive chunks.
         table, rules = self._documents.table, self._rules
         low, high = table.rows_of(shard)
         if low == high:
             return np.empty((0, 3), np.int64), [0] * len(_COUNTS), ""
         _, samples = samples_between(self._documents, low, high)
-        lengths = self._lengths(shard)[samples]
+        lengths = self._lengths(shard)[samples]  # int64 [n], or [n, columns] with budgets
         if lengths.min(initial=0) < 0:
             raise self._no_length(shard, samples, lengths)
         counted = tokens_of(lengths)
-        borders = sums(table.num_samples[low:high])
-        tokens = np.diff(sums(counted)[borders])
+        borders = sums(table.num_samples[low:high])  # [C + 1], first sample of each chunk
+        tokens = np.diff(sums(counted)[borders])  # [C], tokens of each chunk
         firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
-        stops = np.append(firsts[1:], high - low)
+        stops = np.append(firsts[1:], high - low)  # [G], like firsts: chunk numbers within the shard
         packs, places = [], 0
         for first, begin, end in zip(firsts.tolist(), borders[firsts], borders[stops], strict=True):
             found = self._fits.of(low + first, partial(fit, lengths[begin:end], rules))
@@ -440,9 +441,9 @@ def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:
         widths = {schema.tokens[field].dtype: place for place, schema in documents.meaning.sets.items()
                   if field in schema.tokens}  # fmt: skip
         if len(widths) > 1:
-            told = ", ".join(f"{dtype} in {place}" for dtype, place in sorted(widths.items()))
+            shown = ", ".join(f"{dtype} in {place}" for dtype, place in sorted(widths.items()))
             raise ConfigError(
-                f"Packed: field {field!r} holds tokens of two widths ({told}), but a pack is read with one width. "
+                f"Packed: field {field!r} holds tokens of two widths ({shown}), but a pack is read with one width. "
                 "Write both as one set, which takes the wider one: `shard_tools reshard SET OTHER TARGET`"
             )
 

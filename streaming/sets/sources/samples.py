@@ -93,7 +93,7 @@ class SampleSource(ChunkSource, SampleRows):
         self.shards = open_shards(
             self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished
         )
-        self._meet(classes)
+        self._combine_schemas(classes)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         if isinstance(decode, Mapping):
@@ -114,7 +114,7 @@ class SampleSource(ChunkSource, SampleRows):
             self.meaning.check_condition(asked.where.names, asked.where.text)
         self._selection = narrowed(self.storage, self.shards, asked, peers, tells=tells)
 
-    def _meet(self, classes: Classes) -> None:
+    def _combine_schemas(self, classes: Classes) -> None:
         """Read the schema of each directory of shards, combine them, and set up decoding accordingly.
 
         Raises:
@@ -132,9 +132,9 @@ class SampleSource(ChunkSource, SampleRows):
         stated = list(self.decode) if isinstance(self.decode, Mapping) else []
         self.meaning = met(sets, classes=classes, stated=stated, unknown=unknown)
         self._undescribed = self.decoders
-        self._speak(self.meaning.schema.classes)
+        self._translate_classes(self.meaning.schema.classes)
 
-    def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
+    def _translate_classes(self, classes: Mapping[str, tuple[str, ...]]) -> None:
         """Set up decoding by the schemas of the sets, with class numbers translated to those of these lists.
 
         Raises:
@@ -171,7 +171,7 @@ class SampleSource(ChunkSource, SampleRows):
             ConfigError: ``decode=`` does not decode the numbers.
         """
         made = copy.copy(self)
-        made._speak(dict(self.meaning.schema.classes) | dict(classes))
+        made._translate_classes(dict(self.meaning.schema.classes) | dict(classes))
         return made
 
     @property

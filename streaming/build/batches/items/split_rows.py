@@ -53,6 +53,7 @@ def join_packs(rows: Sequence[Batch], max_docs: int | None, allocate: Allocate |
             batch[name] = torch.stack(values)
         else:
             batch[name] = values
+    # Each row's cu_seqlens begin at 0: shift those of row k by k * T, and append the end B * T.
     starts: Any = batch["cu_seqlens"]
     places = len(rows) * length
     borders = np.concatenate([*(start.numpy() + pack * length for pack, start in enumerate(starts)), [places]])
