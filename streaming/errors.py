@@ -152,7 +152,7 @@ def _spelled(letter: str) -> str:
 def readable(text: str) -> str:
     """Return a message without the middle of long words, and without the middle of a long message.
 
-    Keys and values of samples may have any length. Their begin identifies them; the end of a message is its cure.
+    Keys and values of samples may have any length. Their start identifies them; the end of a message is its cure.
     """
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _MOST_OF_A_WORD), text)
     return text if len(text) <= _MOST_OF_A_MESSAGE else _without_middle(text, _MOST_OF_A_MESSAGE)

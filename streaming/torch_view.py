@@ -252,7 +252,7 @@ class _Epochs:
 
     Use from one thread per process.
 
-    torch does not signal the begin of an iteration to the dataset or its workers, but every worker iterates exactly
+    torch does not signal the start of an iteration to the dataset or its workers, but every worker iterates exactly
     once per iteration. So the n-th claim of a worker belongs with the n-th claims of the other workers of its loader
     (which share a base seed), and the first to arrive takes the next epoch for all. The claims are kept in a log shared
     by all processes; each process replays it.

@@ -78,7 +78,7 @@ def count_all_ranks(accelerator: Accelerator, loader: DataLoader | DevicePrefetc
 def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, num_batches: int = 0) -> SkippingLoader:
     """Continue at batch ``num_batches`` of the next epoch, like Accelerate's function of this name.
 
-    Earlier batches are not read, unless only reading can find the begin of a batch: for iterable torch datasets,
+    Earlier batches are not read, unless only reading can find the start of a batch: for iterable torch datasets,
     batches whose size changes, and readers in actors. Later epochs are complete: iterate over ``loader``, or over the
     result again.
 

@@ -23,7 +23,7 @@ def begin_at(loader: DataLoader, number: int) -> int:
     """Make the loader's next iteration begin at a batch of its epoch, counted from 0, without reading earlier ones.
 
     Returns:
-        The number of batches that the iteration must still drop: 0, or ``number`` if only reading can find the begin of
+        The number of batches that the iteration must still drop: 0, or ``number`` if only reading can find the start of
         a batch (an iterable dataset, batches whose size changes, readers in actors, or a new seed).
 
     Raises:

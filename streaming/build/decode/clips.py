@@ -28,12 +28,12 @@ Short: TypeAlias = Literal["pad", "keep", "refuse"]
 
 
 def begin_of(start: Start, share: float, room: float, second: float) -> float:
-    """Return the begin of a clip, in a unit such as samples.
+    """Return the start of a clip, in a unit such as samples.
 
     Args:
         start: The user's option.
         share: Random number in [0, 1).
-        room: Last possible begin.
+        room: Last possible start.
         second: Number of units per second.
     """
     if isinstance(start, str):
@@ -46,7 +46,7 @@ class DrawnClip:
     """Decode the clip of one sample.
 
     Attributes:
-        take: Decodes the clip at a share, 0 to 1, of all possible begins.
+        take: Decodes the clip at a share, 0 to 1, of all possible starts.
         share: The share drawn for the sample.
     """
 
@@ -130,7 +130,7 @@ def check_bytes(num_bytes: int, max_bytes: int, what: str) -> None:
 
 
 def check_begin(start: Start, lasts_s: float) -> None:
-    """Refuse a begin at or after the end of the stream.
+    """Refuse a start at or after the end of the stream.
 
     Raises:
         ValueError: The stream has ended by then.
@@ -142,6 +142,6 @@ def check_begin(start: Start, lasts_s: float) -> None:
 def too_short(length: float, wanted: float, unit: str) -> ValueError:
     """Return the error for a stream shorter than the clip, under ``short="refuse"``."""
     return ValueError(
-        f"the stream has {length:g} {unit} from the begin of the clip on, fewer than the {wanted:g} wanted, and "
+        f"the stream has {length:g} {unit} from the start of the clip on, fewer than the {wanted:g} wanted, and "
         'short="refuse"; write short="pad" for zeros at the end, or "keep" for shorter clips'
     )

@@ -114,7 +114,7 @@ def unpacked(data: ReadBuffer, max_ratio: float = MAX_GZIP_RATIO) -> bytes:
 
 
 def unpacked_head(head: bytes, most_bytes: int) -> tuple[bytes, bool]:
-    """Return at most ``most_bytes`` inflated from the begin of a gzip stream, and whether they are complete.
+    """Return at most ``most_bytes`` inflated from the start of a gzip stream, and whether they are complete.
 
     Raises:
         GzipError: The stream is damaged.

@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 class IterableState(PartsState):
     """The state of one rank over an iterable dataset.
 
-    At and after the end of an epoch that is a whole pass, ``cursors`` are the begin of the next pass, or empty if no
+    At and after the end of an epoch that is a whole pass, ``cursors`` are the start of the next pass, or empty if no
     state is passed on to it.
     """
 
@@ -339,7 +339,7 @@ class IterableLoop(Loop):
         )  # fmt: skip
 
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
-        """Read a packet from the begin of this rank's pass, for a rank that continues after its own pass has ended."""
+        """Read a packet from the start of this rank's pass, for a rank that continues after its own pass has ended."""
         begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
         packets = (packet for begin in begins for packet in islice(self._stream((begin,)), 1))
         return next((packet for packet in packets if not packet.is_end), None)
@@ -352,7 +352,7 @@ class IterableLoop(Loop):
             )
 
     def _handed_on(self, state: IterableState) -> tuple[Cursor, ...]:
-        """Return the begin of the next pass, from a state between two passes."""
+        """Return the start of the next pass, from a state between two passes."""
         name, epoch = type(self.dataset).__name__, state.onward.epoch
         was_left = any(cursor.pass_number < epoch for cursor in state.cursors)
         if was_left and has_state(self.dataset) and not self._num_workers:
@@ -478,7 +478,7 @@ class _Packets:
 
     @property
     def next_pass(self) -> tuple[Cursor, ...]:
-        """Return the positions at the begin of the next pass; empty if no state is passed on to it."""
+        """Return the positions at the start of the next pass; empty if no state is passed on to it."""
         ends = [self._ends.get(cursor.worker, cursor).in_next_pass for cursor in self.cursors]
         handed_on = any(cursor.state is not None or cursor.first for cursor in ends)
         return tuple(sorted(ends, key=lambda cursor: cursor.worker)) if handed_on else ()
@@ -517,7 +517,7 @@ class _IterableRun:
 
     @property
     def cursors(self) -> tuple[Cursor, ...]:
-        """Positions after the latest batch; after the epoch's last batch, the begin of the next pass."""
+        """Positions after the latest batch; after the epoch's last batch, the start of the next pass."""
         return self._packets.next_pass if self.is_last else self._packets.cursors
 
     def __next__(self) -> Any:
@@ -578,7 +578,7 @@ def _pickled(state: object) -> bytes | None:
 
 
 def _beginning(cursors: tuple[Cursor, ...], epoch: int) -> tuple[Cursor, ...]:
-    """Return the begin of an epoch's pass; if the previous pass was left early, it has only the state of generators."""
+    """Return the start of an epoch's pass; if the previous pass was left early, it has only the state of generators."""
     if all(cursor.pass_number == epoch and not cursor.num_items for cursor in cursors):
         return cursors
     ordered = sorted(cursors, key=lambda cursor: cursor.worker)

@@ -55,7 +55,7 @@ class Cursor:
         pass_number: Pass over the dataset.
         num_items: Number of samples taken from the dataset in this pass, including those of other parts.
         state: The ``state_dict`` of the dataset or its iterator, or of both, at a point ``again`` samples earlier; that
-            of the dataset alone at the begin of the pass, or after its end. None if neither has a state.
+            of the dataset alone at the start of the pass, or after its end. None if neither has a state.
         ended: Whether the part has no more samples in this pass, and no other pass follows.
         again: Number of samples before this point to read again because random numbers were drawn for them; without a
             state, all samples before it.
@@ -80,7 +80,7 @@ class Cursor:
 
     @property
     def in_next_pass(self) -> Cursor:
-        """Return the begin of the next pass, with the state of the dataset after the end of this one.
+        """Return the start of the next pass, with the state of the dataset after the end of this one.
 
         If the pass has not ended, only the first states of its generators are passed on.
         """
@@ -302,8 +302,8 @@ class _Part:
     def _look_back(self) -> None:
         """Record the position before the last sample of a batch, if the sample may draw random numbers.
 
-        A run that continues after the batch reads this sample again. Draws at the begin of a pass then use the numbers
-        of that begin, and later draws the numbers of this sample.
+        A run that continues after the batch reads this sample again. Draws at the start of a pass then use the numbers
+        of that start, and later draws the numbers of this sample.
         """
         if self._iterator is not None:
             self._before = (self._num_items, self._state()) if self._has_state and self._generators.drawn() else None

@@ -1,4 +1,4 @@
-"""Read the headers of FLAC (RFC 9639): the number of samples, the end of the stream, and the begin of the next.
+"""Read the headers of FLAC (RFC 9639): the number of samples, the end of the stream, and the start of the next.
 
 FLAC that was written to a pipe states no length: then the last frame shows it. Truncated FLAC, and FLAC followed by
 FLAC, are detected because the last frame differs from the one that the header states.

@@ -1,4 +1,4 @@
-"""Read the frames of MP3: their positions, their number of samples, and the begin of a following MP3.
+"""Read the frames of MP3: their positions, their number of samples, and the start of a following MP3.
 
 A stream may begin with a frame of numbers instead of sound (Xing, Info, VBRI), which states the length: libsndfile
 reads up to there, and ignores the rest. In a stream without such a frame, the frames are counted.

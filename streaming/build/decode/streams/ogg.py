@@ -103,7 +103,7 @@ class OggLink(Link):
         return False
 
     def _page_before(self, stream: WatchedFile, granule: int) -> int:
-        """Return the begin of a page that ends shortly before a granule position."""
+        """Return the start of a page that ends shortly before a granule position."""
         low, high = self.start, self.stop
         while high - low > 2 * _PAGE_BYTES:
             middle = (low + high) // 2
@@ -166,7 +166,7 @@ def _group(stream: WatchedFile, at: int) -> Iterator[OggPage]:
 
 
 def _beginnings(stream: WatchedFile) -> list[int]:
-    """Return the begins of all links, by scanning all bytes."""
+    """Return the starts of all links, by scanning all bytes."""
     starts, behind = [0], 0
     for at in stream.places_of(_FIRST_PAGE, 6):
         page = _page_at(stream, at)
@@ -179,7 +179,7 @@ def _beginnings(stream: WatchedFile) -> list[int]:
 
 
 def _next(stream: WatchedFile, at: int, stop: int) -> int:
-    """Return the begin of the next page."""
+    """Return the start of the next page."""
     for size in (_STEP_BYTES, 2 * _PAGE_BYTES):
         data = stream.peek(at, min(stop - at, size))
         begin = data.find(b"OggS")
