@@ -149,7 +149,7 @@ class IterableLoop(Loop):
         self._num_workers = self._useful_workers()
         self.workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
-        self._handed: tuple[Cursor, ...] = ()  # begin of the next pass, with the state passed on
+        self._handed: tuple[Cursor, ...] = ()  # start of the next pass, with the state passed on
         self._goes_on = False  # the dataset has read here before, and no state was loaded since
         self._was_here: bytes | None = None  # its state in this process when the latest pass began
         self._as_made: Cursor | None = None  # position of the dataset before this process read it
