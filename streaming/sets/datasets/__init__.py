@@ -1,1 +1,1 @@
-"""Provide the datasets that users name: shards, mixtures, tables. The ``catalog`` reads their chunks."""
+"""Provide the datasets that users name: shards, mixtures, tables. No chunks are read here (see ``catalog``)."""
