@@ -153,8 +153,8 @@ class DataLoader(LoaderFace[BatchT]):
         in_order: Must be True: batches always come in order.
 
     Raises:
-        ConfigError: An argument or a combination of arguments is invalid. A misspelt name raises ``OptionError``, which
-            is also a ``TypeError``.
+        ConfigError: An argument or a combination of arguments is invalid. A misspelled name raises ``OptionError``,
+            which is also a ``TypeError``.
     """
 
     if not TYPE_CHECKING:

@@ -44,8 +44,8 @@ class DeviceMeshFetcher(LoaderFace[SamplesT]):
         agreement_timeout: As for ``DataLoader``.
 
     Raises:
-        ConfigError: An argument or a combination of arguments is invalid. A misspelt name raises ``OptionError``, which
-            is also a ``TypeError``.
+        ConfigError: An argument or a combination of arguments is invalid. A misspelled name raises ``OptionError``,
+            which is also a ``TypeError``.
     """
 
     def __init__(

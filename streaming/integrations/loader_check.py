@@ -24,7 +24,7 @@ def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
         kind = type(given)
         raise ConfigError(
             f"{what}: expected a streaming.DataLoader, got a {kind.__module__}.{kind.__qualname__}; give torch's "
-            "loaders, and what these functions returned, to the program as they are"
+            "loaders, and the results of these functions, to the program unchanged"
         )
 
 

@@ -239,7 +239,7 @@ class _Part:
         total = stated if link.num_samples is None else link.num_samples
         if total > stated:
             raise ValueError(
-                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its frames differ in length from "
+                f"the MP3 has {total} samples, but libsndfile reads {stated}: its frames differ in length from "
                 "the first, and no header states its length; rewrite it, as with ffmpeg -i a.mp3 -c copy b.mp3"
             )
         self._stream, self._link, self._sound = stream, link, sound

@@ -67,7 +67,7 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     function = options.get("collate_fn")
     for name in ("jagged", "remote_group"):
         if options.get(name) is not None:
-            raise ConfigError(f"batch_size=None hands out items unchanged, so {name}= has no effect; leave it out")
+            raise ConfigError(f"batch_size=None delivers items unchanged, so {name}= has no effect; leave it out")
     if function is not None and not callable(function):
         raise ConfigError(f"collate_fn: expected a function of an item, with batch_size=None, got {function!r}")
     return {"batch_size": 1, "collate_fn": function if isinstance(function, Whole) else Whole(function)}
@@ -96,7 +96,7 @@ def check_whole(collate_fn: object, shape: Shape, mesh: DeviceMesh) -> None:
         return
     if shape.last_batch == "pad" or mesh.data_world_size > 1:
         raise ConfigError(
-            f"batch_size=None: items are handed out whole, so last_batch={shape.last_batch!r} (drop_last=False) has "
+            f"batch_size=None: items are delivered whole, so last_batch={shape.last_batch!r} (drop_last=False) has "
             f'nothing to give to ranks for which none is left at the end; leave it out ("drop": the last of them, '
             "fewer than there are ranks, are left out)"
         )

@@ -38,7 +38,7 @@ def reads_once(dataset: object) -> bool:
 def read_up(dataset: object) -> DataError:
     """Return the error for an iterator that yielded samples in one pass and none in the next."""
     return DataError(
-        f"{type(dataset).__name__}: this iterator has been read to its end and does not begin anew in __iter__. Set it "
+        f"{type(dataset).__name__}: this iterator has been read to its end and does not restart in __iter__. Set it "
         "back there, or give the function that makes it, which is called for every pass"
     )
 

@@ -299,7 +299,7 @@ class DeviceMeshSampler(Sampler[Any]):
         if now < was:
             raise StateError(
                 f"this state belongs to another data set, or to this one when it was larger: {was} samples; this one "
-                f"has {now}. Give it the same samples again, and those that came later behind them"
+                f"has {now}. Give it the same samples again, followed by those that came later"
             )
         if now > was:
             _log.warning(

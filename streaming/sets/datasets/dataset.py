@@ -131,8 +131,8 @@ class StreamingDataset(DataSet[SampleSource]):
             of that key is another sample with the same ``__key__``, as in webdataset. Order, resume and ``dataset[i]``
             count samples and stay exact; a lookup by key finds the first.
         allow_unfinished: Whether to read the finished part of a set that a command or a ``ShardWriter`` is still
-            writing, or stopped writing too early. A warning reports the size of that part. By default such a set is
-            refused (docs/reliability.md#unfinished-sets).
+            writing, or did not finish. A warning reports the size of that part. By default such a set is refused
+            (docs/reliability.md#unfinished-sets).
         max_gzip_ratio: Maximum ratio of inflated to compressed size. A ``.tar.gz``, or a field such as ``json.gz``,
             that exceeds it and inflates to more than 64 MiB is refused.
         on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: replace it by a readable

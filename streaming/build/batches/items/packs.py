@@ -343,7 +343,7 @@ class TokenPacks(PieceItems):
             self._check_lengths(least)
         if "labels" in wanted.fields and not self.shape.shift_labels:
             _log.warning(
-                "sequence: labels are sliced as they are, with labels[t] = input_ids[t] (shift_labels=False). A model "
+                "sequence: labels are sliced unchanged, with labels[t] = input_ids[t] (shift_labels=False). A model "
                 "that shifts them itself sees one slice only, and compares the tokens at its borders with the wrong "
                 "labels: write Packed(…, shift_labels=True) and use a loss that compares position by position"
             )
@@ -419,7 +419,7 @@ class PaddedDocuments(OneEach, TokenPacks):
     def _check_borders(self, wanted: SequenceSlice, least: int) -> None:  # noqa: ARG002
         raise ConfigError(
             f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is one "
-            "document, so rows are cut as they are; leave borders out"
+            "document, so rows are cut directly; leave borders out"
         )
 
 
