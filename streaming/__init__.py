@@ -1,8 +1,8 @@
 """Stream WebDataset tar shards from cloud storage into PyTorch training.
 
-There are three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (this process's place among
-all, detected automatically) and a ``DataLoader`` (the loop). Names are imported on first use, so that tools and
-``import streaming.errors`` do not have to import torch.
+There are three concepts: a ``StreamingDataset`` (the samples), an ``infra.DeviceMesh`` (this process's place in the
+job, detected automatically) and a ``DataLoader`` (the loop). Names are imported on first use, so that tools and
+``import streaming.errors`` need not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as _error:
     ) from _error
 
 from streaming.common.migration_hints.names import no_attribute as _no_attribute
-from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
+from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant under its conventional name
 
 if TYPE_CHECKING:
     from streaming.build.batches.jagged import Jagged
@@ -115,11 +115,11 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return all names, also of what is imported on first use."""
+    """Return all names, including those that are imported on first use."""
     return sorted({*globals(), *_HOMES})
 
 
-if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use."""

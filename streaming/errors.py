@@ -7,10 +7,12 @@
     │   ├── OptionError         (TypeError)          an option that does not exist; suggests the right one
     │   └── MemoryLimitError                         the plan does not fit into memory_limit
     ├── StateError              (ValueError)         a state_dict that does not belong to this loader
+    ├── TicketError             (ValueError)         a ticket that is not open
     ├── StorageError            (OSError)            a request to the store failed, after retries
     │   ├── NotFoundError       (FileNotFoundError)  no such bucket, object, file or matching pattern
     │   ├── AccessDeniedError   (PermissionError)    no, wrong or insufficient credentials
     │   └── TransferError                            short, stalled or reset transfer; Range ignored; 5xx
+    ├── ReadOnlyError                                a write through a store opened with read_only=True
     ├── DataError               (ValueError)         invalid bytes
     │   ├── TarError                                 a damaged or unusable tar member
     │   ├── DuplicateKeyError                        one key twice in a shard, or one field twice in a sample
@@ -18,25 +20,24 @@
     │   ├── DecodeError                              a field that cannot be decoded
     │   ├── IndexFormatError                         a damaged or unknown index file
     │   └── IndexMismatchError                       an index that does not match the shards
-    ├── IndexMissingError       (FileNotFoundError)  an index is needed, and there is none
-    ├── UnfinishedError         (RuntimeError)       shards that a command is still writing, or was interrupted at
+    ├── IndexMissingError       (FileNotFoundError)  an index is needed but missing
+    ├── UnfinishedError         (RuntimeError)       shards that a command is still writing, or left unfinished
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
     ├── AgreementError          (RuntimeError)       ranks are about to train on different data
     ├── IteratorEndedError      (RuntimeError)       an iterator that was closed or failed before the end of its epoch
-    │   └── IteratorSupersededError                  another iterator, set_epoch or load_state_dict took its place
+    │   └── IteratorSupersededError                  superseded by another iterator, set_epoch or load_state_dict
     ├── ReplicaError            (RuntimeError)       another rank of the same data share is gone, or left its loop
     ├── ForkedError             (RuntimeError)       an object used in a forked child of the process that owns it
     └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot be pickled
         └── WorkerDiedError                          a batch on which decode workers die repeatedly
 
-Each type also derives from the matching builtin, so that ``except FileNotFoundError`` keeps working. A message states
-what went wrong, where (URL, key, byte range), expected and actual values, and the cure. Errors of other libraries are
+Each type also derives from the matching builtin, so that ``except FileNotFoundError`` keeps working. A message names
+the fault, its place (URL, key, byte range), the expected and actual values, and a cure. Errors of other libraries are
 translated in one place, the adapter that called them, and remain available as ``__cause__``.
 
-No message reveals the user, the password or the query of a URL, even in text of other libraries: they are removed when
-the error is made. Control characters are also spelled out then, and the middle of long keys and values is left out.
-Names in a command that a message suggests are quoted for the shell (:func:`shell_place`, :func:`shell_spec`,
-:func:`shell_word`), so a name cannot be a command.
+No message shows the user, password or query of a URL: they are removed when the error is created, which also spells out
+control characters and shortens long keys and values. Names in a command that a message suggests are quoted for the
+shell (:func:`shell_place`, :func:`shell_spec`, :func:`shell_word`), so a name cannot be a command.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
 _URL = re.compile(r"(?<![a-zA-Z0-9+.\-])([0-9+.\-]*+)([a-zA-Z][a-zA-Z0-9+.\-]++://[^\s'\"`]++)")
-"""A URL, after a character that cannot belong to its scheme. So each run of scheme letters is tried once, from its
-start: messages repeat untrusted keys of any length."""
+"""A URL, after a character that cannot belong to its scheme. So each run of scheme letters is matched once, from its
+start: messages repeat keys of any length that strangers chose."""
 _SLASHED = re.compile(r"\A([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?:\[]*:(?![0-9]*(?:/|\Z))[^?]*@")
 """A user and a password with an unencoded slash: the text after the first colon is not a port."""
 _MOST_OF_A_WORD = 2_000
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_MOST_OF_A_WORD + 1},}}+")
 _MOST_OF_A_MESSAGE = 20_000
 SEVERAL = re.compile(r"[{}]|::")
-"""Patterns that stand for several URLs, in places where commands take one (``streaming.shards.catalog.urls``)."""
+"""Characters that denote several URLs in arguments of commands (``streaming.shards.catalog.urls``)."""
 _AFTER_URL = ".,:;)]"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _SHOWN = 10
@@ -75,7 +76,7 @@ _Error = TypeVar("_Error", bound=Exception)
 def redact(url: str) -> str:
     """Return ``url`` for messages: without user and password, and without a query string that may be a signature.
 
-    Outside http(s), a question mark may be part of a key: the text after it is hidden if it looks like ``name=value``.
+    Outside http(s) a question mark may be part of a key: the text after it is hidden if it looks like ``name=value``.
     """
     if ":/" not in url:
         return url
@@ -98,14 +99,14 @@ def redact_text(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control characters, which could control a terminal, spelled out; lines and tabs stay."""
+    """Return ``text`` with control characters, which could control a terminal, spelled out; newlines and tabs stay."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shell_word(text: str) -> str:
-    """Quote a name, which data may have chosen, as one word of a shell, for commands that a message suggests.
+    """Quote a name, which may come from data, as one shell word, for commands that a message suggests.
 
-    The shell reads any content as this name. Control characters are spelled in a form that bash and zsh read.
+    The shell reads any content as a name. Control characters are spelled in the form that bash and zsh read.
     """
     if not _CONTROL.search(text) and not set("\n\t") & set(text):
         return shlex.quote(text)
@@ -113,16 +114,16 @@ def shell_word(text: str) -> str:
 
 
 def shell_spec(url: str) -> str:
-    """Quote a user's URL, path or pattern, without secrets, as one word of a shell."""
+    """Return a user's URL, path or pattern, without secrets, as one shell word."""
     shown = redact(url) or "."
-    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # otherwise, it would be an option
+    return shell_word(f"./{shown}" if shown.startswith("-") else shown)  # otherwise it would be an option
 
 
 def shell_place(url: str) -> str:
-    """Quote a file or folder, without secrets, as one word of a shell that commands read as this one place.
+    """Return a file or folder, without secrets, as one shell word that commands read as this single place.
 
-    Braces and ``::`` stand for several URLs. An existing local path is read literally. In the URL of a web server, they
-    are encoded, which names the same object. For an object in a store, the folder is named.
+    Braces and ``::`` denote several URLs. An existing local path is read literally. For a web server they are
+    percent-encoded, which names the same object. For an object in a store, the folder is returned.
     """
     scheme = found[1].lower() if (found := _SCHEME.match(url)) else "file"
     special = None if scheme == "file" else SEVERAL.search(url)
@@ -149,10 +150,9 @@ def _spelled(letter: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Shorten a message: the middle of long words, and of a long message, is left out.
+    """Return a message without the middle of long words, and without the middle of a long message.
 
-    Keys and values of samples may have any length. Their beginning identifies them, and the end of a message is its
-    cure.
+    Keys and values of samples may have any length. Their start identifies them; the end of a message is its cure.
     """
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _MOST_OF_A_WORD), text)
     return text if len(text) <= _MOST_OF_A_MESSAGE else _without_middle(text, _MOST_OF_A_MESSAGE)
@@ -175,7 +175,7 @@ class ConfigError(ShardstreamError, ValueError):
 
 
 class OptionError(ConfigError, TypeError):
-    """An option that does not exist; the message suggests the right one, or where the option belongs."""
+    """An option that does not exist; the message suggests the right one, or names the object that has it."""
 
 
 class MemoryLimitError(ConfigError):
@@ -194,7 +194,7 @@ class ReadOnlyError(ShardstreamError):
     """A write through a store that was opened with ``read_only=True``; nothing was written.
 
     Attributes:
-        url: URL that would have been written or deleted.
+        url: The object that would have been written or deleted.
         action: ``"write"`` or ``"delete"``.
     """
 
@@ -251,7 +251,7 @@ class IndexMissingError(ShardstreamError, FileNotFoundError):
 
 
 class UnfinishedError(ShardstreamError, RuntimeError):
-    """Shards of an incomplete dataset: a command is still writing it, or was interrupted."""
+    """Shards of an incomplete set: a command is still writing it, or was interrupted."""
 
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):
@@ -271,7 +271,7 @@ class IteratorSupersededError(IteratorEndedError):
 
 
 class TicketError(ShardstreamError, ValueError):
-    """A ticket that is not open: settled before, not handed out yet, of another rank, or of another run."""
+    """A ticket that is not open: already settled, not issued yet, of another rank, or of another run."""
 
 
 class ReplicaError(ShardstreamError, RuntimeError):
@@ -279,7 +279,7 @@ class ReplicaError(ShardstreamError, RuntimeError):
 
 
 class ForkedError(ShardstreamError, RuntimeError):
-    """An iterator or writer was used in a forked child of the process that made it; only that process can use it."""
+    """An iterator or writer was used in a forked child of the process that created it; only that process can use it."""
 
 
 class WorkerError(ShardstreamError, RuntimeError):
@@ -293,7 +293,7 @@ class WorkerDiedError(WorkerError):
 def first_of(errors: Sequence[_Error], what: str) -> _Error:
     """Return the first of several errors, with the messages of the next ones as notes, and the number of all others.
 
-    ``what`` describes them, such as ``"shards are damaged"``.
+    ``what`` summarizes the errors, such as ``"shards are damaged"``.
     """
     first = errors[0]
     for other in errors[1:_SHOWN]:

@@ -1,4 +1,4 @@
-"""Iterate over this rank's batches of a dataset, as training does: ``DataLoader``."""
+"""Iterate over this rank's batches of a dataset, for training: ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _takes_options(
     [Callable[[DataLoader[_Batch], Any, LoaderOptions[_Batch]], None]],
     Callable[Concatenate[DataLoader[_Batch], Any, _Given], None],
 ]:
-    """Make a constructor take, behind the dataset, each option by its name; it gets them as one value.
+    """Decorate a constructor so that it takes the dataset and each option by name, and gets the options as one value.
 
-    So the signature of the constructor, for people and for type checkers, is that of the table of options.
+    So the constructor's signature, for people and for type checkers, is that of the table of options.
     """
 
     def decorate(init: Callable[[DataLoader[_Batch], Any, LoaderOptions[_Batch]], None]) -> Any:
@@ -71,9 +71,9 @@ class DataLoader(LoaderFace[BatchT]):
                 train_step(batch)
 
     Each ``iter(loader)`` begins the next epoch. The first one after construction, ``set_epoch`` or ``load_state_dict``
-    begins where these say. An epoch is over when its last batch has been handed out. If a loop is left early, the state
-    points to the batch that would have come next. Only one iterator is active at a time: a new one supersedes the old
-    one, which then raises ``IteratorSupersededError``.
+    begins at the position that these set. An epoch is over when its last batch has been delivered. If a loop is left
+    early, the state points to the batch that would have come next. Only one iterator is active at a time: a new one
+    supersedes the old one, which then raises ``IteratorSupersededError``.
 
     Use a loader from one thread. A batch belongs to the caller that received it.
 
@@ -81,80 +81,80 @@ class DataLoader(LoaderFace[BatchT]):
         dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set, or the ``DataSet`` of a source of your own
             (CONTRIBUTING.md); a map-style or iterable torch dataset (wrapped in an ``OrdinaryDataset`` if it needs
             options of its own); or a callable that makes one of these.
-        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``. None, if it is written:
-            the items of a torch dataset are batches, handed out unchanged, as in torch; positions, ``epoch_size`` and
-            ranks count items, and ``collate_fn`` is a function of one item.
+        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``. An explicit None, as in
+            torch: the items of a torch dataset are batches, delivered unchanged; positions, ``epoch_size`` and ranks
+            count items, and ``collate_fn`` is a function of one item.
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the
             size of a batch is the value at its first row, counted in samples of the run over all ranks and epochs.
         num_workers: Processes that decode and collate; 0: threads of this process.
         num_threads: Threads that decode and collate when ``num_workers`` is 0. None: one per core, up to 4; 0: the
             calling thread. With ``num_workers``: 0 means that this process builds nothing; by default it builds the
-            first batches, with copies of your functions, until a worker process is up. Images, without a function of
-            yours, are decoded by threads and processes together, as many as the larger of the two numbers.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it from torch.distributed, or
-            else from the launcher. Detection is repeated until the first iteration (see ``infra.MeshFinder``).
-        last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"pad"`` fills
+            first batches, with copies of your functions, until a worker process is ready. If no function of yours is
+            involved, threads and processes decode images together, as many as the larger of the two numbers.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it from torch.distributed or,
+            failing that, from the launcher. Detection is repeated until the first iteration (see ``infra.MeshFinder``).
+        last_batch: What to do with samples that do not fill a global batch. ``"drop"`` leaves them out; ``"pad"`` fills
             the batch by repeating samples, which are False in ``batch["__valid__"]`` (bool [B], in every batch);
-            ``"partial"`` gives a smaller batch. All ranks get the same number of batches: a rank that has no row in the
-            last one gets a batch of 0 rows with the same fields, dtypes and trailing shapes. A ``collate_fn`` is never
-            called with an empty list for this: it is called with one stand-in sample and with two, and each dimension
-            is cut by as much as it grows per sample.
+            ``"partial"`` makes a smaller batch. All ranks get the same number of batches: a rank that has no row in the
+            last one gets a batch of 0 rows with the same fields, dtypes and trailing shapes. For this, a ``collate_fn``
+            is not called with an empty list, but with one stand-in sample and with two, and each dimension is cut by as
+            much as it grows per sample.
         epoch_size: Samples in a virtual epoch over endless repetition of the data; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of a batch. Default: numbers and arrays of equal shape
-            become tensors, of the type to which torch promotes unlike ones; everything else becomes a list.
+            become tensors, with types promoted as in torch; everything else becomes a list.
         jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes if they
             are not decoded, are concatenated into one tensor with row offsets, a ``Jagged``. A mapping chooses the
-            form: ``{"audio": "nested"}`` gives torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
+            form: ``{"audio": "nested"}`` makes torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
             several axes. Arrays of unequal shape in other fields stay a list.
-        prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch. Up to 16 times
-            as many if slow batches hold up finished ones, as far as ``memory_limit`` allows.
+        prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch. If slow batches
+            hold up finished ones, up to 16 times as many, within ``memory_limit``.
         pin_memory: Page-lock the tensors of each batch (needs CUDA).
-        memory_limit: Upper bound on everything this rank buffers. A run that needs more is refused when it starts.
-            None: 4 GiB, or, in a control group with a memory limit, this rank's part of half that limit if it is less.
+        memory_limit: Upper bound on everything this rank buffers, such as ``"4GiB"``. A run that needs more is refused
+            when it starts. None: 4 GiB or, in a control group with a memory limit, this rank's part of half that limit,
+            whichever is less.
         tuned: A file of options that `shard_tools bench URL --tune` found on this machine: a path or URL. It may set
             ``num_workers``, ``num_threads``, ``prefetch_factor``, ``memory_limit`` and ``pin_memory`` if you do not
-            give these here (None counts as not given). One INFO line names the options it sets, and yours that are
-            kept; a WARNING says if it was measured with other cores or another version.
-        stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.run.epochs.watch`` that
-            says what every stage is waiting for, and again each time the wait has doubled; None: never.
-        remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the dataset and read it. ``dataset`` must
-            then be a function and ``device_mesh`` the mesh of the training processes; the loop yields a ``RemoteBatch``
-            (one handle per data rank) instead of a batch (docs/ray.md).
+            give these here (None counts as not given). One INFO line names the options it sets and the options of yours
+            that are kept; a WARNING is logged if it was measured with other cores or another version.
+        stall_report_s: Seconds without a batch after which a warning on ``streaming.run.epochs.watch`` reports what
+            every stage is waiting for, and again each time the wait has doubled; None: never.
+        remote_group: A ``RemoteGroup`` or its name: Ray actors create the dataset and read it. ``dataset`` must then be
+            a function and ``device_mesh`` the mesh of the training processes; the loop yields a ``RemoteBatch`` (one
+            handle per data rank) instead of a batch (docs/ray.md).
         replicate: How ranks that share a data rank get the same batches. ``"read"``: each reads for itself;
-            ``"broadcast"`` (or a ``Broadcast``): one reads and sends its batches to the others.
+            ``"broadcast"`` (or a ``Broadcast``): one rank reads and sends its batches to the others.
         stage_fields: The entries of a batch that the first and the last pipeline stage use. Stages in between get
             batches without payload and read nothing.
         sequence: How to slice sequences among context-parallel ranks.
         balance: For packs: ``"local"`` sorts the rows of each batch by cost, most expensive first, so that the most
-            expensive microbatches of all ranks coincide; ``"exchange"`` deals the packs of a global batch over the
-            ranks by cost, through a gloo group, and then all ranks must leave their loops after the same batch. None:
+            expensive microbatches of all ranks coincide; ``"exchange"`` deals the packs of a global batch to the ranks
+            by cost, through a gloo group, which requires all ranks to leave their loops after the same batch. None:
             keep the order.
         cost: Cost of a pack: a pure function of the lengths of its pieces (int64 [n]), or the document length c beyond
             which attention costs more than everything else; default: 61,000, for a model of 8 billion parameters.
         agreement_timeout: Seconds that the first iteration waits for the other ranks of the mesh, to check that all are
-            about to read the same data. Ranks that differ are an error; ranks that are absent cause a warning. None: no
-            check.
+            about to read the same data. Ranks that differ raise an error; absent ranks cause a warning. None: no check.
         drop_last: torch's name: True means ``last_batch="drop"``, False ``"partial"``.
         shuffle: For map-style torch datasets (default True); a ``StreamingDataset`` has its own. This option and the
             next three exist for compatibility with torch's loader; ``OrdinaryDataset`` has them too.
         multiprocessing_context: Start method of the torch worker processes that read ordinary datasets.
         persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
-            True). Those of a ``StreamingDataset`` always are.
+            True). The workers of a ``StreamingDataset`` are always kept.
         timeout: Seconds that a batch from torch worker processes may take (default 0: no limit); see also
             ``stall_report_s``.
         worker_init_fn: Function of a worker's number, called in each worker process before it builds its first batch.
-            It sets up anything that workers do not get from this process (docs/settings.md). This process then builds
-            no batch while no worker is up. ``OrdinaryDataset`` has it too.
+            It sets up anything that workers do not get from this process (docs/settings.md). With it, this process
+            builds no batches before a worker is ready. ``OrdinaryDataset`` has it too.
         generator: Refused: use ``seed``.
-        sampler: Refused, because this loader deals out the samples itself; ``DeviceMeshSampler`` is for torch's loader.
+        sampler: Refused, because this loader deals the samples itself; ``DeviceMeshSampler`` is for torch's loader.
         batch_sampler: Refused, like ``sampler``.
         pin_memory_device: Refused: use ``DevicePrefetcher``.
         in_order: Must be True: batches always come in order.
 
     Raises:
-        ConfigError: An argument or a combination of arguments is invalid. A misspelt name raises ``OptionError``, which
-            is also a ``TypeError``.
+        ConfigError: An argument or a combination of arguments is invalid. A misspelled name raises ``OptionError``,
+            which is also a ``TypeError``.
     """
 
     if not TYPE_CHECKING:
@@ -164,7 +164,7 @@ class DataLoader(LoaderFace[BatchT]):
             return super().__getattr__(name)
 
     _epochs_apart = 0
-    """The loader's number of an epoch, less the trainer's; see ``EpochSampler.set_epoch``."""
+    """The loader's epoch number minus the trainer's; see ``EpochSampler.set_epoch``."""
 
     @called_as_torchs
     @takes_tuned
@@ -174,7 +174,7 @@ class DataLoader(LoaderFace[BatchT]):
 
     @staticmethod
     def _opened(dataset: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
-        """See ``LoaderFace``: sets of shards, torch's datasets, and functions that actors call."""
+        """See ``LoaderFace``; accepts sets of shards, torch's datasets, and functions that actors call."""
         if options.remote_group is not None:
             loop = open_remote(dataset, options, shape, mesh, _made_in_actor)
             return OpenLoop(loop=loop, given=dataset, dataset=dataset, announces=False)
@@ -191,11 +191,11 @@ class DataLoader(LoaderFace[BatchT]):
         if own != loop.epoch and not loop.is_counted and loop.position.has_first_batch_out:
             self._epochs_apart = loop.epoch - asked
             _log.info(
-                "set_epoch(%d) by a trainer that already holds the first batch of epoch %d: it goes on with this "
+                "set_epoch(%d) by a trainer that already holds the first batch of epoch %d: it continues with this "
                 "epoch, and the next ones are counted from there", asked, loop.epoch,
             )  # fmt: skip
             return
-        if own not in {loop.epoch, loop.epoch + 1}:  # a trainer that counts anew
+        if own not in {loop.epoch, loop.epoch + 1}:  # a trainer that counts from 0 again
             self._epochs_apart, own = 0, asked
         self.set_epoch(own)
 
@@ -239,8 +239,8 @@ class DataLoader(LoaderFace[BatchT]):
 class EpochSampler:
     """The object that trainers find as ``loader.sampler`` and ``loader.batch_sampler``; it forwards ``set_epoch``.
 
-    It yields no indices, because the loader has already dealt the samples out to the ranks. A program that tries to
-    shard them again, or to skip some, gets an error that explains this.
+    It yields no indices, because the loader has already dealt the samples to the ranks. A program that tries to shard
+    them again, or to skip some, gets an error that explains this.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -251,8 +251,8 @@ class EpochSampler:
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, by the trainer's count; see ``DataLoader.set_epoch``.
 
-        Lightning reads a batch of a loader without a length before it calls this, and counts from 0 in each ``fit``:
-        the iteration that has begun is then the trainer's ``epoch``, and the next ones are counted from there.
+        Lightning reads a batch of a loader without a length before it calls this, and counts from 0 in each ``fit``.
+        The current iteration is then the trainer's ``epoch``, and later ones are counted from there.
         """
         self._loader._set_trainers_epoch(epoch)
 
@@ -268,20 +268,20 @@ class EpochSampler:
         """
         raise ConfigError(
             "this loader's sampler gives no indices: its batches are already split over the ranks, and it resumes from "
-            "a state by itself. Give the loader to the program as it is, without its prepare or skip functions; "
+            "a state by itself. Give the loader to the program unchanged, without its prepare or skip functions; "
             "streaming.integrations has what Accelerate and transformers need"
         )
 
 
 def _made_in_actor(dataset: Any, options: LoaderOptions[Any]) -> DataLoader[Any]:
-    """Return a loader by options as one value, in an actor."""
+    """Return a loader made from ``options``, inside an actor."""
     loader: DataLoader[Any] = DataLoader.__new__(DataLoader)
     loader._begin(dataset, options)
     return loader
 
 
 def _open_torch_dataset(made: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
-    """Open the loop over one of torch's datasets, with options of its own or not."""
+    """Open the loop over a torch dataset, which may be wrapped with options of its own."""
     options.refuse("torch", made)
     shape.check_one_size()
     check_whole(options.collate_fn, shape, mesh)

@@ -34,11 +34,11 @@ _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 class LoaderFace(Closable, Generic[BatchT]):
     """Iterate over the batches of one rank, with a resumable position.
 
-    A face holds a ``LoopCore`` and says what users ask of it. It adds what concerns one consumer: reports of waits, and
-    traces. A subclass has the constructor, and knows which datasets it takes.
+    A face holds a ``LoopCore`` and exposes it to users. It adds the services for one consumer: reports of waits, and
+    traces. A subclass defines the constructor and the datasets that it accepts.
 
     Attributes:
-        stall_report_s: Seconds without a batch after which a warning says what every stage waits for; None: never.
+        stall_report_s: Seconds without a batch after which a warning reports what every stage waits for; None: never.
     """
 
     if not TYPE_CHECKING:  # type checkers know which names there are
@@ -47,9 +47,9 @@ class LoaderFace(Closable, Generic[BatchT]):
             return look_elsewhere(self, name, "of_loaders")
 
     def _begin(self, dataset: Any, options: LoaderOptions[Any]) -> None:
-        """Open the loop, for a new loader or for one that was sent to another process or an actor."""
+        """Open the loop, for a new loader or one that was sent to another process or an actor."""
         self.stall_report_s = options.stall_report_s
-        self._counted_at = ""  # the line of the program that first asked for the length
+        self._counted_at = ""  # the line of the program that first requested the length
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
         self._tracing: Recorder | None = None
@@ -61,7 +61,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         """Open the loop over a dataset in a mesh.
 
         Raises:
-            ConfigError: The dataset, or an option, is none for this kind of loader.
+            ConfigError: This kind of loader does not accept the dataset or an option.
         """
 
     @property
@@ -70,9 +70,9 @@ class LoaderFace(Closable, Generic[BatchT]):
 
     @property
     def dataset(self) -> Any:
-        """The dataset that is read: the one given, or the one that the function made.
+        """The dataset that is read: the one given, or the one that the given function returned.
 
-        After ``set_weights``, and after a state with such weights was loaded, a ``Mixture`` that has them.
+        After ``set_weights``, or after loading a state with such weights, it is a ``Mixture`` with these weights.
         """
         return self._loop.now_read(self._core.dataset)
 
@@ -108,10 +108,10 @@ class LoaderFace(Closable, Generic[BatchT]):
 
     @property
     def batches_left(self) -> int:
-        """Batches of the current epoch that have not been received yet.
+        """Number of batches of the current epoch that have not been received yet.
 
         Raises:
-            TypeError: The length of the epoch is unknown, as for ``len(loader)``, and this is not its end.
+            TypeError: The length of the epoch is unknown, as for ``len(loader)``, and the epoch is not over.
         """
         loop = self._core.now()
         loop.check_ends()
@@ -128,7 +128,7 @@ class LoaderFace(Closable, Generic[BatchT]):
     def with_state(self) -> Batches[tuple[BatchT, dict[str, Any]]]:
         """Return an iterator, like ``iter(loader)``, that yields each batch with the state that continues after it.
 
-        For programs that read ahead: ``state_dict`` describes the latest batch handed out, not the one trained on. ::
+        For programs that read ahead: ``state_dict`` describes the latest batch delivered, not the one trained on. ::
 
             ahead = deque()
             for batch, state in loader.with_state():
@@ -138,7 +138,8 @@ class LoaderFace(Closable, Generic[BatchT]):
                     train_step(batch)
                     save(model, state)
 
-        The states are those of ``state_dict``: JSON-able dicts. What is called later, such as ``seed``, is not in them.
+        The states are those of ``state_dict``: JSON-serializable dicts. Later calls, such as ``seed``, do not change
+        them.
         """
         return self._iterated(with_state=True)
 
@@ -150,7 +151,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
         return loop.run(self._watchdog, with_state=with_state)
 
-    def __getitems__(self, numbers: list[int]) -> list[Any]:  # what torch's DataLoader calls on a map-style dataset
+    def __getitems__(self, numbers: list[int]) -> list[Any]:  # torch's DataLoader calls this on a map-style dataset
         """Refuse to serve as the dataset of torch's ``DataLoader``.
 
         Raises:
@@ -158,7 +159,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         """
         raise ConfigError(
             f"torch's DataLoader: expected a data set, got a {type(self).__name__}, which makes batches itself; "
-            "iterate over it as it is, or give torch's the samples: TorchIterable(loader.dataset)"
+            "iterate over it directly, or give torch's the samples: TorchIterable(loader.dataset)"
         )
 
     @shows
@@ -208,28 +209,28 @@ class LoaderFace(Closable, Generic[BatchT]):
         return loop.num_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``. If that epoch is already next, a loaded position is kept.
+        """Move to the start of ``epoch``. If that epoch is already next, a loaded position is kept.
 
-        Called with the number of the epoch in progress, it leaves the running iterator alone, and the next iterator
-        starts that epoch from its beginning. Any other number ends the running iterator. A ``Mixture`` without an end
-        has a single epoch: every ``iter(loader)`` continues it, and ``set_epoch`` has no effect.
+        With the number of the epoch in progress, the running iterator is left alone, and the next iterator starts that
+        epoch from its beginning. Any other number ends the running iterator. A ``Mixture`` without an end has a single
+        epoch: every ``iter(loader)`` continues it, and ``set_epoch`` has no effect.
         """
         self._loop.set_epoch(epoch)
 
     def seed(self, seed: int) -> None:
-        """Shuffle with a new seed, from the next epoch that starts."""
+        """Shuffle with a new seed from the next epoch on."""
         self._loop.set_seed(seed)
 
     def seen(self) -> dict[str, dict[str, float]]:
         """Count the samples drawn from each source of a ``Mixture`` up to this position, over all ranks and epochs.
 
-        The counts are computed from the plan and the ledger, without a log or other ranks, so they are also right after
-        a resume.
+        The counts are computed from the plan and the ledger, without a log or other ranks, so they are correct after a
+        resume, too.
 
         Returns:
             For each source: ``samples``; ``passes``, which is ``samples`` divided by the size of the source; and with
             ``unit="tokens"`` also ``tokens``, an estimate: ``samples`` times the mean length by which the weights are
-            divided. A source that has since been dropped has ``samples`` only.
+            divided. A source that has been dropped has only ``samples``.
 
         Raises:
             ConfigError: The dataset is not a ``Mixture``.
@@ -242,16 +243,16 @@ class LoaderFace(Closable, Generic[BatchT]):
         Every rank must call this at about the same step with the same weights; the ranks agree on the row through the
         job's store. All of them make the change, or none does. The change is recorded in the ledger in
         ``state_dict()``, so the run can be resumed and replayed. With exact shares the weights apply 16 steps after the
-        furthest rank's; what was read ahead for later steps is planned again. With ``quotas="chunks"``, chunks that the
-        shuffle window has begun are read to their end, so the change begins later and is gradual (docs/mixing.md). The
-        log says at which step the new weights take effect.
+        step of the furthest rank; batches read ahead beyond that are planned again. With ``quotas="chunks"``, chunks
+        that the shuffle window has begun are read to their end, so the change begins later and is gradual
+        (docs/mixing.md). The step at which the new weights take effect is logged.
 
         Args:
             weights: Share of each source, as for ``Mixture(weights=…)``, or of each class, as for
                 ``Balanced(weights=…)``: a dict by the values of the column, or ``"balanced"``. They replace a
                 ``Schedule`` as well, but not the weights of nested mixtures and curricula.
             at: Row (sample of the run, counted over all ranks) from which the weights apply, no sooner than without
-                ``at``. It is needed if ranks cannot ask each other, and then all must call this at the same step.
+                ``at``. It is required if ranks cannot communicate, and then all must call this at the same step.
             timeout: Seconds to wait for the other ranks, in each of two rounds.
 
         Returns:
@@ -259,9 +260,10 @@ class LoaderFace(Closable, Generic[BatchT]):
 
         Raises:
             ConfigError: The dataset is not a mixture without an end; the weights are invalid; ``at`` is too soon (the
-                message says from which row on), not a row of the run, or missing; or ``timeout`` is not a number of
-                seconds.
-            AgreementError: Ranks gave different weights, did not arrive in time, or one cannot make the change.
+                message names the first possible row), not a row of the run, or missing; or ``timeout`` is not a number
+                of seconds.
+            AgreementError: Ranks gave different weights, a rank did not arrive in time, or a rank cannot make the
+                change.
             MemoryLimitError: The new weights need more memory than ``memory_limit``.
         """
         seconds = checked_seconds("set_weights: timeout", timeout)
@@ -270,10 +272,11 @@ class LoaderFace(Closable, Generic[BatchT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch received: a small JSON-serializable dict, the same on every rank.
 
-        After the last batch of an epoch, and before the loop asks for one more, it is the end of that epoch: from there
-        the next iteration has no batches, and the one after it is the next epoch. Once the loop has asked, or dropped
-        its iterator, it is the start of the next epoch. Batches that a wrapper such as ``DevicePrefetcher`` is still
-        holding back do not count as received. A program that reads ahead by itself needs ``with_state``.
+        After the last batch of an epoch, until the loop requests another one, the position is the end of that epoch:
+        from there the next iteration has no batches, and the one after it is the next epoch. Once the loop has
+        requested another batch or dropped its iterator, the position is the start of the next epoch. Batches that a
+        wrapper such as ``DevicePrefetcher`` is still holding back do not count as received. A program that reads ahead
+        by itself needs ``with_state``.
         """
         state: dict[str, Any] = self._loop.state().to_dict()
         return state
@@ -288,7 +291,7 @@ class LoaderFace(Closable, Generic[BatchT]):
 
     @property
     def generation(self) -> int:
-        """How many times ``remesh`` has changed the world.
+        """Number of times that ``remesh`` has changed the world.
 
         Batches received under a lower number belong to an earlier world.
         """
@@ -297,10 +300,10 @@ class LoaderFace(Closable, Generic[BatchT]):
     def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
         """Continue from the last committed step with more or fewer data-parallel ranks, without a restart.
 
-        Every rank that stays or joins calls this with the rank and size that the job's quorum gives (torchft, Ray
-        Train, torchrun), and then ``iter(loader)``. Batches after ``at`` are discarded, whether or not they were handed
-        out, and come again: the same global batches, dealt to the new ranks. Worker processes are kept, and so are the
-        chunks in memory that are needed soon. The call does not wait for other ranks. Iterators made before it raise
+        Every rank that stays or joins calls this with the rank and size from the job's quorum (torchft, Ray Train,
+        torchrun), and then ``iter(loader)``. Batches after ``at`` are discarded, even if they were already delivered,
+        and come again: the same global batches, dealt to the new ranks. Worker processes are kept, as are chunks in
+        memory that are needed soon. The call does not wait for other ranks. Iterators made before it raise
         ``IteratorSupersededError``. ::
 
             if quorum.changed:
@@ -325,7 +328,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         self._core.remesh(dp_rank, dp_size, at)
 
     def metrics(self) -> dict[str, Any]:
-        """Return counters and waiting times since the loader was made; names end in their unit.
+        """Return counters and waiting times since the loader was created; names end in their unit.
 
         ``bad`` lists the bad samples of the current epoch.
         """
@@ -334,18 +337,18 @@ class LoaderFace(Closable, Generic[BatchT]):
     def trace(self, path: str | os.PathLike[str], steps: int = 20) -> None:
         """Record the next ``steps`` steps of this loader, and write them to a file for Perfetto or chrome://tracing.
 
-        The file shows who did what and when: a lane for each thread that fetches or builds, each worker process, copies
-        to the device, and the consumer, who waits, gets a batch, or is in its own step; arrows lead from chunks to
-        batches to steps. ``shard_tools trace merge`` joins the files of several ranks and sums up where the time went.
-        A step begins when its batch is handed over, and ends when the next one is asked for; recording begins now.
+        The file has a lane for each thread that fetches or builds, for each worker process, for copies to the device,
+        and for the consumer, which waits, gets a batch, or runs its step; arrows lead from chunks to batches to steps.
+        ``shard_tools trace merge`` joins the files of several ranks and sums up the time spent in each stage.
 
-        The file is written when the steps are over, by the thread that then asks for a batch. With the steps so far it
-        is written when an epoch ends, which does not end the recording, and when the loader is closed, which does.
-        Until it is whole it has another name. If it cannot be written then, a warning says so.
+        A step begins when its batch is delivered, and ends when the next one is requested; recording begins now. When
+        the steps are over, the thread that next requests a batch writes the file. The steps so far are also written
+        when an epoch ends, which does not end the recording, and when the loader is closed, which does. The file is
+        written under a temporary name first. If writing fails, a warning is logged.
 
         Args:
             path: Path of the file, which is replaced; ``{rank}`` stands for this process's rank.
-            steps: How many.
+            steps: Number of steps to record.
 
         Raises:
             ConfigError: An argument is invalid, nothing can be written at ``path``, or an earlier trace is still being
@@ -365,11 +368,11 @@ class LoaderFace(Closable, Generic[BatchT]):
         weakref.finalize(self, self._tracing.close)
 
     def _is_iterated(self) -> bool:
-        """Tell whether a loop over this loader is under way, which another iterator would end."""
+        """Return whether a loop over this loader is in progress, which another iterator would end."""
         return self._loop.position.is_iterated
 
     def _observed(self) -> Observation:
-        """Return what exporters read; from any thread, without looking for the mesh or opening anything."""
+        """Return the values for exporters; callable from any thread, without detecting the mesh or opening anything."""
         mesh, loop = self._core.finder.mesh, self._loop
         place = loop.position.place
         return Observation(
@@ -378,7 +381,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         )  # fmt: skip
 
     def describe(self) -> str:
-        """Describe what the next batch is waiting for right now, one line per stage. May be called from any thread."""
+        """Describe what the next batch is waiting for, one line per stage. May be called from any thread."""
         waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
         waiting = [] if waiting_s is None else [f"the consumer has waited {waiting_s:.1f} s for a batch"]
         return "\n".join([*waiting, _report(weakref.WeakMethod(self._loop.describe), self._stages)])
@@ -387,7 +390,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         """Add a line from ``describe`` to this loader's reports; for stages that consume its batches.
 
         Args:
-            describe: A bound method. It may be called from any thread, and is held by a weak reference.
+            describe: A bound method, called from any thread and held by a weak reference.
         """
         self._stages[:] = [stage for stage in self._stages if stage() is not None]
         self._stages.append(weakref.WeakMethod(describe))
@@ -414,8 +417,8 @@ class LoaderFace(Closable, Generic[BatchT]):
     def uncollated(self) -> Self:
         """Return another loader of the same batches, from here on, that delivers each as a list of its samples.
 
-        They are decoded and transformed as here; ``collate_fn`` is not called, and padding is left out. ``Tickets``
-        reads samples through it.
+        The samples are decoded and transformed as in this loader; ``collate_fn`` is not called, and padding is left
+        out. ``Tickets`` reads samples through it.
 
         Raises:
             ConfigError: This loader has options that act on whole batches.
@@ -426,7 +429,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to continue from here, for example under ``torch.multiprocessing.spawn``.
+        """Return the state with which another process continues from here, as under ``torch.multiprocessing.spawn``.
 
         If no mesh was given, the other process detects its own.
         """
@@ -439,7 +442,7 @@ class LoaderFace(Closable, Generic[BatchT]):
 
 
 def _place_of(core: weakref.ref[LoopCore]) -> tuple[int, int]:
-    """Return the place from which the batch comes that follows the one received last."""
+    """Return the place of the batch after the one received last."""
     alive = core()
     return (-1, -1) if alive is None else alive.next_place()
 
@@ -447,7 +450,7 @@ def _place_of(core: weakref.ref[LoopCore]) -> tuple[int, int]:
 def _report(loop: weakref.WeakMethod[Callable[[], str]], stages: _Stages) -> str:
     """Describe the state of the loop and of all stages that consume its batches.
 
-    Weak references: the loop keeps the watchdog that calls this, and threads and memory go with the loop at once, also
-    in a job that has switched garbage collection off.
+    Weak references, because the loop holds the watchdog that calls this: threads and memory are then freed with the
+    loop at once, even if garbage collection is disabled.
     """
     return "\n".join(describe() for part in (loop, *stages) if (describe := part()) is not None)

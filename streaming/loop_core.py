@@ -1,4 +1,4 @@
-"""Hold the loop of a loader in this process: ``LoopCore``, which every loader has one of."""
+"""Hold the loop of a loader in this process: ``LoopCore``; every loader has one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from streaming.run.loops.options import no_dataset, refuse_what_deals
 from streaming.run.options.loader_options import LoaderOptions
 from streaming.sets.datasets.face import DataSet
 
-_log = logging.getLogger("streaming.loader")  # whichever loader it is, by the name that users filter by
+_log = logging.getLogger("streaming.loader")  # one name for all loaders, by which users filter
 Opens: TypeAlias = Callable[[Any, LoaderOptions[Any], Shape, DeviceMesh], OpenLoop]
 """Opens the loop over a dataset; loaders differ in which datasets they take."""
 
 
 class LoopCore:
-    """Hold the loop of this process's place in the mesh, and open it anew where that place changes.
+    """Hold the loop for this process's place in the mesh, and open it again when that place changes.
 
-    The mesh may be found late, be another one in the process that a loader is sent to, or be changed by ``remesh``.
-    What was loaded or set holds in each, since positions count samples over all ranks. Used by one thread.
+    The mesh may be found late, differ in the process to which a loader is sent, or be changed by ``remesh``. Loaded
+    states and settings hold in each mesh, since positions count samples over all ranks. Used by one thread.
 
     Args:
         dataset: The dataset, or a function that makes one.
@@ -40,11 +40,11 @@ class LoopCore:
         opens: Opens the loop in a mesh.
 
     Attributes:
-        options: The options by which the loop is opened again.
+        options: The options with which the loop is opened again.
         finder: Finds the mesh.
         shape: Shape of the batches.
         loop: The loop.
-        dataset: What is read.
+        dataset: The dataset that is read.
         check: Compares the loop with those of other ranks; None: nothing is compared.
         generation: Number of changes by ``remesh``.
     """
@@ -63,7 +63,7 @@ class LoopCore:
         self._open(self.finder.mesh)
 
     def _open(self, mesh: DeviceMesh) -> None:
-        """Open the loop of this process's place in a mesh, by the options."""
+        """Open the loop for this process's place in a mesh."""
         shape = self.options.shape(mesh)
         opened = self._opens(self._given, self.options, shape, mesh)
         self._given, self.dataset, self.check = opened.given, opened.dataset, opened.check
@@ -72,16 +72,16 @@ class LoopCore:
             self.loop.announce = Announcer(self.dataset, self.loop, self.finder)
 
     def now(self, *, to_read: bool = False) -> Loop:
-        """Return the loop, opened anew if this process's place in the mesh has changed since the loader was made.
+        """Return the loop, opened again if this process's place in the mesh has changed since the loader was created.
 
         Args:
-            to_read: A run begins: from then on the mesh cannot change by itself.
+            to_read: Whether a run begins, from which on the mesh cannot change by itself.
         """
         finder, old = self.finder, self.loop
         if not finder.look_again(to_read=to_read):
             return old
         _log.info(
-            "this process is rank %d of %d (found by: %s), unlike when the loader was made; the plan is made anew",
+            "this process is rank %d of %d (found by: %s), unlike when the loader was made; the plan is made again",
             finder.mesh.rank, finder.mesh.world_size, finder.found_by,
         )  # fmt: skip
         old.close()
@@ -93,7 +93,7 @@ class LoopCore:
         return self.loop
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict``, also in a mesh that is found later.
+        """Continue from a ``state_dict``, even in a mesh that is found later.
 
         Raises:
             StateError: The state is malformed or belongs to another dataset.
@@ -102,7 +102,7 @@ class LoopCore:
         self._loaded = state
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Build batches in page-locked memory from now on, also in a mesh that is found later; None turns this off."""
+        """Build batches in page-locked memory from now on, even in a mesh that is found later; None turns this off."""
         self._locker = locker
         self.loop.page_lock(locker)
 
@@ -131,12 +131,12 @@ class LoopCore:
         place = loop.position.place
         _log.info(
             "remesh: %s (it was %d of %d), generation %d: continues in epoch %d after %d samples; %d of the batches "
-            "handed out come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
+            "delivered come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
             dropped,
         )  # fmt: skip
 
     def sent(self) -> dict[str, Any]:
-        """Return what another process needs to continue from here: dataset, options and state.
+        """Return the dataset, options and state with which another process continues from here.
 
         If no mesh was given, the other process detects its own.
         """
@@ -148,7 +148,7 @@ class LoopCore:
         return {"dataset": self._given, "options": self.options.for_mesh(mesh), "state": None if is_new else state}
 
     def next_place(self) -> tuple[int, int]:
-        """Return epoch and samples seen of the place from which the batch after the one received last comes."""
+        """Return the epoch and the samples seen at the place of the batch after the one received last."""
         place = self.loop.position.place.onward
         return place.epoch, place.samples_seen
 
@@ -157,7 +157,7 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
     """Check the argument ``at`` of ``remesh`` and return it as a state or a number of global batches.
 
     Raises:
-        ConfigError, StateError: It is neither.
+        ConfigError, StateError: ``at`` is neither.
     """
     if isinstance(at, Mapping):
         return LoaderState.from_dict(at)
@@ -167,10 +167,10 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
 
 
 def resolved(dataset: Any) -> Any:
-    """Return the dataset itself, calling the function that makes it if one was given.
+    """Return the dataset, calling the function that makes it if one was given.
 
     Raises:
-        ConfigError: It is a loader, or a list of datasets.
+        ConfigError: The argument is a loader, or a list of datasets.
     """
     made = dataset if isinstance(dataset, DataSet) else resolve_dataset(dataset)
     refuse_what_deals(made)

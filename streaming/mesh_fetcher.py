@@ -24,11 +24,10 @@ from streaming.types import SamplesT
 class DeviceMeshFetcher(LoaderFace[SamplesT]):
     """Fetch one rank's share of a dataset, batch by batch, as lists of sample dicts.
 
-    It maps chunks to the rank, buffers and shuffles them, retries failed reads and substitutes unreadable samples,
+    It assigns chunks to the rank, buffers and shuffles them, retries failed reads and substitutes unreadable samples,
     exactly as a ``DataLoader`` with the same arguments does. (``DataLoader`` adds workers, collation and the interface
-    that trainers expect.) Samples are decoded in the calling thread and are not collated; fetching runs
-    ahead in the background. Use it in a training loop of your own, or to inspect any rank's share from a single
-    process::
+    that trainers expect.) Samples are decoded in the calling thread and are not collated; fetching runs ahead in the
+    background. Use it in a training loop of your own, or to inspect any rank's share from a single process::
 
         mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
         for samples in DeviceMeshFetcher(dataset, device_mesh=mesh, batch_size=32):
@@ -45,8 +44,8 @@ class DeviceMeshFetcher(LoaderFace[SamplesT]):
         agreement_timeout: As for ``DataLoader``.
 
     Raises:
-        ConfigError: An argument or a combination of arguments is invalid. A misspelt name raises ``OptionError``, which
-            is also a ``TypeError``.
+        ConfigError: An argument or a combination of arguments is invalid. A misspelled name raises ``OptionError``,
+            which is also a ``TypeError``.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class DeviceMeshFetcher(LoaderFace[SamplesT]):
 
     @staticmethod
     def _opened(dataset: Any, options: LoaderOptions[Any], shape: Shape, mesh: DeviceMesh) -> OpenLoop:
-        """See ``LoaderFace``: sets of shards only."""
+        """See ``LoaderFace``; accepts only sets of shards."""
         made = resolved(dataset)
         if not isinstance(made, DataSet):
             raise no_dataset(made)

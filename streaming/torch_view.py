@@ -22,8 +22,7 @@ from streaming.sets.datasets.face import DataSet
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64
-"""Minimum number of samples, over all parts, that are planned together. It also determines the default number of
-lanes."""
+"""Minimum number of samples, over all parts, that are planned together; it also sets the default number of lanes."""
 _VERSION = 1
 _STATE = {"version", "epoch", "samples", "part", "parts", "loader"}
 _log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class TorchIterable(IterableDataset[Sample]):
     Samples are dealt to R data-parallel ranks times W torch workers, each sample exactly once, in the dataset's
     shuffled order, which changes every epoch. Each ``iter(loader)`` begins the next epoch, also with persistent
     workers. Do not give torch's loader ``shuffle`` or a ``sampler``. ``streaming.DataLoader`` does the same faster,
-    gives the same batches on any number of ranks and workers, and can resume on any other number; this class is for
+    yields the same batches on any number of ranks and workers, and can resume on any other number; this class is for
     programs that require torch's loader.
 
     ``state_dict`` and ``load_state_dict`` follow torchdata's protocol: its ``StatefulDataLoader`` saves and loads the
@@ -51,7 +50,7 @@ class TorchIterable(IterableDataset[Sample]):
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
         last_batch: How N samples are divided among P = R x W parts. ``"drop"``: N mod P samples are left out;
             ``"pad"``: short parts repeat a sample, and ``"__valid__"`` of each sample is False if it is such a repeat;
-            ``"partial"``: some parts get one sample more, so ranks may differ by a batch.
+            ``"partial"``: some parts get one extra sample, so ranks may differ by a batch.
         memory_limit: Upper bound on everything that one worker buffers.
 
     Raises:
@@ -71,10 +70,9 @@ class TorchIterable(IterableDataset[Sample]):
             raise ConfigError(
                 f"TorchIterable: expected a StreamingDataset, got a {type(dataset).__name__}; "
                 + (
-                    "streaming.DataLoader deals it out, and makes its batches"
+                    "streaming.DataLoader deals its samples and makes its batches"
                     if isinstance(dataset, DataSet)
-                    else "torch's DataLoader takes other data sets as they are, with DeviceMeshSampler as "
-                    "batch_sampler="
+                    else "torch's DataLoader takes other data sets directly, with DeviceMeshSampler as batch_sampler="
                 )
             )
         self.dataset = dataset
@@ -93,7 +91,7 @@ class TorchIterable(IterableDataset[Sample]):
         return self._finder.mesh
 
     def __len__(self) -> int:
-        """Return the samples of one rank in an epoch; with ``"drop"`` and W workers it may get up to W - 1 fewer."""
+        """Return the number of samples of one rank in an epoch; with ``"drop"`` and W workers, up to W - 1 fewer."""
         ranks = self.device_mesh.data_world_size
         return self._num_samples // ranks if self.last_batch == "drop" else -(-self._num_samples // ranks)
 
@@ -121,13 +119,13 @@ class TorchIterable(IterableDataset[Sample]):
         return _Samples(self._running)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; call this in the process that has the loader."""
+        """Set the epoch of the next iteration; call this in the process that owns the loader."""
         self._epochs.set(checked_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank and worker in the current iteration: a small JSON-serializable dict.
 
-        After the last sample it is the end of the epoch, as long as torch's iterator exists; then the next epoch.
+        After the last sample the position is the end of the epoch while torch's iterator exists, then the next epoch.
 
         Raises:
             StateError: No iteration has begun in this process; with torch workers, only the workers know their
@@ -148,7 +146,7 @@ class TorchIterable(IterableDataset[Sample]):
         The number of ranks and workers must be the same, too.
 
         Raises:
-            StateError: The state is malformed. (One of another dataset, rank or worker is refused by the iteration.)
+            StateError: The state is malformed. (The iteration refuses a state of another dataset, rank or worker.)
         """
         if not isinstance(state, Mapping) or set(state) != _STATE or state["version"] != _VERSION:
             raise StateError("state: expected the dict of TorchIterable.state_dict()")
@@ -166,7 +164,7 @@ class TorchIterable(IterableDataset[Sample]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        self._finder.look_again()  # a spawned worker has neither torch.distributed nor all of the environment
+        self._finder.look_again()  # a spawned worker has no torch.distributed and only part of the environment
         return {**self.__dict__, "_finder": MeshFinder(self._finder.mesh), "_running": None}
 
 
@@ -195,12 +193,12 @@ class _Part:
             memory_limit=view._memory_limit, agreement_timeout=None,
         )  # fmt: skip
         state = self._fetcher.state_dict() if loaded is None else dict(loaded["loader"])
-        block = max(0, self._seen - 1) // rows  # from the sample seen last on, which may be repeated as padding
+        block = max(0, self._seen - 1) // rows  # from the last sample seen on, which may be repeated as padding
         self._skip = self._seen - block * rows
         self._base = {**state, "epoch": epoch, "samples_seen": block * rows * parts}
         self._fetcher.load_state_dict(self._base)
         self._ended = False
-        self.is_left = False  # nobody can ask for more
+        self.is_left = False  # no more samples can be requested
 
     def state(self) -> dict[str, Any]:
         """Return the state for ``TorchIterable.state_dict``."""
@@ -211,7 +209,7 @@ class _Part:
                 "loader": self._base}  # fmt: skip
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the samples, from those that were not seen on."""
+        """Yield the samples that have not been seen."""
         samples = (sample for block in self._fetcher for sample in block)
         last: Sample = {}
         try:
@@ -229,15 +227,15 @@ class _Part:
             self._fetcher.close()
 
     def _marked(self, sample: Sample, *, repeats: bool) -> Sample:
-        if get_worker_info() is not None:  # it pickles what this yields, and views cannot be pickled
+        if get_worker_info() is not None:  # the worker pickles samples, and views cannot be pickled
             sample = {name: bytes(value) if type(value) is memoryview else value for name, value in sample.items()}
         if self._last_batch != "pad":
             return sample
-        return {**sample, "__valid__": not repeats and sample.get("__valid__", True)}  # "skip" has marked substitutes
+        return {**sample, "__valid__": not repeats and sample.get("__valid__", True)}  # "skip" marks substitutes
 
 
 class _Samples(Iterator[Sample]):
-    """What torch's iterator holds as long as it exists, also when the samples are over."""
+    """The iterator that torch's iterator holds as long as it exists, even after the last sample."""
 
     def __init__(self, part: _Part) -> None:
         self._part, self._samples = part, part.samples()
@@ -254,10 +252,10 @@ class _Epochs:
 
     Use from one thread per process.
 
-    torch does not tell the dataset or its workers when an iteration begins, but every worker iterates exactly once in
-    each. So the n-th claim of a worker belongs with the n-th claims of the other workers of its loader (which share a
-    base seed), and the first of them to arrive takes the next epoch for all. The claims are kept in a log shared by all
-    processes; each process replays it.
+    torch does not signal the start of an iteration to the dataset or its workers, but every worker iterates exactly
+    once per iteration. So the n-th claim of a worker belongs with the n-th claims of the other workers of its loader
+    (which share a base seed), and the first to arrive takes the next epoch for all. The claims are kept in a log shared
+    by all processes; each process replays it.
     """
 
     def __init__(self, log: SharedLog | None = None) -> None:
@@ -272,14 +270,14 @@ class _Epochs:
         return self._log
 
     def __setstate__(self, log: SharedLog) -> None:
-        self.__init__(log)  # type: ignore[misc]  # a copy plays the log through from its beginning
+        self.__init__(log)  # type: ignore[misc]  # a copy replays the log from its beginning
 
     def set(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         self._log.append({"set": epoch})
 
     def claim(self, group: list[int], worker: int, epoch: int | None) -> int:
-        """Begin an iteration as one of the workers of ``group``, of ``epoch`` if that is known; return its epoch."""
+        """Begin an iteration as one of the workers of ``group``, at ``epoch`` if it is known; return its epoch."""
         self._number += 1
         own = {"group": group, "worker": worker, "by": [os.getpid(), self._number], "epoch": epoch}
         self._log.append(own)

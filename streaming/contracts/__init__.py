@@ -1,7 +1,7 @@
-"""Name what others may implement, and what they need for it; no code of its own, and nothing imports it but users.
+"""List the contracts that users may implement, and the names that they need; only users import this module.
 
 ======================  ============================  ========================================  ================
-of your own             implement                     enter it                                  battery
+your own                implement                     use it                                    tests
 ======================  ============================  ========================================  ================
 store                   ``Adapter``                   ``ADAPTERS["shelf"] = ShelfAdapter``      ``StoreTests``
 source                  ``CustomSource``              ``DataLoader(DataSet(source), …)``        ``SourceTests``
@@ -11,8 +11,8 @@ order                   ``Orders``                    ``orders`` of a source    
 layout of ``convert``   ``ConvertSource``             ``LAYOUTS["fasta"] = Layout(…)``          ``LayoutTests``
 ======================  ============================  ========================================  ================
 
-Batteries are in ``streaming.testing``. Each contract stands where its callers and the values in its signatures are;
-docs/design/0056 says why. Names are imported on first use.
+The test classes are in ``streaming.testing``. Each contract is defined beside its callers and the values in its
+signatures (docs/design/0056). Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _HOMES = {
     "copy_piece": "streaming.storage.base.adapter",
 }
 _OTHERWISE = {"ConvertSource": "Source"}
-"""Names that are others at home, where a ``Source`` is that of a conversion."""
+"""Names that differ from those in their modules, where ``Source`` is the source of a conversion."""
 
 __all__ = [
     "ADAPTERS",
@@ -163,14 +163,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return all names, also of what is imported on first use."""
+    """Return all names, including those that are imported on first use."""
     return sorted({*globals(), *_HOMES})
 
 
-if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
-        """Import a name on first use: who writes a store imports no loader."""
+        """Import a name on first use, so that the author of a store imports no loader."""
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher | CountedLoader) -> PreparedLoader:
-    """Prepare ``loader`` as ``accelerator.prepare`` does for torch's: device placement, gradient steps and checkpoints.
+    """Prepare ``loader`` as ``accelerator.prepare`` does for torch's: device placement, gradient steps, checkpoints.
 
     ``accelerator.prepare`` itself leaves a ``streaming.DataLoader`` alone, so it is never sharded twice. ::
 
@@ -37,14 +37,14 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
     Returns:
         The loader, with three changes. Batches are on the accelerator's device. In the last step of an epoch
         ``accelerator.accumulate`` synchronizes gradients even if fewer batches were accumulated.
-        ``accelerator.save_state`` saves the position after the last batch handed out, and ``load_state`` continues from
-        there on any number of ranks. There is nothing to skip then; a program that skips all the same calls
-        ``skip_first_batches`` of this module. Its length is that of this rank, as of a loader that Accelerate has
+        ``accelerator.save_state`` saves the position after the last batch delivered, and ``load_state`` continues from
+        there on any number of ranks. No batches need be skipped then; a program that skips some anyway must call
+        ``skip_first_batches`` of this module. The length is that of this rank, as for a loader that Accelerate has
         prepared; see ``count_all_ranks``.
 
     Raises:
-        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``, or is already prepared; or it
-            deals its batches to other ranks than those that the accelerator has.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``, is already prepared, or deals
+            its batches to other ranks than the accelerator's.
     """
     is_counted_whole = isinstance(loader, CountedLoader)
     given = loader._loader if isinstance(loader, CountedLoader) else loader
@@ -59,10 +59,10 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
 
 
 def count_all_ranks(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher) -> CountedLoader:
-    """Give ``loader`` the length that scripts for Accelerate expect before they prepare it: that of all processes.
+    """Give ``loader`` the length that scripts for Accelerate expect before preparing it: the sum over all processes.
 
-    They divide it by ``accelerator.num_processes``, as those of diffusers do, or make a schedule of that many steps,
-    because a prepared schedule takes ``num_processes`` steps for each step of the optimizer. ::
+    Such scripts divide the length by ``accelerator.num_processes``, like the scripts of diffusers, or make a schedule
+    of that many steps, because a prepared schedule takes ``num_processes`` steps per step of the optimizer. ::
 
         loader = count_all_ranks(accelerator, DataLoader(dataset, batch_size=32))
         ...                                                    # the script's own lines, up to its accelerator.prepare
@@ -76,19 +76,19 @@ def count_all_ranks(accelerator: Accelerator, loader: DataLoader | DevicePrefetc
 
 
 def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, num_batches: int = 0) -> SkippingLoader:
-    """Continue at batch ``num_batches`` of the epoch that comes next, as Accelerate's function does.
+    """Continue at batch ``num_batches`` of the next epoch, like Accelerate's function of this name.
 
-    The batches before it are not read, unless only reading tells where a batch begins: that is so for iterable torch
-    datasets, batches whose size changes, and readers in actors. Later epochs are whole: iterate over ``loader``, or
-    over the result again.
+    Earlier batches are not read, unless only reading can find the start of a batch: for iterable torch datasets,
+    batches whose size changes, and readers in actors. Later epochs are complete: iterate over ``loader``, or over the
+    result again.
 
     Args:
         loader: A loader, prepared or not.
-        num_batches: Batches of this rank. If a state was loaded in the middle of an epoch, it must say the same.
+        num_batches: Number of batches of this rank. If a state was loaded in mid-epoch, it must continue at this batch.
 
     Raises:
         ConfigError: ``loader`` is something else. While iterating: an epoch has fewer batches, or a loaded state
-            continues at another one.
+            continues at another batch.
     """
     inner = loader._loader if isinstance(loader, PreparedLoader) else loader
     expect_loader("skip_first_batches(loader, num_batches)", inner, DevicePrefetcher)
@@ -104,7 +104,7 @@ def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, n
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
     """The result of ``prepare_loader``. All other attributes are those of the loader."""
 
-    _drop_last = True  # every row counts, so `gather_for_metrics` must not cut anything off
+    _drop_last = True  # every row counts, so `gather_for_metrics` must not cut rows
 
     def __init__(
         self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator, *, is_counted_whole: bool = False
@@ -120,7 +120,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         number = len(self._loader)
         accelerator, own = self._accelerator, _streaming_loader(self._loader)
         has_prepared = any(getattr(accelerator, name, True) for name in ("_models", "_optimizers", "_schedulers"))
-        if not (self._is_told or has_prepared or own is None):  # the script's own lines, before accelerator.prepare
+        if not (self._is_told or has_prepared or own is None):  # called by the script before accelerator.prepare
             self._is_told = True
             _warn_of_count(accelerator, own, calling_line())
         return number
@@ -137,7 +137,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         self.begin()
         try:
             for batch in batches:
-                self.end_of_dataloader = not self._loader._is_iterated()  # it knows that this batch is the last one
+                self.end_of_dataloader = not self._loader._is_iterated()  # the loader has marked this batch as the last
                 yield send_to_device(batch, self._accelerator.device, non_blocking=True)
         finally:
             self.end()
@@ -156,7 +156,7 @@ class CountedLoader:
         return len(self._loader) * _steps_of_schedule(self._accelerator)
 
     def __iter__(self) -> NoReturn:
-        """Refuse to be read: the number of batches would be another one than the length.
+        """Refuse to iterate: the number of batches would differ from the length.
 
         Raises:
             ConfigError: Always.
@@ -190,29 +190,29 @@ class SkippingLoader:
         return islice(iter(self._loader), num_dropped, None)
 
     def with_state(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """See ``DataLoader.with_state``, from the first batch that is not skipped on."""
+        """See ``DataLoader.with_state``; begins at the first batch that is not skipped."""
         num_dropped = self._begin()
         return islice(self._loader.with_state(), num_dropped, None)
 
     def _begin(self) -> int:
-        """Move the loader, once; return how many batches must be read and dropped."""
+        """Move the loader, once; return the number of batches that must be read and dropped."""
         number, self._to_skip = self._to_skip, None
         return 0 if number is None else begin_at(self._own, number)
 
 
 def _streaming_loader(given: DataLoader | DevicePrefetcher) -> DataLoader | None:
-    """Return the loader below a prefetcher, if it is one of ours."""
+    """Return the ``streaming.DataLoader`` below a prefetcher; None if it has another loader."""
     loader = given.loader if isinstance(given, DevicePrefetcher) else given
     return loader if isinstance(loader, DataLoader) else None
 
 
 def _steps_of_schedule(accelerator: Accelerator) -> int:
-    """Return how many steps a prepared schedule takes for each of the optimizer's: for how many batches one stands."""
+    """Return the number of steps that a prepared schedule takes per step of the optimizer."""
     return 1 if accelerator.split_batches else int(accelerator.num_processes)
 
 
 def _warn_of_count(accelerator: Accelerator, loader: DataLoader, line: str) -> None:
-    """Warn that a script may have taken the batches of this process for those of all."""
+    """Warn that a script may have mistaken the batches of this process for those of all processes."""
     processes = _steps_of_schedule(accelerator)
     if processes > 1 and accelerator.is_main_process:
         _log.warning(

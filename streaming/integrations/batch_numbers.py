@@ -1,4 +1,4 @@
-"""Count a loader's position in batches of an epoch, as trainers do, and move it by such a number."""
+"""Convert a loader's position to a number of batches in its epoch, as trainers count, and back."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def batches_seen(loader: DataLoader) -> int:
 
 
 def begin_at(loader: DataLoader, number: int) -> int:
-    """Let the loader's next iteration begin at a batch of its epoch, counted from 0, without reading those before it.
+    """Make the loader's next iteration begin at a batch of its epoch, counted from 0, without reading earlier ones.
 
     Returns:
-        How many batches that iteration must still drop: 0, or ``number`` where only reading tells where a batch begins
-        (an iterable dataset, batches whose size changes, readers in actors, or a new seed).
+        The number of batches that the iteration must still drop: 0, or ``number`` if only reading can find the start of
+        a batch (an iterable dataset, batches whose size changes, readers in actors, or a new seed).
 
     Raises:
         ConfigError: The epoch has fewer batches, or a state was loaded that continues at another batch.

@@ -14,10 +14,9 @@ __all__ = ["WholeState"]
 class WholeState:
     """Save the state of a loader as one value, as a ``Stateful`` for ``torch.distributed.checkpoint``.
 
-    ``torch.distributed.checkpoint`` takes dicts and lists apart, and restores only those parts that the new loader's
-    state also has. A state whose structure depends on what has been read would not be restored completely: that of an
-    iterable dataset, or of a ``Mixture`` whose sources differ from those of the new loader. Saved as one value, it is.
-    ::
+    ``torch.distributed.checkpoint`` flattens dicts and lists, and restores only the parts that the new loader's state
+    also has. So a state whose structure depends on the samples read would be restored incompletely: that of an iterable
+    dataset, or of a ``Mixture`` whose sources differ from those of the new loader. A single value is restored whole. ::
 
         states = {"model": model.state_dict(), f"dataloader {rank}": WholeState(loader)}
         dcp.load(states, checkpoint_id=folder)
@@ -26,7 +25,7 @@ class WholeState:
         loader: The loader whose state to save and load.
 
     Raises:
-        ConfigError: ``loader`` is not a loader, for example its state.
+        ConfigError: ``loader`` is not a loader but, for example, its state.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -42,7 +41,7 @@ class WholeState:
         """Load the result of :meth:`state_dict`.
 
         Raises:
-            StateError: ``state`` is something else, or ``DataLoader.load_state_dict`` refuses it.
+            StateError: ``state`` is not such a result, or ``DataLoader.load_state_dict`` refuses it.
         """
         if set(state) != {"state"}:
             raise StateError(

@@ -1,15 +1,15 @@
 """Pass encoded images to GPU decoders: nvImageCodec, DALI, and those that take lists of tensors.
 
-A loader with ``decode={"jpg": None}`` and ``jagged=("jpg",)`` gives the encoded images of a batch as one buffer and its
-row offsets; with ``pin_memory=True`` or a ``DevicePrefetcher`` the buffer is page-locked. These decoders read it on the
-CPU, so give them batches before they are copied to a device. All results are views without a copy: keep the batch until
-the decoder is done with them.
+A loader with ``decode={"jpg": None}`` and ``jagged=("jpg",)`` returns the encoded images of a batch as one buffer and
+its row offsets; with ``pin_memory=True`` or a ``DevicePrefetcher`` the buffer is page-locked. These decoders read it on
+the CPU, so pass them batches before they are copied to a device. All results are views without a copy: keep the batch
+until the decoder is done with them.
 
 torchvision's nvJPEG needs none of this: ``decode_jpeg(batch["jpg"].rows(), device="cuda")``.
 
 **Upright images.** The decoders of ``streaming.decode`` apply the EXIF orientation. DALI (``adjust_orientation=True``)
 and nvImageCodec (``apply_exif_orientation=True``) do so by default, too; nvJPEG under torchvision does not:
-``upright(images, batch["jpg"])`` turns what it returns.
+``upright(images, batch["jpg"])`` turns its results.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["DaliSource", "arrays", "code_streams", "upright"]
 
 
 def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
-    """View the B payloads of a jagged field of bytes as arrays, uint8 [size], without copying.
+    """Return the B payloads of a jagged field of bytes as arrays, uint8 [size], which are views.
 
-    They can be given to ``nvimgcodec.Decoder().decode(arrays(batch["jpg"]))`` and to anything else that reads buffers.
+    Pass them to ``nvimgcodec.Decoder().decode(arrays(batch["jpg"]))`` or to any other function that reads buffers.
 
     Raises:
         ConfigError: ``field`` is not a jagged field of bytes on the CPU.
@@ -51,7 +51,7 @@ def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
 
 
 def upright(images: Sequence[torch.Tensor], field: Any) -> list[torch.Tensor]:
-    """Turn images [C, H, W], on any device, that a decoder made from a jagged field without its EXIF orientations.
+    """Return images [C, H, W], on any device, turned by the EXIF orientations in the jagged field they came from.
 
     Raises:
         ConfigError: ``field`` is not a jagged field of bytes on the CPU, or has another number of rows.
@@ -70,7 +70,7 @@ def _turned(image: torch.Tensor, orientation: int) -> torch.Tensor:
 
 
 def code_streams(field: Any) -> list[Any]:
-    """Make an ``nvidia.nvimgcodec.CodeStream`` from each payload, which gives size and codec before decoding.
+    """Return an ``nvidia.nvimgcodec.CodeStream`` for each payload, which has size and codec before decoding.
 
     Raises:
         ConfigError: ``field`` is not a jagged field of bytes on the CPU, or nvImageCodec is not installed.
@@ -107,7 +107,7 @@ class DaliSource:
         names: Fields to feed: jagged fields of bytes or numbers, and tensors [B, ...].
 
     Raises:
-        ConfigError: No field is named; while iterating: a batch lacks a field, or it is of another type.
+        ConfigError: No field is named. While iterating: a batch lacks a field, or the field has another type.
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], *names: str) -> None:
@@ -123,7 +123,7 @@ class DaliSource:
 
 
 def _listed(name: str, batch: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
-    """View a field of a batch as B arrays."""
+    """Return a field of a batch as B arrays, which are views."""
     if name not in batch:
         raise ConfigError(f"DaliSource: the batch has no entry {name!r}; there are {', '.join(map(str, batch))}")
     value = batch[name]

@@ -1,4 +1,4 @@
-"""Use loaders in Fabric, and loaders without a length in Lightning. Its ``Trainer`` needs no adapter for others."""
+"""Use loaders in Fabric, and loaders without a length in Lightning, whose ``Trainer`` takes all others directly."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["for_fabric", "prepare_loader"]
 def for_fabric(loader: DataLoader | DevicePrefetcher) -> ForFabric:
     """Present ``loader`` as one of torch's, as required by ``Fabric.setup_dataloaders``, which LitGPT calls.
 
-    Its batches are those of the loader. The result is a ``Stateful``: in the states of ``fabric.save`` and
-    ``fabric.load`` it keeps the position, on any number of ranks. Programs that take torch's loaders apart to shard
-    them, as Accelerate does, get an error: the loader has already dealt its samples out to the ranks. ::
+    The result yields the batches of the loader. It is a ``Stateful``: ``fabric.save`` and ``fabric.load`` keep its
+    position, on any number of ranks. Programs that take torch's loaders apart to shard them, like Accelerate, get an
+    error, because the loader has already dealt its samples to the ranks. ::
 
         train = fabric.setup_dataloaders(for_fabric(DataLoader(dataset, global_batch_size=512)))
         state = {"model": model, "train": train}
@@ -43,8 +43,8 @@ def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | Device
         trainer.fit(module, prepare_loader(DataLoader(Mixture({…}, weights={…}), batch_size=8)))
 
     Raises:
-        ConfigError: ``loader`` is not a ``streaming.DataLoader``, or is already prepared; or it is a
-            ``DevicePrefetcher`` without a length, which holds batches back itself.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader``, is already prepared, or is a ``DevicePrefetcher``
+            without a length, which holds batches back itself.
     """
     expect_loader("prepare_loader(loader)", loader, DevicePrefetcher)
     try:
@@ -60,7 +60,7 @@ def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | Device
 
 
 class OneBehind:
-    """A loader whose position excludes the last batch handed out until the next one is requested."""
+    """A loader whose position excludes the last batch delivered until the next one is requested."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
@@ -109,7 +109,7 @@ class ForFabric(torch.utils.data.DataLoader[Any]):
 
 
 class _NoSamples(torch.utils.data.IterableDataset[Any]):
-    """What is found as the dataset of a ``ForFabric``: nothing to shard."""
+    """The dataset of a ``ForFabric``, which cannot be sharded."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
         self._loader = loader
@@ -118,7 +118,7 @@ class _NoSamples(torch.utils.data.IterableDataset[Any]):
         raise ConfigError(
             "for_fabric(loader): this program takes the loader apart to shard it, but its batches are shares of the "
             "ranks already, and some would be lost. It is for Fabric alone; Accelerate takes "
-            "streaming.integrations.accelerate.prepare_loader(accelerator, loader), others the loader as it is"
+            "streaming.integrations.accelerate.prepare_loader(accelerator, loader), others take the loader itself"
         )
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Check that an argument is a loader, and fits the trainer, before that fails in a less obvious way, or does not."""
+"""Check that an argument is a loader and fits the trainer, before a mismatch fails obscurely or silently."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
     """Check that ``given`` is a ``streaming.DataLoader``, or one of ``others``.
 
     Raises:
-        ConfigError: It is something else; the message begins with ``what``.
+        ConfigError: It is not such a loader; the message begins with ``what``.
     """
     if not isinstance(given, (DataLoader, *others)):
         kind = type(given)
         raise ConfigError(
             f"{what}: expected a streaming.DataLoader, got a {kind.__module__}.{kind.__qualname__}; give torch's "
-            "loaders, and what these functions returned, to the program as they are"
+            "loaders, and the results of these functions, to the program unchanged"
         )
 
 
 def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
     """Check that ``loader`` deals its batches to the ranks of an ``accelerate.Accelerator``.
 
-    Otherwise each rank would get rows that others get too, or some rows would reach no rank.
+    Otherwise several ranks would get the same rows, or some rows would reach no rank.
 
     Raises:
         ConfigError: It deals to another number of ranks; the message begins with ``what``.
@@ -40,7 +40,7 @@ def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
     same = [] if torchs is None else [torchs[name].size() for name in torchs.mesh_dim_names if name in _SAME_DATA]
     num_processes = accelerator.num_processes
     num_shares = num_processes // prod(same)
-    if num_shares == mesh.data_world_size or num_processes == mesh.world_size:  # the latter with axes of its own
+    if num_shares == mesh.data_world_size or num_processes == mesh.world_size:  # the latter with other axes
         return
     raise ConfigError(
         f"{what}: the trainer has {num_shares} data-parallel ranks in {num_processes} processes, but this loader deals "
@@ -53,7 +53,7 @@ def of_wrapped(wrapper: Any, name: str) -> Any:
     """Return an attribute of the loader that ``wrapper`` keeps as ``_loader``.
 
     Raises:
-        AttributeError: There is none; or ``wrapper`` is being copied, and has no loader yet.
+        AttributeError: There is no such attribute, or ``wrapper`` is being copied and has no loader yet.
     """
     if "_loader" not in vars(wrapper):
         raise AttributeError(name)

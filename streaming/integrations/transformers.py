@@ -22,9 +22,8 @@ __all__ = ["use_loader"]
 def use_loader(trainer: Trainer, loader: DataLoader) -> None:
     """Make ``trainer`` train on ``loader``, save the loader's position in every checkpoint, and resume from it.
 
-    The trainer counts in steps, so give ``global_batch_size=``: an epoch then has the same number of steps on any
-    number of ranks. Entries of a batch that the model's ``forward`` does not accept are removed
-    (``remove_unused_columns``).
+    The trainer counts steps, so give ``global_batch_size=``: an epoch then has the same number of steps on any number
+    of ranks. Entries of a batch that the model's ``forward`` does not accept are removed (``remove_unused_columns``).
 
     ::
 
@@ -33,8 +32,8 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
         trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))
 
     Raises:
-        ConfigError: ``loader`` is not a ``streaming.DataLoader``, or deals its batches to other ranks than those that
-            the trainer has; or, when training resumes, the trainer and the loader have not counted the same batches.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader``, or deals its batches to other ranks than the
+            trainer's; or, when training resumes, the trainer and the loader have counted different batches.
     """
     expect_loader("use_loader(trainer, loader)", loader)
     check_worlds("use_loader(trainer, loader)", loader, trainer.accelerator)
@@ -49,7 +48,7 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
                 loader.load_state_dict(saved["attributes"]["position"])
                 _check_place(loader, state.global_step, args)
 
-    trainer.remove_callback(_Position)  # of a loader given before: of two that are saved, none would be found again
+    trainer.remove_callback(_Position)  # from an earlier loader: with two saved positions, neither would be restored
     trainer.add_callback(LoaderPosition())
     trainer.get_train_dataloader = lambda: _TrainerLoader(loader, trainer)
 
@@ -82,10 +81,7 @@ class _TrainerLoader:
 
 
 class _Resumed(IterableDataset[Any]):
-    """An epoch that yields None for batches before the loader's position instead of reading them.
-
-    The trainer skips these.
-    """
+    """An epoch that yields None instead of reading batches before the loader's position; the trainer skips these."""
 
     def __init__(self, loader: _TrainerLoader) -> None:
         self._loader = loader
@@ -99,7 +95,7 @@ class _Resumed(IterableDataset[Any]):
 
 
 def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
-    """Raise ConfigError if the trainer and the loader have not counted the same batches."""
+    """Raise ConfigError if the trainer and the loader have counted different batches."""
     per_step = args.gradient_accumulation_steps
     try:
         epoch, rest = divmod(steps, -(-len(loader) // per_step))

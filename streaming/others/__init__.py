@@ -1,4 +1,4 @@
-"""Run over data sets and processes of others: torch data sets, and readers on Ray.
+"""Run over other libraries' data sets and processes: torch data sets, and readers on Ray.
 
-Nothing here knows the format of shards.
+Nothing here depends on the format of shards.
 """

@@ -1,8 +1,8 @@
-"""Test kinds of your own: batteries of pytest tests that a subclass in your test file runs over them. No product code.
+"""Test your own kinds: classes of pytest tests to subclass in your test files. No product code.
 
 ``StoreTests`` is for a store, ``SourceTests`` for a source, ``DecoderTests`` for a decoder, ``RowTests`` for a kind of
-row, ``OrderTests`` for an order, ``LayoutTests`` for a layout of ``shard_tools convert``. A subclass, whose name begins
-with ``Test`` so that pytest finds it, says how such a thing is made. ``streaming.contracts`` names what may be
+row, ``OrderTests`` for an order, ``LayoutTests`` for a layout of ``shard_tools convert``. A subclass creates the object
+under test; its name begins with ``Test`` so that pytest finds it. ``streaming.contracts`` lists what may be
 implemented.
 """
 
@@ -21,7 +21,7 @@ except ModuleNotFoundError as _error:
         "it",
         name="pytest",
     ) from _error
-else:  # so that what fails in a battery says what differs, as in a test file
+else:  # so that failing assertions show their values, as in a test file
     _names = ("decoders", "layouts", "orders", "rows", "sources", "stores")
     pytest.register_assert_rewrite(*(f"{__name__}.{_name}" for _name in _names))
 
@@ -46,11 +46,11 @@ __all__ = ["DecoderTests", "LayoutTests", "OrderTests", "RowTests", "SourceTests
 
 
 def __dir__() -> list[str]:
-    """Return all names, also of what is imported on first use."""
+    """Return all names, including those that are imported on first use."""
     return sorted({*globals(), *_HOMES})
 
 
-if not TYPE_CHECKING:  # or type checkers would take every name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         """Import a battery on first use, so that tests of a store import no loader."""

@@ -1,4 +1,4 @@
-"""Forked children of a test, with a deadline: their results are returned, and no child is left behind."""
+"""Fork children of a test, with a deadline: their results are returned, and no child is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 120.0
 class Child:
     """A process forked from this one that runs ``function``, at once or after ``go``.
 
-    Use it as a context; at its end the process is gone.
+    Use it as a context manager; the process is gone at its end.
     """
 
     def __init__(self, function: Callable[[], Any], *, waits: bool = False) -> None:
@@ -42,7 +42,7 @@ class Child:
         """Return the function's result.
 
         Raises:
-            AssertionError: It raised, or did not end in time.
+            AssertionError: The function raised, or did not end in time.
         """
         data = b""
         while select.select([self._answer], [], [], DEADLINE_S)[0]:

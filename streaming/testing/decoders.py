@@ -1,4 +1,4 @@
-"""What loaders rely on in a decoder, whatever it decodes: ``DecoderTests``."""
+"""Test the behavior of a decoder on which loaders rely: ``DecoderTests``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streaming.types import Decoder, ReadBuffer
 
 @dataclass(frozen=True)
 class GivenDecoder:
-    """A decoder, the name of a field that it decodes, and the bytes of some values."""
+    """A decoder, the name of the field that it decodes, and the bytes of some values."""
 
     spec: FieldSpec
     field: str
@@ -31,12 +31,12 @@ class GivenDecoder:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers, other ones for each value."""
+        """Whether it draws random numbers, different ones for each value."""
         return draws_numbers(self._found)
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder, as a loader calls it; one that draws random numbers draws the same ones each time."""
+        """The decoder as a loader calls it; random numbers are the same each time."""
         found: Any = self._found
         return cast("Decoder", found.with_rng(np.random.default_rng(3)) if self.draws else found)
 
@@ -50,9 +50,9 @@ class GivenDecoder:
 
 
 class DecoderTests:
-    """What loaders rely on in a decoder; a subclass says which, and gives bytes of some values.
+    """Tests of a decoder; a subclass returns the decoder and the bytes of some values.
 
-    Override :meth:`spec` and :meth:`values`; :meth:`damaged` if bytes are refused in other ways, too::
+    Override :meth:`spec` and :meth:`values`, and :meth:`damaged` if there are other kinds of damage::
 
         class TestWav(DecoderTests):
             field = "wav"
@@ -68,15 +68,15 @@ class DecoderTests:
     """Name of the field, an extension without the leading dot."""
 
     def spec(self) -> FieldSpec:
-        """Return the decoder, as users give it: ``decode={field: spec}``."""
+        """Return the decoder in the form that users write: ``decode={field: spec}``."""
         raise NotImplementedError(f"{type(self).__name__}.spec: return your decoder")
 
     def values(self) -> Sequence[bytes]:
-        """Return the bytes of some values, which are not all the same."""
+        """Return the bytes of some values that are not all equal."""
         raise NotImplementedError(f"{type(self).__name__}.values: return the bytes of some values")
 
     def damaged(self, values: Sequence[bytes]) -> Iterator[bytes]:
-        """Yield bytes as broken writers and disks leave them; a decoder may refuse them, or decode what is left."""
+        """Yield bytes damaged like those of broken writers and disks; a decoder may refuse them or decode the rest."""
         yield b""
         for data in values:
             for size in {1, len(data) // 2, max(len(data) - 1, 0)}:
@@ -98,7 +98,7 @@ class DecoderTests:
             buffer = bytearray(data)
             lent = memoryview(buffer)
             found = given.decoded(lent)
-            lent.release()  # a BufferError here: the decoder, or what it returned, still holds a view of ``data``
+            lent.release()  # a BufferError here: the decoder, or its result, still holds a view of ``data``
             buffer.extend(b"the memory is another's by now")
             buffer[:] = bytes(len(buffer))
             assert same(found, given.decoded(data)), "the value changed with the buffer: copy what is kept of ``data``"
@@ -111,7 +111,7 @@ class DecoderTests:
     def test_several_threads_may_call_it(self, given: GivenDecoder) -> None:
         decoder, expected = given.decoder, [given.decoded(data) for data in given.values]
         if draws_numbers(resolve_decoders({given.field: given.spec}).decoder_for(given.field)):
-            return  # each value has one of its own
+            return  # each value has its own decoder
         with ThreadPoolExecutor(4) as threads:
             found = list(
                 threads.map(lambda turn: decoder(given.values[turn % len(expected)]), range(16 * len(expected)))
@@ -144,6 +144,6 @@ class DecoderTests:
         dataset = StreamingDataset(f"{tmp_path}/set/", decode={given.field: given.spec}, shuffle=False)
         with DataLoader(dataset, batch_size=2, last_batch="partial", collate_fn=list, **builders) as loader:  # type: ignore[arg-type]
             found = [sample[given.field] for batch in loader for sample in batch]
-        if not given.draws:  # those of an epoch and a place
+        if not given.draws:  # numbers would depend on epoch and position
             assert same(found, [given.decoded(data) for data in given.values])
         assert len(found) == len(given.values)

@@ -1,4 +1,4 @@
-"""What ``shard_tools convert`` relies on in a layout, whatever its files are: ``LayoutTests``."""
+"""Test the behavior of a layout on which ``shard_tools convert`` relies: ``LayoutTests``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streaming.storage import Storage
 
 @dataclass(frozen=True)
 class Input:
-    """A source of a layout: its name in ``LAYOUTS``, what ``convert`` is given, and how it reads it."""
+    """A source of a layout: its name in ``LAYOUTS``, the argument of ``convert``, and the options for reading it."""
 
     kind: str
     spec: str
@@ -31,7 +31,7 @@ class Input:
         return open_source(self.spec, Storage(), kind=self.kind, options=replace(self.options, **changes))
 
     def convert(self, target: Path, **more: Any) -> dict[str, bytes]:
-        """Write the samples as shards of nine; return every file, but for what its inputs were like here."""
+        """Write the samples as shards of nine; return all files but ``sources.parquet``, which describes the input."""
         options = ConvertOptions(kind=self.kind, key_field=self.options.key_field, max_samples=9)
         convert(self.spec, str(target), options=options, **more)
         files = (path for path in target.rglob("*") if path.is_file() and path.name != "sources.parquet")
@@ -39,7 +39,7 @@ class Input:
 
 
 class LayoutTests:
-    r"""What conversions rely on in a source; a subclass says its layout, and writes files of it.
+    r"""Tests of a source for conversions; a subclass names its layout, and writes files of it.
 
     Add the layout to ``LAYOUTS`` where it is defined, and override ``kind`` and :meth:`write`::
 
@@ -52,10 +52,10 @@ class LayoutTests:
     """
 
     kind = ""
-    """The layout's name in ``LAYOUTS``: what ``--from`` takes."""
+    """The layout's name in ``LAYOUTS``, as for ``--from``."""
 
     def write(self, folder: Path) -> str:
-        """Write a source of 20 to 100 records into an empty folder, and return what ``convert`` is given of it."""
+        """Write a source of 20 to 100 records into an empty folder, and return the argument for ``convert``."""
         raise NotImplementedError(f"{type(self).__name__}.write: write files of your layout, and return their folder")
 
     @pytest.fixture
@@ -92,7 +92,7 @@ class LayoutTests:
     def test_all_records_are_in_the_set_in_their_order(self, source: Input, tmp_path: Path) -> None:
         source.convert(tmp_path / "out")
         samples = list(StreamingDataset(f"{tmp_path}/out/", decode=None))
-        # Names of fields are lower case in a set of ours.
+        # Names of fields are lower case in converted sets.
         expected = [
             (one.key, {name.lower(): bytes(data) for name, data in one.fields.items()})
             for one in source.open(shuffle_seed=None).records(0)

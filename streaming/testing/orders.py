@@ -1,4 +1,4 @@
-"""What plans rely on in an order, whatever is ordered: ``OrderTests``."""
+"""Test the behavior of an order on which plans rely: ``OrderTests``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from streaming.errors import ConfigError
 from streaming.order.plan.plan import Plan
 
 LOOKED_AT = 160
-"""Rows that are looked at of an order without an end."""
+"""Number of rows that are examined of an order without an end."""
 
 
 class OrderTests:
-    """What orders of any kind keep of a plan's promises; a subclass says how one is made.
+    """Tests of an order against the promises of a plan; a subclass creates the order.
 
-    Override :meth:`orders`, with a set of some five to ten chunks::
+    Override :meth:`orders`, with a set of about five to ten chunks::
 
         class TestSmallestFirst(OrderTests):
             def orders(self):
@@ -43,7 +43,7 @@ class OrderTests:
         )  # fmt: skip
 
     def batches(self, plan: Plan, first: int = 0, last: int | None = None) -> list[list[tuple[int, int, int]]]:
-        """Return the rows of global batches: pass, chunk and offset, all ranks after each other."""
+        """Return the rows of global batches as (pass, chunk, offset), rank by rank."""
         last = plan.num_batches if last is None else last
         found: list[list[tuple[int, int, int]]] = [[] for _ in range(first, last)]
         for rank in range(plan.dp_world_size):

@@ -1,4 +1,4 @@
-"""Ranks of a job in this process: threads with real gloo connections between them, and meshes of them."""
+"""Run the ranks of a job in this process, as threads with real gloo connections, and make their meshes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Play = Callable[..., list[Any]]
 
 
 def played(monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Return ``play(function, **sizes)``: the function's results for the mesh of each rank, each in its own thread."""
+    """Return ``play(function, **sizes)``, which calls the function with each rank's mesh, each in its own thread."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     own = threading.local()
     for module in (replica_group, course):
@@ -41,5 +41,5 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def mesh_of(world_size: int, rank: int) -> DeviceMesh:
-    """Return the mesh of a rank among ranks that are plain data parallel."""
+    """Return the mesh of a rank among purely data-parallel ranks."""
     return DeviceMesh.from_sizes(dp_size=world_size, rank=rank, environ={})

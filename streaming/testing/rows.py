@@ -1,4 +1,4 @@
-"""What a loader promises of batches, whatever their rows are: ``RowTests``."""
+"""Test the promises of a loader for batches of any kind of row: ``RowTests``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARD, _GLOBAL_BATCH = 8, 4
 
 
 def write_documents(folder: Path) -> Path:
-    """Write eight shards of one chunk each, of documents with a class and tokens, and a column of their number."""
+    """Write eight shards of one chunk each, with documents that have a class, tokens, and a column of token counts."""
     for name, data in _files_of_documents().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -60,10 +60,10 @@ def damage(folder: Path) -> None:
 
 
 class RowTests:
-    """What rows of any kind keep of a loader's promises; a subclass says how a set of such rows is made.
+    """Tests of a kind of row against a loader's promises; a subclass creates a set of such rows.
 
-    Override :meth:`make`, which gets a folder of eight shards (``write_documents``), and :meth:`due` if a sample is in
-    several rows or in none; :meth:`rows` if a batch names the keys of its rows in another way::
+    Override :meth:`make`, which gets a folder of eight shards (``write_documents``); :meth:`due` if a sample is in
+    several rows or in none; and :meth:`rows` if a batch names the keys of its rows in another way::
 
         class TestPairs(RowTests):
             def make(self, folder, **options):
@@ -71,9 +71,9 @@ class RowTests:
     """
 
     as_list = False
-    """Whether a row is a batch by itself; a loader then hands out lists of them."""
+    """Whether a row is a batch by itself; a loader then yields lists of rows."""
     field = "cls"
-    """A field that can be read alone; "": none can."""
+    """A field that can be read alone; "": no field can."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -88,7 +88,7 @@ class RowTests:
         raise NotImplementedError(f"{type(self).__name__}.make: return a set with rows of your kind")
 
     def due(self) -> Counter[tuple[str, ...]] | None:
-        """Return the keys of all rows; None: the keys of all samples are due once."""
+        """Return the expected keys of all rows; None: each sample's key once."""
         return None
 
     def rows(self, batch: Any) -> list[tuple[str, ...]]:

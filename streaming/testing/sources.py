@@ -1,7 +1,7 @@
-"""What loops rely on in a source, whatever it reads: ``SourceTests``.
+"""Test the behavior of a source on which loops rely: ``SourceTests``.
 
-The battery goes through all pairs of features: damage, ``on_error``, fields, cache, builders, ranks, resume or remesh,
-order, batch sizes.
+The tests cover all pairs of features: damage, ``on_error``, fields, cache, builders, ranks, resume or remesh, order,
+batch sizes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from streaming.testing.values import plain, same
 
 GLOBAL_BATCH = 6
 LOST = "00019"
-"""Key of the sample that is damaged; its shard is the one that is missing."""
+"""Key of the damaged sample; its shard is the missing one."""
 
 
 def _fields_of(number: int) -> dict[str, bytes]:
-    """Return tokens, a number, and now and then a blob larger than what one checksum covers."""
+    """Return tokens, a number, and for some samples a blob larger than the span of one checksum."""
     tokens = np.arange(100 * number, 100 * number + 3 + 5 * number % 17, dtype="<u2").tobytes()
     blob = np.random.default_rng(number).bytes(70_000 if number % 5 == 0 else 50)
     return {"blob": blob, "cls": str(number).encode(), "tok": tokens}
 
 
 SAMPLES: Mapping[str, Mapping[str, bytes]] = {f"{number:05d}": _fields_of(number) for number in range(40)}
-"""The samples that a source has to hold, in this order: the bytes of each field, by key."""
+"""The samples that a source must hold, in this order: the bytes of each field, by key."""
 
 
 class Case(NamedTuple):
@@ -78,7 +78,7 @@ SIZES: Mapping[str, Any] = {"one": GLOBAL_BATCH, "ramp": Schedule.steps({0: 6, 1
 
 
 def all_pairs() -> list[Case]:
-    """Return cases that hold every pair of choices, found greedily: the cell with most pairs not seen yet is next."""
+    """Return cases that cover every pair of choices, chosen greedily: the case with the most new pairs is next."""
     cells = [Case(*cell) for cell in itertools.product(*CHOICES.values())]
     pairs = {cell: set(itertools.combinations(enumerate(cell), 2)) for cell in cells}
     left, found = set().union(*pairs.values()), []
@@ -93,9 +93,9 @@ PAIRS = all_pairs()
 
 
 class SourceTests:
-    """What sources of any kind keep of a loader's promises; a subclass says how a set over one is made, and damaged.
+    """Tests of a source against a loader's promises; a subclass creates a set over the source, and damages it.
 
-    Override :meth:`make` and :meth:`hurt`, and say with the attributes what the source does not have::
+    Override :meth:`make` and :meth:`hurt`, and set the attributes for features that the source lacks::
 
         class TestZips(SourceTests):
             has_places = False
@@ -109,19 +109,19 @@ class SourceTests:
     """
 
     has_fields = True
-    """Whether single fields can be asked for (``fields=``)."""
+    """Whether single fields can be selected (``fields=``)."""
     has_cache = False
-    """Whether its sets take ``cache_dir=``."""
+    """Whether its sets accept ``cache_dir=``."""
     has_checksums = True
-    """Whether a flipped bit is noticed."""
+    """Whether a flipped bit is detected."""
     has_places = True
-    """Whether ``locate`` says where a sample is; without, ``shard_tools plan`` knows no keys."""
+    """Whether ``locate`` returns the location of a sample; otherwise ``shard_tools plan`` has no keys."""
     epoch_size: int | None = None
-    """Samples of an epoch, for sets without an end."""
+    """Number of samples in an epoch, for sets without an end."""
     is_passed = True
     """Whether an epoch holds each sample once."""
     lost_shard = ""
-    """What the URL of the shard of ``LOST`` ends with."""
+    """End of the URL of the shard that holds ``LOST``."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -137,20 +137,20 @@ class SourceTests:
         """Return a set over a source of ``SAMPLES``, cut into several shards.
 
         Args:
-            folder: A folder of this test, where they may be stored; it may hold those of an earlier call.
-            options: Those of ``CustomSource``, such as ``fields``, ``shuffle``, ``on_error``.
+            folder: A folder of this test, where the samples may be stored; it may hold those of an earlier call.
+            options: Options of ``CustomSource``, such as ``fields``, ``shuffle``, ``on_error``.
         """
         raise NotImplementedError(f"{type(self).__name__}.make: return DataSet(YourSource(…, **options)) over SAMPLES")
 
     def due(self) -> list[str]:
-        """Return the keys of the samples of the set."""
+        """Return the expected keys of the samples of the set."""
         return [*SAMPLES]
 
     def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
-        """Flip a bit of the sample ``LOST``, or lose its shard.
+        """Flip a bit of the sample ``LOST``, or remove its shard.
 
-        If the shard is missing, reading it raises ``IndexMismatchError``. If the sample is damaged, it is in the
-        ``damage`` of its ``UnitLayout``, or ``fill`` raises a ``DataError``.
+        Reading a missing shard must raise ``IndexMismatchError``. A damaged sample must be in the ``damage`` of its
+        ``UnitLayout``, or ``fill`` must raise a ``DataError``.
         """
         raise NotImplementedError(f"{type(self).__name__}.hurt: damage sample {LOST}, or remove its shard")
 
@@ -158,7 +158,7 @@ class SourceTests:
         """Flip the bit in a second set over the same samples, unless they share their bytes with the first."""
 
     def rows(self, batch: Any) -> list[Any]:
-        """Return what is in each row of a batch, by name."""
+        """Return the entries of each row of a batch, by name."""
         names = [name for name in batch if name != "__url__"]
         count = len(batch["__key__"])
         return [{name: batch[name][row] for name in names} for row in range(count)]
@@ -168,7 +168,7 @@ class SourceTests:
         return [row["__key__"]]
 
     def options(self, case: Case) -> dict[str, Any]:
-        """Return the loader's options of a case that say what is in batches."""
+        """Return the loader options of a case that determine the content of batches."""
         shape = {"global_batch_size": SIZES[case.sizes], "last_batch": "partial"}
         return shape | ({} if self.epoch_size is None else {"epoch_size": self.epoch_size})
 
@@ -180,7 +180,7 @@ class SourceTests:
         return DataLoader(dataset, device_mesh=mesh, **(base | options))
 
     def epoch(self, dataset: Any, world: int = 1, state: Any = None, **options: Any) -> list[list[Any]]:
-        """Return the rows of each global batch of an epoch, or of the rest of one."""
+        """Return the rows of each global batch of an epoch, or of its rest."""
         ranks = []
         for rank in range(world):
             with self.loader(dataset, mesh_of(world, rank), **options) as loader:
@@ -200,7 +200,7 @@ class SourceTests:
         return self.make(folder, **options)
 
     def changing(self, dataset: Any, case: Case) -> list[list[Any]]:
-        """Return the global batches of an epoch, interrupted after the second batch as a case says."""
+        """Return the global batches of an epoch that is interrupted after the second batch, according to the case."""
         made = BUILDERS[case.builders] | self.options(case)
         if not case.goes_on:
             return self.epoch(dataset, case.world, **made)
@@ -340,7 +340,7 @@ class SourceTests:
         assert found["bad_samples"] >= 1
         assert any(LOST in str(bad) for bad in found["bad"])
 
-    # --- what the plan says ---
+    # --- the plan ---
 
     @pytest.mark.parametrize("shuffle", [ShuffleConfig(lanes=2, window=9), False], ids=["shuffled", "stored"])
     def test_the_plan_knows_its_samples_chunks_and_memory(self, folder: Path, shuffle: Any) -> None:
@@ -397,12 +397,12 @@ class SourceTests:
 
 
 def joined(ranks: Sequence[Sequence[list[Any]]]) -> list[list[Any]]:
-    """Return the rows of global batches, from those of each rank."""
+    """Return the rows of global batches, given the rows of each rank."""
     return [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
 
 
 def read_unit(source: Any, wanted: FetchRange) -> list[tuple[str, list[bytes]]]:
-    """Return the key and the fields of each sample of a range, as its source fetches it."""
+    """Fetch a range from a source; return the key and the fields of each sample in it."""
     data = bytearray(wanted.num_bytes)
     found = source.fetch_unit(wanted, memoryview(data)).apart(memoryview(data))
     cut = zip(found.keys, found.starts.tolist(), found.sizes.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What ``Storage`` promises of any store, whatever adapter talks to it: ``StoreTests``."""
+"""Test the promises of ``Storage`` for a store with any adapter: ``StoreTests``."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class GivenStore:
     base: str
 
     def copy(self) -> Storage:
-        """Return the storage as another process gets it."""
+        """Return the storage as it arrives in another process."""
         copied: Storage = pickle.loads(pickle.dumps(self.storage))
         return copied
 
 
 class StoreTests:
-    """What loaders and tools rely on in a store; a subclass says where there is room for objects.
+    """Tests of a store; a subclass returns a place for objects.
 
-    Override :meth:`base`, and :meth:`storage` if the store takes options; or the fixture ``store``, which gives both::
+    Override :meth:`base`, and :meth:`storage` if the store takes options; or the fixture ``store``, which returns
+    both::
 
         class TestShelf(StoreTests):
             def base(self, tmp_path):
@@ -42,11 +43,11 @@ class StoreTests:
     """
 
     def storage(self) -> Storage:
-        """Return what reaches the store."""
+        """Return the storage that accesses the store."""
         return Storage()
 
     def base(self, tmp_path: Path) -> str:
-        """Return the URL of a folder or prefix in which nothing lies yet; another one for each test.
+        """Return the URL of an empty folder or prefix, a different one for each test.
 
         Args:
             tmp_path: An empty folder of this test.

@@ -1,4 +1,4 @@
-"""Compare what is in batches and samples, of any type and depth."""
+"""Compare the contents of batches and samples, of any type and depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Tell whether values, at any depth, are of the same types, shapes and content."""
+    """Return whether values are equal in type, shape and content, at any depth."""
     if isinstance(found, torch.Tensor):
         return found.dtype == expected.dtype and torch.equal(found, expected)
     if isinstance(found, np.ndarray):
@@ -22,7 +22,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as a batch and a single sample both have it."""
+    """Return a value in the form that batches and single samples share."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return np.asarray(value).tolist()
     return bytes(value) if isinstance(value, memoryview) else value

@@ -151,7 +151,7 @@ def test_sound_behind_the_end_that_an_mp3_states_is_not_lost_in_silence():
     one = stream_of("mp3", 1)
     bare = drawn_sounds.written(np.zeros((9000, 1), np.float32), 16_000, "MP3", None, bitrate_mode="CONSTANT")
     bare = bare[bare.index(b"\xff\xf3", 4) :]
-    with pytest.raises(ValueError, match=r"goes on behind byte \d+, where its first frame says that it ends"):
+    with pytest.raises(ValueError, match=r"continues after byte \d+, where its first frame says that it ends"):
         Sound()(one + bare)
     tagged = one + b"TAG" + bytes(125) + b"ID3\4\0\0\0\0\0\0" + bare
     assert Sound()(tagged).shape[1] >= 32_000 + 9000  # tags between them make it sure

@@ -531,7 +531,7 @@ def test_the_log_says_what_changes(samples: SampleSet, caplog: pytest.LogCapture
         fetcher.remesh(1, 2, at=1)
         assert (
             "remesh: data-parallel rank 1 of 2 (it was 1 of 3), generation 1: continues in epoch 0 after 24 samples; 2 "
-            "of the batches handed out come again"
+            "of the batches delivered come again"
         ) in caplog.text
         next(iter(fetcher))
         assert "chunks of the old plan are still in memory" in caplog.text

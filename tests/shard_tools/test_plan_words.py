@@ -82,7 +82,7 @@ def test_arguments_that_do_not_fit_a_set(docs: str, arguments: tuple[object, ...
     [
         ({"urls": "x/"}, "no option 'urls' in a file; write the shards as \"url\""),
         ({"self": 1}, "no option 'self' in a file"),
-        ({"length": 64}, "'length' belongs into 'packed'"),
+        ({"length": 64}, "'length' belongs in 'packed'"),
         ({"packed": 64}, 'packed: expected an object of options such as {"length": 8192}'),
         ({"packed": {"length": 64, "padding": 1}}, "no option 'padding'"),
         ({"packed": {"length": 64}, "balanced": {"by": "cls"}}, "a set can be only one of these"),

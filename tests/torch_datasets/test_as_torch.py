@@ -130,7 +130,7 @@ def test_what_items_cannot_do_is_refused_with_the_way(dataset: StreamingDataset)
     for make, words in (
         (lambda: DataLoader(dataset, batch_size=None), "torch data sets whose items are batches.*batch_size="),
         (lambda: DataLoader(lambda: dataset, batch_size=None), "torch data sets whose items are batches"),
-        (lambda: DataLoader(Batches(), batch_size=None, last_batch="pad"), "items are handed out whole"),
+        (lambda: DataLoader(Batches(), batch_size=None, last_batch="pad"), "items are delivered whole"),
         (lambda: DataLoader(Batches(), batch_size=None, drop_last=False, device_mesh=two), "drop_last=False"),
         (lambda: DataLoader(Batches(), batch_size=None, jagged=("x",)), "jagged="),
         (lambda: DataLoader(Batches(), batch_size=None, collate_fn=3), "function of an item"),

@@ -75,7 +75,7 @@ def test_a_loader_is_no_data_set_for_torchs(samples: SampleSet) -> None:
     """It ended in "'DataLoader' object is not subscriptable"."""
     with (
         DataLoader(samples.open(), 4) as loader,
-        pytest.raises(ConfigError, match=r"iterate over it as it is, or give"),
+        pytest.raises(ConfigError, match=r"iterate over it directly, or give"),
     ):
         next(iter(torch.utils.data.DataLoader(loader)))
     assert len(list(torch.utils.data.DataLoader(TorchIterable(loader.dataset), batch_size=None))) == 48

@@ -234,7 +234,7 @@ def test_no_loader_of_torch_takes_our_place(kinds: Kinds, kind: str, ranks: int,
 def test_a_loader_inside_torchs_is_refused(kinds: Kinds, kind: str) -> None:
     with kinds.loader(kind) as loader:
         for of_torch in (torch.utils.data.DataLoader(loader), accelerate.data_loader.DataLoaderShard(loader)):
-            with pytest.raises(ConfigError, match=r"which makes batches itself; iterate over it as it is"):
+            with pytest.raises(ConfigError, match=r"which makes batches itself; iterate over it directly"):
                 next(iter(of_torch))
         for taken_apart in (
             accelerate.skip_first_batches(for_fabric(loader), 1),

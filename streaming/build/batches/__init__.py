@@ -1,4 +1,4 @@
 """Build batches from rows: decode, transform, collate, replace unreadable samples, take portions.
 
-Handles samples and batches; knows no threads, no processes and no storage.
+Handles samples and batches only; threads, processes and storage are elsewhere.
 """

@@ -33,7 +33,7 @@ class BadRecord:
         byte_start: First byte of its record in the shard.
         byte_end: End of the record (exclusive).
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
-        reason: What was wrong.
+        reason: Reason of the failure.
         epoch: Epoch in which it was found.
         rank: Global rank of the process that found it.
         time: Time in UTC, such as ``"2026-01-31T23:59:59Z"``.
@@ -53,7 +53,7 @@ class BadRecord:
 
     @property
     def name(self) -> Name:
-        """Identifies the sample; the same in every run."""
+        """Identifies the sample, equal in every run."""
         return self.url, self.key, self.sample_in_shard, -1 if self.key else self.byte_start
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def shown_url(url: str) -> str:
 def iter_records(content: bytes) -> Iterator[BadRecord | DataError]:
     """Yield the records of a whole file.
 
-    Raises an error for a malformed line (truncated by a full disk, for example).
+    Yields an error instead for a malformed line (truncated by a full disk, for example).
     """
     for line in content.splitlines():
         if line.strip():
@@ -107,9 +107,11 @@ class BadFile:
     """Append records to a file that several processes of one machine may share. Thread-safe.
 
     A record is one ``write`` with O_APPEND, under a lock (flock, if the file system supports it), so that lines never
-    interleave. Any user who can read the file can hold its lock, so the wait is short; then lines are added without
-    it. A sample that the file already lists for the same epoch is not added again, so restarts and replicas add
-    nothing. A failing disk costs the record and, once, a warning; never the run.
+    interleave. Any user who can read the file can hold its lock, so the wait is short; after it, lines are added
+    without the lock. A sample that the file already lists for the same epoch is not added again, so restarts and
+    replicas add nothing. A failing disk loses the record and logs one warning; it never stops the run.
+
+    ``_lock`` guards ``_epoch``, ``_listed``, ``_read_bytes``, ``_warned`` and ``_goes_without``, and the appending.
 
     Args:
         path: The file; ``{rank}`` in it is replaced by ``rank``. It and its folder are made when first needed.
@@ -128,7 +130,7 @@ class BadFile:
     def add(self, record: BadRecord) -> None:
         """Append ``record`` unless the file already lists its sample for its epoch."""
         with self._lock:
-            # The file's end is whole: records are appended one at a time, each only if the file lacks it.
+            # Records are appended one at a time, each only if the file lacks it, so the file ends with a whole line.
             try:
                 self._append(record)
             except OSError as error:
@@ -144,7 +146,7 @@ class BadFile:
             size_bytes = self._catch_up(file, record.epoch)
             if record.name in self._listed:
                 return
-            # A truncated line of another process must not swallow this one.
+            # Begin a new line after a truncated line of another process, so that this record can be parsed.
             line = b"\n" * (size_bytes != self._read_bytes) + record.to_line()
             if os.write(file, line) < len(line):
                 if locked:
@@ -170,9 +172,9 @@ class BadFile:
         return locked
 
     def _catch_up(self, file: int, epoch: int) -> int:
-        """Read what was appended since last time and return the file's size.
+        """Read the lines appended since the last call, and return the size of the file.
 
-        ``_read_bytes`` counts whole lines only.
+        ``_read_bytes`` counts only whole lines.
         """
         size_bytes = os.fstat(file).st_size
         if epoch != self._epoch or size_bytes < self._read_bytes:

@@ -1,4 +1,4 @@
-"""Account for samples that could not be delivered, and enforce the limit on them."""
+"""Count samples that could not be delivered, and enforce the limit on them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ _DROPS = (
 class BadSamples:
     """The bad samples of this epoch on this rank, each counted once. Thread-safe.
 
+    ``_lock`` guards ``_seen``, ``_found_in``, ``_epoch``, ``_allowed``, ``_allows``, ``_allowed_of`` and
+    ``_has_warned_of_length``. Only the thread that starts epochs and calls ``check`` uses ``_tally``.
+
     Args:
-        limit: Number (int) or fraction of the epoch (float) beyond which the run stops.
-        metrics: Where to count them.
-        sample_in_shard: Returns the number within its shard of a sample of the dataset; None: unknown.
-        files: Files to record them in, by the source they are in, or the mixture around it; "": all of them.
+        limit: Number (int) or fraction of the epoch (float) above which the run stops.
+        metrics: Metrics that count bad samples.
+        sample_in_shard: Converts the number of a sample in the dataset to its number in its shard; None: unknown.
+        files: Paths of the files that record bad samples, by source or nested mixture; "": of all sources.
         rank: Global rank of this process.
-        fate: What happens to them, for people.
+        fate: Sentence for messages on what happens to the places of bad samples.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class BadSamples:
         self._found_in: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by source and stage
         self._epoch = 0
         self._tally: Tally | None = None
-        self._has_told_length = False
+        self._has_warned_of_length = False
         self._log = LossLog(rank, fate=fate, cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"')
         for name in ("bad_samples", "dropped_samples"):
             metrics.add(name, 0)
@@ -74,18 +77,18 @@ class BadSamples:
         """Start counting from zero.
 
         Args:
-            num_samples: Samples of the epoch: over all ranks with a tally, of this rank without.
+            num_samples: Number of samples in the epoch, over all ranks with a tally, otherwise of this rank.
             epoch: The epoch.
             tally: Sum over all ranks; None: other ranks are unknown, and the limit applies to this rank alone.
-            allowed_of: Number allowed in each source of a mixture, and in each mixture within it, on this rank; all
-                ranks together may find no more than the outermost ones allow together.
+            allowed_of: Number allowed on this rank in each source of a mixture and in each nested mixture. Over all
+                ranks, the limit is the sum over the outermost of these.
         """
         self._log.start(epoch)
         self._tally = tally
         if tally is not None:
             tally.begin()
         with self._lock:
-            # All counts are of this epoch, and the limits are those of its rows: a report sees both or neither.
+            # Counts and limits change together under the lock: a report sees both of the new epoch, or neither.
             self._seen.clear()
             self._found_in.clear()
             self._allowed_of = dict(allowed_of or {})
@@ -110,7 +113,7 @@ class BadSamples:
             self._changed_length(shown, bad.reason)
             return
         with self._lock:
-            # A sample is in _seen once, however many batches lose it; counts, log and file agree with _seen.
+            # A sample enters _seen once, however many batches lose it; counts, log and file agree with _seen.
             name = (bad.url, bad.key, bad.number)
             if name in self._seen:
                 return
@@ -131,9 +134,9 @@ class BadSamples:
     def _changed_length(self, shown: str, reason: str) -> None:
         self._metrics.add("changed_lengths")
         with self._lock:
-            # Set by exactly one caller, who warns.
-            told, self._has_told_length = self._has_told_length, True
-        if not told:
+            # Exactly one caller sets it, and warns.
+            has_warned, self._has_warned_of_length = self._has_warned_of_length, True
+        if not has_warned:
             _log.warning(
                 "%s has %s: were the shards rewritten with another tokenizer? Packs are planned from the column: "
                 "longer documents are cut off, shorter ones are padded, and loader.metrics() counts both as "
@@ -142,27 +145,25 @@ class BadSamples:
             )  # fmt: skip
 
     def check(self) -> None:
-        """Check whether all ranks together have found too many.
-
-        On the thread that asks for batches, between two batches.
+        """Check the limit over all ranks; called between two batches, on the thread that requests them.
 
         Raises:
-            TooManyBadSamplesError: They have.
+            TooManyBadSamplesError: All ranks together found too many bad samples.
         """
         if self._tally is None:
             return
         total = self._tally.total(len(self._seen))
         if total > self._allowed:
             with self._lock:
-                # The message counts what _seen holds.
+                # The message must agree with _seen.
                 raise self._too_many(total, f"over all ranks, {len(self._seen)} of them on this one")
 
     def finish(self, num_rows: int) -> None:
-        """Log a summary of what the epoch, or the part that was read, lost of ``num_rows`` samples of this rank."""
+        """Log a summary of the samples lost in the epoch, or the part read so far, out of ``num_rows`` on this rank."""
         self._log.finish(num_rows)
 
     def _too_many(self, count: int, where: str) -> TooManyBadSamplesError:
-        """Make the error that lists the latest ones; under the lock."""
+        """Return the error, which lists the latest bad samples. The caller holds the lock."""
         recent = list(self._seen.values())[-_LISTED:]
         listing = "".join(f"\n  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
         return TooManyBadSamplesError(
@@ -172,7 +173,7 @@ class BadSamples:
         )
 
     def _too_many_in(self, source: str) -> TooManyBadSamplesError:
-        """Make the error that lists the latest ones; under the lock."""
+        """Return the error, which lists the latest bad samples. The caller holds the lock."""
         last, found = list(self._seen.values())[-1], self._found_in[source]
         return TooManyBadSamplesError(
             f"{found.total()} bad samples of the source {source!r} in this epoch on this rank, but its "
@@ -198,13 +199,13 @@ class BadSamples:
         )
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return all of them, as plain dicts."""
+        """Return all bad samples of this epoch, as plain dicts."""
         with self._lock:
-            # Nobody reports while the list is made.
+            # The lock keeps reports out while the list is made.
             return [record.as_dict() for record in self._seen.values()]
 
 
 def _around(source: str) -> list[str]:
-    """Return a source's name in batches, those of the mixtures around it, and "" for the whole; innermost first."""
+    """Return the names of a source and of the mixtures around it, innermost first; the outermost is ""."""
     parts = source.split("/") if source else []
     return ["/".join(parts[:count]) for count in range(len(parts), -1, -1)]

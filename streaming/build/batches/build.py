@@ -1,7 +1,7 @@
 """Build a batch from its rows: decode, transform, collate; unreadable samples are substituted, masked or raised.
 
-What a row is, a ``RowKind`` says: a sample (``Samples``), or what ``streaming.build.batches.items`` makes of several
-samples.
+A ``RowKind`` defines what a row is: a sample (``Samples``), or several samples combined by
+``streaming.build.batches.items``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ else:
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
 LENGTH = "length"
-"""Stage of a sample that can be read, but has another length than was planned with; it is not a bad sample."""
+"""Stage of a readable sample whose length differs from the planned one; it is not a bad sample."""
 Mask: TypeAlias = "npt.NDArray[np.bool_] | None"
 MAX_SUBSTITUTES = 256
-"""Number of neighbors tried in place of an unreadable sample before giving up: a few damaged chunks."""
+"""Maximum number of neighbors tried instead of an unreadable sample: enough to pass a few damaged chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +66,15 @@ class BadSample:
 
     Attributes:
         url: URL of the shard.
-        key: Key of the sample; "" if even the key could not be read, and no sample table has it.
+        key: Key of the sample; "" if the key could not be read either, and no sample table has it.
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``; or ``LENGTH``.
         reason: The error's message.
-        dropped: The user's transform dropped it: nothing is wrong with it.
+        dropped: Whether the user's transform dropped an intact sample.
         number: Number of the sample in the dataset; -1 if unknown.
         byte_start: First byte of its record in the shard; -1 without a sample table.
         byte_end: End of the record (exclusive); -1 without a sample table.
         source: Source in a mixture; "" for a single dataset.
-        trace: Traceback of the user's code, "" if there is none; depends on who builds, so it is not compared.
+        trace: Traceback of the user's code, or ""; it depends on the thread that builds, so it is not compared.
     """
 
     url: str
@@ -91,7 +91,7 @@ class BadSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecipe:
-    """How the samples of one source are decoded and transformed.
+    """Decoders and functions that turn the bytes of one source into samples.
 
     Attributes:
         decoders: Decoder of every field.
@@ -119,7 +119,7 @@ class SourceRecipe:
 
 
 class RowColumns(Protocol):
-    """The rows of some batches as columns, from which each is cut."""
+    """The rows of several batches as columns, from which each batch is cut."""
 
     def batch(self, low: int, high: int) -> Batch:
         """Return the batch of rows ``[low, high)``.
@@ -130,47 +130,47 @@ class RowColumns(Protocol):
 
 
 class GroupedRows(Protocol):
-    """How the rows of several batches are looked up and cut together: those that are only copied from memory.
+    """Look up and cut the rows of several batches together, if they are only copied from memory.
 
     Attributes:
-        group_rows: Most samples looked up together.
+        group_rows: Maximum number of samples looked up together.
     """
 
     @property
     def group_rows(self) -> int: ...  # noqa: D102
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
-        """Return the samples of planned rows of a group, under the engine's lock; None: build batches one by one.
+        """Return the samples of the planned rows of a group; None: build batches one by one.
 
-        That is if there is damage, something to wait for, or another ``rows_each`` in some of them.
+        None if a row is damaged, not yet in memory, or has another ``rows_each``. Called under the engine's lock.
         """
 
     def columns(
         self, recipe: Recipe, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None,
         draws: BatchDraws | None = None,
     ) -> RowColumns:  # fmt: skip
-        """Return rows, none of them damaged, as columns from which plain batches are cut."""
+        """Return undamaged rows as columns, from which plain batches are cut."""
 
 
 class ExchangedRows(Protocol):
-    """How ranks pass rows of a global batch to each other."""
+    """Pass rows of a global batch from rank to rank."""
 
     def split(self, batch: Batch) -> list[Batch]:
-        """Return the rows of a batch one by one, without what is said of the batch."""
+        """Return the rows of a batch one by one, without entries that concern the whole batch."""
 
     def sent(self, row: Batch) -> Batch:
-        """Return a row that was split off in a smaller form, which ``joined`` takes too."""
+        """Return a split row in a smaller form, which ``joined`` also accepts."""
 
     def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
-        """Return the batch of rows that were split off; wide tensors lie in memory from ``allocate``."""
+        """Return the batch of split rows; large tensors lie in memory from ``allocate``."""
 
 
 class RowKind(ABC):
-    """What a row of a batch is: all that loops, the engine and ranks know of it.
+    """Kind of row of a batch: everything that loops, the engine and ranks know about rows.
 
-    A frozen value without data, equal on all ranks, that travels to worker processes. Which samples a row is made of,
-    the dataset says: ``Source.rows``. What only some kinds can do is a value that others lack: ``grouped``,
-    ``exchanged``.
+    A frozen value without data, equal on all ranks, that is sent to worker processes. The dataset chooses the samples
+    of a row: ``Source.rows``. Abilities that only some kinds have are values that are None for other kinds:
+    ``grouped``, ``exchanged``.
 
     Attributes:
         balance: How the rows of a global batch are balanced over its ranks; None: not at all.
@@ -180,30 +180,30 @@ class RowKind(ABC):
 
     @property
     def grouped(self) -> GroupedRows | None:
-        """How several batches are built together; None: each is built by itself."""
+        """Builds several batches together; None: each batch is built by itself."""
         return None
 
     @property
     def exchanged(self) -> ExchangedRows | None:
-        """How ranks exchange the rows of a global batch; None: each keeps its own."""
+        """Exchanges the rows of a global batch between ranks; None: each rank keeps its own rows."""
         return None
 
     # --- which samples, for the engine ---
 
     def order(self, stock: Stock, of: PlannedRows) -> Index:  # noqa: ARG002
-        """Return the order in which a rank has the rows of a batch, as an index; in any thread, without locks."""
+        """Return the order of a rank's rows within a batch, as an index; called on any thread, without locks."""
         return slice(None)
 
     def rows_each(self, begin: int) -> int:  # noqa: ARG002
-        """Return how many rows each planned row makes, in the global batch that begins at a row of the run."""
+        """Return the number of rows per planned row, in the global batch that begins at row ``begin`` of the run."""
         return 1
 
     @abstractmethod
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
-        """Return the samples of planned rows; of those in ``lost`` nothing is in memory."""
+        """Return the samples of planned rows; chunks in ``lost`` have no bytes in memory."""
 
     def row_of(self, rows: Rows, i: int) -> int:  # noqa: ARG002
-        """Return which row of the batch sample i is in."""
+        """Return the row of the batch that holds sample i."""
         return i
 
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
@@ -211,24 +211,24 @@ class RowKind(ABC):
         return None
 
     def ahead(self, stock: Stock, chunk_id: int, pass_number: int) -> Callable[[], object] | None:  # noqa: ARG002
-        """Return what to compute while a chunk is fetched, in a thread beside; None: nothing."""
+        """Return a computation to run on another thread while a chunk is fetched; None: none."""
         return None
 
     # --- batches ---
 
     @abstractmethod
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        """Return the batch of ``rows``; ``valid`` says which rows of the batch count."""
+        """Return the batch of ``rows``; ``valid`` masks the rows of the batch that count."""
 
     @abstractmethod
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
         """Return the batch of no rows; see ``BatchBuilder.empty``."""
 
     def exclude(self, batch: Batch, valid: npt.NDArray[np.bool_]) -> None:  # noqa: B027  not all have to
-        """Take rows that do not count out of whatever a batch says about all of them, in place.
+        """Exclude rows that do not count from entries that concern all rows, such as counts; in place.
 
         Args:
-            batch: A batch, or what ``collate_fn`` gets for one of its rows.
+            batch: A batch, or the argument of ``collate_fn`` for one of its rows.
             valid: Whether each row counts, bool [B]; [] for one row.
         """
 
@@ -236,30 +236,30 @@ class RowKind(ABC):
 
     @property
     def changes(self) -> Sequence[tuple[int, str]]:
-        """What rows are from which row of the run on, in words; (): always the same."""
+        """Changes of the rows during a run: (row of the run, description from that row on); (): none."""
         return ()
 
     def facts(self, state: LoaderState | None = None, row: int = 0) -> dict[str, Any]:  # noqa: ARG002
-        """Return what a state of the run says of its rows; behind ``state``, also what held before its row."""
+        """Return the facts about rows that a state of the run records, including earlier ones from ``state``."""
         return {}
 
     # --- options ---
 
     @property
     def options(self) -> dict[str, Any]:
-        """What must be the same on all ranks, and in all sources of a mixture, by the user's names."""
+        """Options that must be equal on all ranks and in all sources of a mixture, by their names in ``Packed``."""
         return {}
 
     def budget(self, limit_bytes: int) -> Budget:
-        """Return how ``memory_limit`` is divided; see ``RowSamples.keep_at_most``."""
+        """Divide ``memory_limit``; see ``RowSamples.keep_at_most``."""
         return Budget.of(limit_bytes, packs=False)
 
     def fate(self, on_error: OnError) -> str:
-        """Say what takes the place of a lost sample, for people."""
+        """Return a sentence for messages on what takes the place of a lost sample."""
         return _FATES[on_error]
 
     def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> RowKind:  # noqa: ARG002
-        """Return the same, balanced.
+        """Return this kind with balanced rows.
 
         Raises:
             ConfigError: Rows cannot be balanced.
@@ -272,15 +272,15 @@ class RowKind(ABC):
         """Return the forms of jagged fields.
 
         Raises:
-            ConfigError: They are no names, or do not apply.
+            ConfigError: They are not names of fields, or do not apply to such rows.
         """
         return checked_jagged(jagged, collate_fn)
 
     def check_shape(self, shape: Shape, collate_fn: object) -> None:  # noqa: B027  not all have to
-        """Refuse batches of a shape that they cannot have."""
+        """Check that batches can have this shape."""
 
     def check_sequence(self, wanted: SequenceSlice, least: int) -> None:  # noqa: B027  not all have to
-        """Refuse slices of sequences that are impossible; each must be divisible by ``least``."""
+        """Check that sequences can be sliced so; their lengths must be divisible by ``least``."""
 
 
 _FATES: dict[OnError, str] = {
@@ -323,7 +323,7 @@ class Samples(RowKind):
         return self.one_by_one(builder, rows, mask) if copied is None else copied
 
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
-        """Return the batch, each sample made alone."""
+        """Return the batch, built sample by sample."""
         builder.read_ahead(rows)
         return builder.collate([builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
 
@@ -337,7 +337,7 @@ class Samples(RowKind):
         return recipe.portion(empty_like(row), 0)
 
     def given(self, builder: BatchBuilder, sample: Sample) -> Sample:  # noqa: ARG002
-        """Return what ``collate_fn`` gets for a row that consists of one sample."""
+        """Return the argument of ``collate_fn`` for a row that consists of one sample."""
         return sample
 
     def columns(
@@ -349,8 +349,8 @@ class Samples(RowKind):
         return Columns(rows, decoders, allocate, place, names, recipe.jagged, draws)
 
 
-class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the program
-    """A row that cannot be delivered: the stage, and what happened (None: the transform dropped it)."""
+class _Bad(Exception):  # noqa: N818  control flow, not an error of the program
+    """A row that cannot be delivered: the stage, and the error (None: the transform dropped it)."""
 
     def __init__(self, stage: str, error: Exception | None) -> None:
         super().__init__(stage, error)
@@ -359,22 +359,22 @@ class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the prog
 
     @property
     def kind(self) -> str:
-        """The stage, as losses are counted: a sample that was dropped is not one that failed."""
+        """The stage under which the loss is counted; dropped samples are counted apart from failed ones."""
         return DROPPED if self.error is None else self.stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How bytes become a batch: the user's options. Thread-safe as far as the user's functions are.
+    """The user's options for turning bytes into batches. Thread-safe as far as the user's functions are.
 
-    What is derived from all parts is computed once: a mixture may have hundreds of parts, and batches come by the
-    thousand.
+    Values derived from all parts are computed once: a mixture may have hundreds of parts, and there are thousands of
+    batches.
 
     Attributes:
-        parts: How samples are made, for each source; one for a single dataset.
-        items: What a row of a batch is.
+        parts: One ``SourceRecipe`` per source; a single dataset has one.
+        items: The kind of row of a batch.
         collate_fn: Function of a list of samples, or None: the default.
-        portion: What this rank uses of a batch; taken where the batch is built.
+        portion: This rank's portion of a batch, taken where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
         jagged: Fields of the default batch whose values are concatenated, and the form of each.
         worker_init_fn: Called with the worker's number in each worker process, before its first batch; or None. It is
@@ -418,11 +418,11 @@ class Recipe:
         return tuple(dict.fromkeys(name for part in self.parts for name in part.fields or ()))
 
     def part_of(self, rows: Rows, i: int) -> SourceRecipe:
-        """Return how row i becomes a sample."""
+        """Return the recipe of row i's source."""
         return self.parts[0 if rows.sources is None else int(rows.sources[i])]
 
     def narrowed(self, rows: Rows) -> Rows:
-        """Return the rows without fields that their sources' ``fields`` leave out, if sources differ in these."""
+        """Return the rows without the fields that their sources do not read, if sources differ in their fields."""
         if rows.sources is None or len({part.fields for part in self.parts}) == 1:
             return rows
         fields: dict[str, FieldRange] = {}
@@ -456,7 +456,7 @@ class Recipe:
 
 
 class _Tries:
-    """Allocate tensors; in the second try at a batch, those of the first whose shape and type come again."""
+    """Allocate tensors; a second attempt at a batch reuses tensors of the first that have the same shape and type."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -471,7 +471,7 @@ class _Tries:
         return self._made[-1]
 
     def again(self) -> None:
-        """Begin a second try: nothing of the first is in use."""
+        """Begin a second attempt; no tensor of the first may be in use."""
         self._free = list(self._made)
 
 
@@ -484,10 +484,10 @@ class BatchBuilder:
 
     Args:
         recipe: How to build.
-        substitutes: For row i of the batch, single-row ``Rows`` to try in its place, in order.
+        substitutes: Yields, for row i of the batch, single-row ``Rows`` to try instead, in order.
         report: Called for every sample that could not be delivered; may raise to stop the run.
-        allocate: Allocator for the tensors of the default batch; None: fresh memory. Not used for a batch of which only
-            a portion is kept.
+        allocate: Allocator for the tensors of the default batch; None: fresh memory. Not used if only a portion of the
+            batch is kept.
         place: Receives the row that is being decoded; None: not needed.
         draws: Random numbers of functions; None: those at the start of epoch 0, without seeding anything.
     """
@@ -507,33 +507,33 @@ class BatchBuilder:
         self.place: DecodedRow = [-1] if place is None else place
         self._substitutes = substitutes
         self.report = report
-        self._lost: list[str] = []  # stages in which the sample in progress, and those tried in its place, were lost
-        self._ahead: dict[tuple[int, int, str], Outcome[object]] = {}  # by identity of the rows, row and field
+        self._lost: list[str] = []  # stages at which the current sample and its substitutes were lost
+        self._ahead: dict[tuple[int, int, str], Outcome[object]] = {}  # by id of the rows, row and field
 
     def build(self, rows: Rows, valid: Mask) -> Any:
         """Return the batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
         return self.recipe.items.build(self, rows, valid)
 
     def empty(self, prototypes: Iterator[Rows], begin: int = 0) -> Any:
-        """Make the batch of no rows; ``prototypes`` are single rows of samples, for its form.
+        """Return the batch of no rows; ``prototypes`` are single rows that show its form.
 
         Its global batch begins at row ``begin`` of the run.
 
         Raises:
-            TooManyBadSamplesError: The form depends on a sample, and none of those tried can be read.
+            TooManyBadSamplesError: The form depends on a sample, and no sample that was tried can be read.
         """
         return self.recipe.items.empty(self, prototypes, begin)
 
-    # --- what items are built with ---
+    # --- for row kinds ---
 
     def copied(self, kind: GroupedRows, rows: Rows, mask: Mask) -> Any | None:
-        """Return the batch of plain columns; None: to be made row by row, where damage and user functions count."""
+        """Return the batch of plain columns; None: build it row by row, because of damage or user functions."""
         recipe = self.recipe
         if recipe.is_plain and not rows.damage and not self._draws.seeds and not rows.has_distant:
             try:
                 columns = kind.columns(recipe, rows, self.allocate, self.place, self._draws)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
-            except (DecodeError, ChecksumError):  # building row by row will find out which value
+            except (DecodeError, ChecksumError):  # building row by row will find the value
                 if self.allocate is not None:
                     self.allocate.again()
         return None
@@ -552,7 +552,7 @@ class BatchBuilder:
         return self.recipe.whole(self.default(samples), mask, len(samples))
 
     def collated(self, samples: list[Sample]) -> Any:
-        """Return what the user's function makes of samples; its errors say which."""
+        """Return the result of the user's function; a note on its errors names the samples."""
         try:
             return None if self.recipe.collate_fn is None else self.recipe.collate_fn(samples)
         except Exception as error:
@@ -569,16 +569,16 @@ class BatchBuilder:
         return default_collate(samples, allocate=self.allocate, jagged=self.recipe.jagged)
 
     def without_rows(self, sample: Sample) -> Any:
-        """Return the user's batch of no rows, made with ``sample``: the function is never called without samples."""
+        """Return the user's batch of no rows, derived from ``sample``: the function is never called without samples."""
         if self.recipe.skips and isinstance(sample, dict):
             sample["__valid__"] = True
         return self.recipe.portion(without_rows(self.collated, sample), 0)
 
     def first_of(self, prototypes: Iterator[Rows]) -> Sample:
-        """Return the first of single rows that can be read; the others are no samples of this batch, nor counted.
+        """Return the first of single rows that can be read; unreadable ones are not counted, being in no batch.
 
         Raises:
-            TooManyBadSamplesError: None can be read.
+            TooManyBadSamplesError: No row can be read.
         """
         lost: list[str] = []
         for rows in islice(prototypes, MAX_SUBSTITUTES):
@@ -596,7 +596,7 @@ class BatchBuilder:
         return [self.sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
 
     def read_ahead(self, rows: Rows) -> None:
-        """Decode the distant fields of all rows at the same time, where no code of the user's is called."""
+        """Decode the distant fields of all rows concurrently, if this calls no user code."""
         if not rows.has_distant or self._draws.seeds:
             return
         jobs: dict[tuple[int, int, str], Callable[[], object]] = {}
@@ -613,12 +613,12 @@ class BatchBuilder:
         self._ahead = dict(zip(jobs, together(list(jobs.values())), strict=True))
 
     def sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
-        """Return row i as a sample, or another one in its place."""
+        """Return row i as a sample, or a substitute."""
         sample = self.delivered(rows, i, mask)
         return self.substitute(rows, i) if sample is None else sample
 
     def delivered(self, rows: Rows, i: int, mask: Mask) -> Sample | None:
-        """Return row i as a sample; None if it is lost, which is reported and marked."""
+        """Return row i as a sample; None if it is lost, after reporting and marking it."""
         self.place[0] = i
         self._lost.clear()
         try:
@@ -632,10 +632,10 @@ class BatchBuilder:
         return None
 
     def substitute(self, rows: Rows, i: int) -> Sample:
-        """Return a sample in place of row i.
+        """Return a substitute for row i.
 
         Raises:
-            TooManyBadSamplesError: None of those tried can be delivered.
+            TooManyBadSamplesError: None of the substitutes tried can be delivered.
         """
         sample = self.first_delivered(i, self._substitutes(i))
         if sample is not None:
@@ -647,7 +647,7 @@ class BatchBuilder:
         )
 
     def first_delivered(self, i: int, others: Iterator[Rows]) -> Sample | None:
-        """Return the first of the single rows that can be delivered in place of row i; None: none of those tried."""
+        """Return the first of the single rows that can be delivered instead of row i; None: none of them can."""
         self.place[0] = i
         for tried, other in enumerate(islice(others, MAX_SUBSTITUTES)):
             try:
@@ -695,7 +695,7 @@ class BatchBuilder:
         """Decode and transform row i.
 
         Raises:
-            _Bad: It cannot be delivered.
+            _Bad: The row cannot be delivered.
         """
         damage = rows.damage.get(i)
         if damage is not None:

@@ -46,24 +46,24 @@ def default_collate(
     Per field, with B samples:
 
     - arrays, array scalars or tensors of one shape: one tensor ``[B, ...]`` of their dtype, in native byte order;
-      numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]``; values of unlike types: the type that
-      ``torch.promote_types`` gives for all of them, whatever their order, and a warning once per process;
+      numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]``; values of different types: the type to
+      which ``torch.promote_types`` promotes all of them, whatever their order, and a warning once per process;
     - fields that ``jagged`` names: see :class:`streaming.build.batches.jagged.Jagged`;
     - arrays or tensors that differ in shape: a list of B tensors;
     - everything else (text, bytes, dicts, lists, objects) and ``__key__``, ``__url__`` and ``__source__``: a list of B
-      values. A sample that lacks the field has None there. A warning says so once per process where other values of the
-      field would be a tensor.
+      values. A sample that lacks the field has None there; if the other values of the field would be a tensor, a
+      warning is logged once per process.
 
-    Stacked tensors share no memory with the samples; what stays in a list does.
+    Stacked tensors share no memory with the samples; values in lists do.
 
     Args:
         samples: Decoded samples; without any, the batch has no fields.
         allocate: Allocates the memory of tensors; default: fresh memory.
-        jagged: Fields whose values are laid end to end, and the form of each.
+        jagged: Fields whose values are concatenated, and the form of each.
 
     Raises:
-        ValueError: If ``allocate`` gives a tensor of another shape, dtype or layout than asked for.
-        ConfigError: If the values of a jagged field cannot be laid so, values of one shape have types that torch does
+        ValueError: ``allocate`` returned a tensor of another shape, dtype or layout than requested.
+        ConfigError: The values of a jagged field cannot be concatenated, values of one shape have types that torch does
             not promote (uint16, uint32 or uint64 beside other integers), or a number does not fit into 64 bits.
     """
     names: dict[str, None] = {}
@@ -98,20 +98,20 @@ def _without_values(column: object) -> object:
 
 
 def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """Make the batch that ``collate_fn`` would return for an empty list, without calling it with one.
+    """Return the batch that ``collate_fn`` would return for an empty list, without calling it with one.
 
-    It is called with one sample and with two: each dimension is cut by as much as it grows per sample, whichever axis
-    that is (rows, concatenated tokens, offsets); what does not grow stays.
+    ``collate_fn`` is called with one sample and with two: each dimension is cut by as much as it grows per sample, on
+    any axis (rows, concatenated tokens, offsets); a dimension that does not grow stays.
 
     Example:
         ``without_rows(torch.utils.data.default_collate, (image, 3))`` gives ``[float32 [0, 3, 224, 224], int64 [0]]``.
 
     Args:
         collate_fn: Function of a list of samples. It gets shallow copies, which it may change.
-        sample: Any readable sample; nothing of it is in the result.
+        sample: Any readable sample; the result holds none of its values.
 
     Raises:
-        ConfigError: For some object in the batch it cannot be determined what belongs to a sample.
+        ConfigError: The part of an object in the batch that belongs to a sample cannot be determined.
     """
     one = collate_fn([copy.copy(sample)])
     two = collate_fn([copy.copy(sample), copy.copy(sample)])
@@ -119,7 +119,7 @@ def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def _cut_back(one: Any, two: Any, where: str) -> Any:
-    """Return the part of a batch of one sample, cut by what the same part of a batch of two has more."""
+    """Return a part of a batch of one sample, cut by the growth of that part in a batch of two."""
     if type(one) is not type(two):
         raise _cannot_cut(one, where)
     left: Any
@@ -164,7 +164,7 @@ def _like(mapping: Any, left: dict[Any, Any]) -> Any:
     """Return ``left`` as a mapping of the same type, if that can be made from a dict."""
     try:
         return type(mapping)(left)
-    except Exception:  # noqa: BLE001  a type of the user's; a dict serves as well
+    except Exception:  # noqa: BLE001  a user's type; a dict serves as well
         return left
 
 
@@ -179,10 +179,10 @@ def _cannot_cut(part: object, where: str) -> ConfigError:
 def promoted(values: Sequence[object]) -> torch.Tensor | None:
     """Return one tensor of numbers and arrays of one shape but of several types, as :func:`default_collate` makes it.
 
-    Returns None where there is nothing to promote: values are of one type, differ in shape, or are no numbers.
+    Returns None if there is nothing to promote: values are of one type, differ in shape, or are not numbers.
 
     Raises:
-        ConfigError: Torch has no common type, or a number fits into none.
+        ConfigError: Torch has no common type, or a number fits into no type.
     """
     kinds = set(map(type, values))
     if len(kinds) == 1:
@@ -221,12 +221,12 @@ def _collate_field(values: list[object], make: Allocate, name: str) -> object:
 
 
 def _collate_mixed(values: list[object], kinds: set[type], make: Allocate, name: str) -> object:
-    """Collate values of several types: one tensor of the type that torch promotes theirs to; a list if some have none.
+    """Collate values of several types: one tensor of torch's promoted type; a list if torch lacks one of the types.
 
-    A number counts as what it is in a batch of its own: ``int`` as int64, ``float`` as float64.
+    A number has the type that it has in a batch of its own: ``int`` is int64, ``float`` is float64.
 
     Raises:
-        ConfigError: Torch has no common type, or a number fits into none.
+        ConfigError: Torch has no common type, or a number fits into no type.
     """
     if kinds <= _NUMBERS:
         is_float = float in kinds
@@ -252,10 +252,10 @@ def _number(value: Any, name: str) -> torch.Tensor:
 
 
 def _floats(values: Sequence[float], make: Allocate, name: str) -> object:
-    """Make float64 ``[B]``.
+    """Return the values as float64 ``[B]``.
 
     Raises:
-        ConfigError: An ``int`` is beyond the range of a float.
+        ConfigError: An ``int`` exceeds the range of a float.
     """
     try:
         return _fill(np.array(values, np.float64), make)
@@ -264,10 +264,10 @@ def _floats(values: Sequence[float], make: Allocate, name: str) -> object:
 
 
 def _integers(values: list[int], make: Allocate, name: str) -> object:
-    """Make int64 ``[B]``.
+    """Return the values as int64 ``[B]``.
 
     Raises:
-        ConfigError: One does not fit.
+        ConfigError: A value does not fit.
     """
     low, high = min(values), max(values)
     if low < _INT64.min or high > _INT64.max:
@@ -296,7 +296,7 @@ def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
 
 
 def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate, name: str) -> object:
-    """Return one tensor if shapes agree and torch knows the types; else a list."""
+    """Return one tensor if shapes agree and torch has the types; else a list."""
     first = values[0]
     dtype = _torch_dtypes().get(first.dtype.newbyteorder("="))
     if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
@@ -314,7 +314,7 @@ def _stack_tensors(values: list[torch.Tensor], make: Allocate, name: str) -> obj
     """Return one tensor, of the promoted type, if shapes and devices agree and all are dense; else the list.
 
     Raises:
-        ConfigError: Only the types differ, and torch has none for all of them.
+        ConfigError: Only the types differ, and torch has no common type.
     """
     first, dtype = values[0], values[0].dtype
     layout = (first.shape, dtype, first.device, torch.strided)
@@ -333,12 +333,12 @@ def _stack_tensors(values: list[torch.Tensor], make: Allocate, name: str) -> obj
 
 @cache
 def _promoted(name: str, dtypes: frozenset[torch.dtype]) -> torch.dtype:
-    """Return the type to which torch promotes all of these, whatever their order; say so once per process.
+    """Return the type to which torch promotes all of these, whatever their order; warn once per process.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such type.
     """
-    # Floats first: these are promoted with any integer, while uint16 to uint64 are with no other integer.
+    # Floats first: torch promotes them with any integer, but uint16 to uint64 with no other integer.
     ordered = sorted(dtypes, key=lambda one: (not one.is_floating_point, one.is_complex, str(one)))
     names = frozenset(map(_named, dtypes))
     try:
@@ -361,8 +361,8 @@ def _named(dtype: torch.dtype) -> str:
 def _tell_of_promotion(name: str, types: frozenset[str], dtype: str) -> None:
     """Warn, once per process, that a batch has another type than some of its values."""
     _log.warning(
-        "%s: values of types %s in one batch, which become %s as torch promotes them. A batch in which only one of "
-        "these types meets has that type; have transform, or the data set itself, make them one",
+        "%s: values of types %s in one batch, which become %s as torch promotes them. A batch of only one of these "
+        "types keeps that type; have transform, or the data set itself, make them one",
         _of(name), ", ".join(sorted(types)), dtype,
     )  # fmt: skip
 
@@ -384,7 +384,7 @@ def _to_tensors(values: Sequence[object]) -> list[object]:
 
 
 def _is_array(value: object) -> TypeGuard[npt.NDArray[Any] | np.generic]:
-    """Tell whether it is an array or scalar of NumPy that may become a tensor; one with a mask would lose it."""
+    """Return whether ``value`` is a NumPy array or scalar that may become a tensor; masked arrays may not."""
     return isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray)
 
 
@@ -399,12 +399,12 @@ def _to_tensor(value: npt.NDArray[Any] | np.generic) -> object:
 
 @cache
 def _torch_dtypes() -> dict[np.dtype[Any], torch.dtype]:
-    """Return torch's types by NumPy's, of those that both have."""
+    """Return torch's type for each NumPy type that both have."""
     return {np.dtype(name): getattr(torch, name) for name in _DTYPES}
 
 
 def _checking(allocate: Allocate) -> Allocate:
-    """Return ``allocate``, with a check that the result is what was requested."""
+    """Return ``allocate`` with a check of its results."""
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = allocate(shape, dtype)

@@ -1,7 +1,7 @@
 """Read the values of a field for many rows at once, if they are only copied from memory or decoded one by one.
 
-What rows have in common (whether they are complete, of one size, which blocks hold them) is looked up once for the rows
-of several batches; then each batch is cut.
+Facts about rows (whether they are complete, of one size, which blocks hold them) are computed once for the rows of
+several batches; then each batch is cut.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Cut: TypeAlias = Callable[[int, int], Any]
 _BLOCK_BYTES = 512
 _BYTE = np.dtype(np.uint8)
 _GATHER_BYTES = 1 << 10
-"""Up to this mean size, bytes are gathered before they are cut: cutting scattered rows in place suffers one memory
-latency after the other (256 records of 430 bytes: 56 instead of 144 us, benchmarks/bench_cut.py)."""
+"""Maximum mean size at which bytes are gathered before they are cut: cutting scattered rows in place pays one memory
+latency per row (256 records of 430 bytes: 56 instead of 144 us, benchmarks/bench_cut.py)."""
 _COPY_ROWS_BYTES = 8 << 10
-"""From this size on, copying row by row is faster than gathering blocks."""
+"""Minimum size at which copying row by row is faster than gathering blocks."""
 
 
 class Columns:
@@ -60,7 +60,7 @@ class Columns:
         decoders: Decoder of every field, for each source; one for a single dataset.
         allocate: Allocator for tensors; None: fresh memory.
         place: Receives the row that is being decoded; None: not needed.
-        names: Names of a mixture's sources, for ``__source__``; all "": no such entry.
+        names: Names of a mixture's sources, for ``__source__``; if all are "", the entry is absent.
         jagged: Fields whose values are concatenated, and the form of each.
         draws: Random numbers of decoders, by row; None: those at the start of epoch 0.
     """
@@ -101,7 +101,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Goes from row to row as values are decoded.
+    """Step from row to row as values are decoded.
 
     Attributes:
         place: Receives the row of the batch.
@@ -136,11 +136,11 @@ class _Turn:
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
-    """Return the decoder of a field; if the sources or sets of the rows differ in it, one for each row."""
+    """Return the decoder of a field; a list, one for each row, if the sources or sets of the rows differ in it."""
     if rows.sources is None or len(decoders) == 1:
         only = decoders[0].decoder_for(name)
         return [only.of_shard(url) for url in rows.urls] if isinstance(only, BySet) else only
-    # A source whose samples lack the field need not have a decoder for it.
+    # A source whose samples lack the field may have no decoder for it.
     having = rows.sources[where.sizes >= 0]
     there = np.flatnonzero(np.bincount(having)).tolist()
     known: dict[int, Decoder] = {source: decoders[source].decoder_for(name) for source in there}
@@ -225,7 +225,7 @@ def _jagged(
     name: str, form: Form, rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None,
     turn: _Turn,
 ) -> Cut:  # fmt: skip
-    """Return concatenated values; bytes and plain items are copied into the batch once, from where they are."""
+    """Return concatenated values; bytes and plain items are copied only once, from the chunk into the batch."""
     values = _values_of(rows, decoder, where, turn)
     plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder in (raw, view) else decoder
     if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
@@ -271,7 +271,7 @@ def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
 
 
 def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None) -> Cut | None:
-    """Gather payloads of one size and type as tensors [n, ...]; None if the values differ in these."""
+    """Gather payloads of one size and type as tensors [n, ...]; None if sizes or types differ."""
     size = int(where.sizes[0]) if len(where.sizes) else 0
     if not size or size % decoder.dtype.itemsize or (where.sizes != size).any() or (where.starts % _BLOCK_BYTES).any():
         return None
@@ -317,8 +317,9 @@ def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num
 
 def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
     """Gather blocks of 512 bytes, unchanged, directly to their places, all rows at once."""
-    blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
+    blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)  # [blocks of the arena, 512]
     num_blocks = size // _BLOCK_BYTES
+    # [n * num_blocks]: the blocks of row 0, then those of row 1, …
     wanted = ((where.starts // _BLOCK_BYTES)[:, None] + np.arange(num_blocks)).reshape(-1)
 
     def fill(low: int, high: int, out: npt.NDArray[Any]) -> None:
@@ -329,8 +330,9 @@ def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
 
 
 def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
-    """Gather values that start at multiples of 512 bytes, as in any tar: rows of the windows that begin at each."""
+    """Gather values that start at multiples of 512 bytes, as in any tar, from overlapping windows at each multiple."""
     size = num_items * decoder.dtype.itemsize
+    # [blocks of the arena, num_items]: row b is the value that would begin at block b; a view with a stride of 512.
     shape = ((len(view) - size) // _BLOCK_BYTES + 1, num_items)
     windows: npt.NDArray[Any] = np.ndarray(shape, decoder.dtype, view, 0, (_BLOCK_BYTES, decoder.dtype.itemsize))
     wanted = where.starts // _BLOCK_BYTES
@@ -342,7 +344,7 @@ def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder
 
 
 def _shape_of(num_items: int, decoder: ArrayDecoder) -> tuple[int, ...] | None:
-    """Return the shape of a payload of that many items; None if it does not fit (the decoder says why)."""
+    """Return the shape of a payload of ``num_items``; None if it does not fit (the decoder reports why)."""
     if decoder.shape is None:
         return (num_items,)
     known = math.prod(length for length in decoder.shape if length >= 0)

@@ -1,26 +1,26 @@
-"""Detect functions that draw from generators other than ``rng``, by what they do.
+"""Detect functions that draw from generators other than ``rng``, by watching the state of the generators.
 
 Such generators are those of the process (``random``, ``numpy.random``, ``torch``), and those that users' objects hold.
-Their functions, too, get the same numbers everywhere: the generators are seeded before each sample, by its position in
-the epoch. That takes 2 to 20 us each, so it is done only for functions that draw, and only for the generators that they
-use. Drawing is detected batch by batch: the generators are set to a known state, the batch is built, and their state
-shows whether something was drawn. If so, the batch is built again, seeded. No draw escapes, however rare; a batch of
-functions that draw nothing costs 25 us.
+Functions that use them also get the same numbers everywhere: the generators are seeded before each sample, by its
+position in the epoch. Seeding takes 2 to 20 us per generator, so it is done only for functions that draw, and only for
+the generators that they use. Drawing is detected batch by batch: the generators are set to a known state, the batch is
+built, and their state shows whether something was drawn. If so, the batch is built again, seeded. Every draw is
+detected, however rare; watching a batch whose functions draw nothing costs 25 us.
 
-This is safe only if nothing else draws at the same time: in worker processes, and on the thread that asks for a batch
-while it waits for it. In the training process the generators belong to the training: their state is restored
+This is safe only where nothing else draws at the same time: in worker processes, and on the thread that requests a
+batch while it waits for it. In the training process the generators belong to the training: their state is restored
 afterwards, and builder threads, which run in parallel with the training, never touch them. So without worker processes
-the asking thread builds the first batch, under watch, and continues to build all batches if functions draw.
+the requesting thread builds the first batch, under watch, and continues to build all batches if functions draw.
 
-Functions that drew nothing in the first batch are then called by builder threads, where nobody can tell who has drawn:
-a draw that comes later is not seen, unless the asking thread builds every batch (``num_threads=0``) or worker processes
-do. Generators that users' objects hold are not the training's: builder threads draw from them, too, but one batch at a
-time.
+Functions that drew nothing in the first batch are then called by builder threads, where draws cannot be attributed: a
+later draw is not detected, unless the requesting thread builds every batch (``num_threads=0``) or worker processes do.
+Generators that users' objects hold do not belong to the training: builder threads draw from them, too, but one batch at
+a time.
 
-Such generators are found by following what functions hold, and what globals have the names in their code, without
-calling anything (:func:`_reached`). What is reached in other ways (``getattr``, compiled code) is not found. A name in
-code may be an attribute of something else, and the global of that name the training's. So generators that are only
-named are watched like those of the process: where nothing else draws.
+Such generators are found by following the objects that functions hold, and the globals that their code names, without
+calling anything (:func:`_reached`). Generators reached in other ways (``getattr``, compiled code) are not found. A name
+in code may be an attribute of something else, and the global of that name may belong to the training. So generators
+that are only named are watched like those of the process: where nothing else draws.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class DrawWatch:
     Not thread-safe: nothing else may draw while it builds.
 
     Args:
-        functions: Those that build; the generators that their objects hold are watched, too.
+        functions: The functions that build; the generators that their objects hold are watched, too.
 
     Attributes:
-        found: Names of the generators that functions were seen to draw from so far.
-        own: By name, the generators that objects of the functions hold.
+        found: Names of the generators that functions have drawn from so far.
+        own: The generators that objects of the functions hold, by name.
     """
 
     def __init__(self, functions: Iterable[Any] = ()) -> None:
@@ -71,22 +71,20 @@ class DrawWatch:
 
     @property
     def draws_beside(self) -> bool:
-        """Whether functions may draw from generators of their own where others draw, too: one batch at a time."""
+        """Whether functions draw from generators of their own, so builder threads must build one batch at a time."""
         return any(one.is_held or name in self.found for name, one in self.own.items())
 
     def build(
         self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object], *,
         is_alone: bool = True,
     ) -> _T:  # fmt: skip
-        """Return what ``attempt`` returns, or raise what it raises.
-
-        Call it again while it draws from unseeded generators.
+        """Call ``attempt``, again while it draws from unseeded generators; return its result or raise its error.
 
         Args:
-            attempt: Receives the generators to seed before each sample, and a function to report to.
-            report: Receives at the end what the last attempt reported; may raise.
-            is_alone: Nothing else draws from the generators of the process meanwhile; otherwise these are left alone,
-                and those that functions only name.
+            attempt: Receives the generators to seed before each sample, and a function that collects reports.
+            report: Receives the reports of the last attempt at the end; may raise.
+            is_alone: Whether nothing else draws from the generators of the process meanwhile. Otherwise neither these
+                nor the generators that functions only name are touched.
         """
         while True:
             reports: list[_R] = []
@@ -99,7 +97,7 @@ class DrawWatch:
             result: Any = None
             try:
                 result = attempt(self.found, reports.append)
-            except Exception as caught:  # noqa: BLE001  raised below, unless the right numbers may avert it
+            except Exception as caught:  # noqa: BLE001  raised below, unless an attempt with seeded numbers follows
                 error = caught
             drawn = {name for name, mark in marks.items() if self.own[name].mark() != mark} | self._look(1)
             drawn |= (_drawn() if is_alone else frozenset()) - self.found
@@ -114,7 +112,7 @@ class DrawWatch:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the state of all generators at the end, whatever was drawn inside."""
+        """Restore the state of all generators at the end of the block."""
         self._look(2)
         states = [(one, one.state()) for one in self.own.values()]
         try:
@@ -125,10 +123,10 @@ class DrawWatch:
                 one.restore(state)
 
     def _look(self, left: int) -> frozenset[str]:
-        """Look for generators if so many looks are left: before the first batch, and for those that it makes.
+        """Look for generators if exactly ``left`` looks are left: before the first batch, and after it for new ones.
 
         Returns:
-            The names of new ones.
+            The names of new generators.
         """
         if self._looks_left != left:
             return frozenset()
@@ -150,7 +148,7 @@ def _drawn() -> frozenset[str]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restore the state of the process's generators at the end, whatever was drawn inside; takes 0.1 ms."""
+    """Restore the state of the process's generators at the end of the block; takes 0.1 ms."""
     states = generator_states()
     try:
         yield
@@ -171,14 +169,14 @@ def set_generator_states(states: tuple[Any, Any, Any]) -> None:
 
 
 _MOST_OBJECTS = 2_000
-"""Maximum number of objects examined for one dataset: some tenths of a second."""
+"""Maximum number of objects examined for one dataset: a few tenths of a second."""
 _MOST_CODE = 100
 """Maximum number of functions and classes whose names are followed."""
 _FOREIGN = frozenset(("torch", "numpy", "PIL", "cv2", "scipy", "pandas", *sys.stdlib_module_names))
 
 
 def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
-    """Return the generators that objects of ``functions`` hold, by where they were found (``"Compose.rng"``).
+    """Return the generators that objects of ``functions`` hold, by the path to them (``"Compose.rng"``).
 
     The names do not depend on the process.
     """
@@ -191,10 +189,9 @@ def own_generators(functions: Iterable[Any]) -> dict[str, OwnGenerator]:
 
 
 def _reached(functions: Iterable[Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield what ``functions`` reach, where, and whether they hold it: otherwise their code names a global for it.
+    """Yield (path, object, whether it is held) for all that ``functions`` reach; objects not held are named globals.
 
-    Objects that hold each other come before what code names, the nearest first. Code is all but that of torch, NumPy
-    and Python.
+    Held objects come before named ones, the nearest first. The code of torch, NumPy and Python is not followed.
     """
     most_code = _MOST_CODE
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
@@ -207,7 +204,7 @@ def _reached(functions: Iterable[Any]) -> Iterator[tuple[str, Any, bool]]:
             continue
         name, one, is_held = objects.popleft()
         if isinstance(one, np.random.Generator):
-            one = one.bit_generator  # which two of them may share
+            one = one.bit_generator  # two generators may share it
         if id(one) in seen:
             continue
         if len(seen) == _MOST_OBJECTS:
@@ -231,7 +228,7 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _held(one: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, and how to write where."""
+    """Yield the objects that an object holds, each after the expression that reaches it."""
     if isinstance(one, functools.partial):
         yield from (("", one.func), *((f".args[{at}]", part) for at, part in enumerate(one.args)))
         yield from ((f".{name}", part) for name, part in one.keywords.items())
@@ -279,12 +276,12 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _function_of(part: Any) -> Any:
-    """Return the function of a class's entry."""
+    """Return the function in an entry of a class."""
     return part.fget if isinstance(part, property) else getattr(part, "__func__", part)
 
 
 def _cells_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return what a function closes over, by name."""
+    """Return the closure variables of a function, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     return {name: _content(cell) for name, cell in cells}
 
@@ -297,5 +294,5 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_foreign(one: Any) -> bool:
-    """Tell whether it is torch's, NumPy's or Python's own code."""
+    """Return whether ``one`` is code of torch, NumPy or Python."""
     return str(getattr(one, "__module__", "")).partition(".")[0] in _FOREIGN

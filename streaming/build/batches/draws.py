@@ -1,8 +1,8 @@
-"""Draw the random numbers of users' functions from the seed, the epoch and the sample's position in the epoch only.
+"""Derive random numbers for users' functions from only the seed, the epoch and the sample's position in the epoch.
 
 So they are the same on any number of ranks, workers and threads, on tensor-parallel ranks, and after a resume::
 
-    def transform(sample, rng):                     # rng: a numpy.random.Generator of this call's own
+    def transform(sample, rng):                     # rng: a numpy.random.Generator for this call
         sample["jpg"] = crop(sample["jpg"], rng.integers(32, size=2))
         return sample
 
@@ -38,11 +38,11 @@ else:
     torch = later("torch", globals())
 
 _EPOCH, _COLLATE, _GLOBAL, _ATTEMPT, _RNG = 4, 5, 6, 7, 8  # purposes; from _RNG on, the functions of a chain
-_DECODERS = 1 << 32  # of functions: the decoders, far behind any chain
+_DECODERS = 1 << 32  # function number of the decoders, beyond any chain
 ALL_GENERATORS = frozenset(("random", "numpy", "torch"))
 _WORDS = 4  # words in the seed of a PCG64
 _Passes: TypeAlias = Literal["no", "second", "named"]
-"""How a function gets ``rng``: not at all, as its second argument, or by name."""
+"""Whether and how a function takes ``rng``: not at all, as its second argument, or by name."""
 
 
 def epoch_key(seed: int, epoch: int) -> int:
@@ -57,7 +57,7 @@ class BatchDraws:
         key: Key of the epoch, by :func:`epoch_key`.
         positions: int64 [n], position of each row in the epoch's global order; None: rows are numbered from 0.
         seeds: Names of the generators that are seeded before each sample (see ``draw_watch``).
-        own: By name, the generators that functions' objects hold; only those in ``seeds`` are touched.
+        own: The generators that functions' objects hold, by name; only those in ``seeds`` are touched.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class BatchDraws:
         self._own = [one for name, one in (own or {}).items() if name in seeds]
 
     def begin_sample(self, row: int, attempt: int = 0) -> None:
-        """Go to the sample of a row, and seed the generators that its functions use instead of ``rng``.
+        """Move to the sample of a row, and seed the generators that its functions use instead of ``rng``.
 
         Args:
-            row: Row of the batch, whose position counts.
-            attempt: Number of samples tried in vain for this row. A substitute gets different numbers: with the same
+            row: Row of the batch; its position determines the numbers.
+            attempt: Number of samples that failed for this row. A substitute gets different numbers: with the same
                 ones, a function that fails at random would fail again.
         """
         self._row, self._attempt = row, attempt
@@ -89,16 +89,16 @@ class BatchDraws:
         return Generator(PCG64(cast("SeedSequence", _Words(self._of_row(_RNG + number, _WORDS)))))
 
     def bound(self, decoder: Decoder) -> Decoder:
-        """Return the decoder of the current sample: one that draws does so from its generator, the same for each field.
+        """Return the decoder for the current sample; if it draws, it gets a generator that is the same for each field.
 
-        So an image and its mask get the same part.
+        So an image and its mask are cropped equally.
         """
         if not draws_numbers(decoder):
             return decoder
         return cast("Any", decoder).with_rng(self.generator(_DECODERS))  # type: ignore[no-any-return]
 
     def of_row(self, decoder: Decoder, row: int) -> Decoder:
-        """Go to the sample of a row, and return its decoder; see ``bound``."""
+        """Move to the sample of a row, and return its decoder; see ``bound``."""
         self.begin_sample(row)
         return self.bound(decoder)
 
@@ -115,7 +115,7 @@ class BatchDraws:
             one.seed(seed)
 
     def _of_row(self, purpose: int, count: int) -> npt.NDArray[np.uint64]:
-        """Return ``count`` random words for the sample; those of all rows are made at once."""
+        """Return ``count`` random words for the sample; the words of all rows are computed together."""
         words = self._words.get(purpose)
         if words is None or self._row >= len(words):
             positions = np.arange(self._row + 1) if self._positions is None else self._positions
@@ -139,7 +139,7 @@ class _Words(ISpawnableSeedSequence):
         return self._sequence().generate_state(n_words, dtype)
 
     def spawn(self, n_children: int) -> list[SeedSequence]:  # type: ignore[override]
-        """Make more of these, for ``Generator.spawn``."""
+        """Return child sequences, for ``Generator.spawn``."""
         return self._sequence().spawn(n_children)
 
     def _sequence(self) -> SeedSequence:
@@ -149,12 +149,12 @@ class _Words(ISpawnableSeedSequence):
 
 
 class OwnGenerator:
-    """A generator that a user's object holds: of ``random``, NumPy, or torch on the CPU. For one thread.
+    """A generator that a user's object holds: from ``random``, NumPy, or torch on the CPU. For one thread.
 
     Args:
-        name: Where it was found. Generators of different names get different numbers from the same seed.
+        name: Path to the generator. Generators of different names get different numbers from the same seed.
         generator: The generator.
-        is_held: The user's functions hold it; otherwise it is a global that their code may name.
+        is_held: Whether the user's functions hold it; otherwise it is a global that their code may name.
     """
 
     def __init__(self, name: str, generator: Any, *, is_held: bool = True) -> None:
@@ -164,7 +164,7 @@ class OwnGenerator:
 
     @classmethod
     def of(cls, name: str, thing: object, *, is_held: bool = True) -> OwnGenerator | None:
-        """Return ``thing`` if it is a generator that can be seeded, and not one of the process; otherwise None."""
+        """Wrap ``thing`` if it is a generator that can be seeded, and not one of the process; otherwise return None."""
         if isinstance(thing, np.random.Generator):
             thing = thing.bit_generator
         if isinstance(thing, torch.Generator):
@@ -180,16 +180,16 @@ class OwnGenerator:
         try:
             one = cls(name, thing, is_held=is_held)
             one.restore(one.state())
-        except Exception:  # noqa: BLE001  a kind of its own, which knows neither states nor seeds
+        except Exception:  # noqa: BLE001  a custom kind without states or seeds
             return None
         return one
 
     def state(self) -> Any:
-        """Return its state."""
+        """Return the state of the generator."""
         return self._get_state()
 
     def mark(self) -> object:
-        """Return something that compares unequal after something is drawn."""
+        """Return a value that differs after every draw."""
         state = self._get_state()
         if isinstance(state, torch.Tensor):
             return state.numpy().tobytes()
@@ -200,7 +200,7 @@ class OwnGenerator:
         self._set_state(state)
 
     def seed(self, seed: int) -> None:
-        """Seed it with 64 bits; takes 4 to 20 us."""
+        """Seed the generator with 64 bits; takes 4 to 20 us."""
         self._set_seed(hash_words(seed, self._salt))
 
 
@@ -228,16 +228,16 @@ def _handles(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]
 
 
 class Chain:
-    """Apply functions one after the other, each of a sample or of a sample and ``rng``. Picklable if they are.
+    """Apply functions in sequence, each of a sample or of a sample and ``rng``. Picklable if they are.
 
     Args:
         functions: Each returns the sample for the next one, or None to drop it.
 
     Attributes:
-        functions: The same.
+        functions: The functions.
 
     Raises:
-        ConfigError: One of them is not a function, or requires more than a sample and ``rng``.
+        ConfigError: An entry is not a function, or requires more than a sample and ``rng``.
     """
 
     def __init__(self, functions: Sequence[Transform]) -> None:
@@ -245,7 +245,7 @@ class Chain:
         self._steps = tuple((function, how_it_gets_rng(function)) for function in self.functions)
 
     def __call__(self, sample: Sample, draws: BatchDraws | None = None) -> Sample | None:
-        """Return the sample after all functions; None: one of them dropped it.
+        """Return the sample after all functions; None if one of them dropped it.
 
         Args:
             sample: The sample.
@@ -278,8 +278,8 @@ def as_chain(transform: Transform | Chain | None) -> Chain | None:
 def how_it_gets_rng(function: Transform) -> _Passes:
     """Return whether and how a function of a sample takes ``rng``.
 
-    It does if it has a parameter named ``rng``, or a second positional one without a default. A parameter with a
-    default (``def f(sample, size=224)``) is the function's own.
+    A function takes it if it has a parameter named ``rng``, or a second positional parameter without a default. Other
+    parameters with a default (``def f(sample, size=224)``) are left alone.
 
     Raises:
         ConfigError: It is not a function, or requires more than a sample and ``rng``.
@@ -291,7 +291,7 @@ def how_it_gets_rng(function: Transform) -> _Passes:
     asked = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = list(inspect.signature(asked).parameters.values())
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return "no"
     named = [one for one in parameters[1:] if one.name == "rng" and one.kind is not one.VAR_KEYWORD]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -313,7 +313,7 @@ def seed_generators(seed: int, names: frozenset[str]) -> None:
     if "random" in names:
         random.seed(seed)
     if "numpy" in names:
-        with suppress(TypeError):  # the user has put another kind of generator in its place
+        with suppress(TypeError):  # the user has replaced it by another kind of generator
             np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  the generator that users' functions may draw from
     if "torch" in names:
         torch.default_generator.manual_seed(seed >> 1)

@@ -1,7 +1,7 @@
-"""Log what an epoch lost: samples that were bad, or that a transform dropped.
+"""Log the samples that an epoch lost: bad ones, and those that a transform dropped.
 
-The first one of an epoch is a warning with the user's traceback, then every power of ten, and the end brings a summary.
-So nothing that changes the training data happens silently, and the log is not flooded.
+The first loss of an epoch is logged as a warning with the user's traceback, then every power of ten, then a summary at
+the end. So nothing that changes the training data happens silently, and the log is not flooded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 _OURS = os.path.join(os.path.dirname(os.path.abspath(errors.__file__)), "")
 _MOST_TRACE = 4_000
-"""Characters of a traceback that are kept, from its end."""
+"""Number of characters of a traceback that are kept, from its end."""
 DROP_SHARE = 0.01
-"""Fraction of dropped samples from which the summary says what to do."""
+"""Fraction of dropped samples above which the summary suggests a cure."""
 DROPPED = "dropped by transform"
 _CURES = {
     "fetch": "check the shards with `shard_tools verify`",
@@ -35,10 +35,10 @@ _CURES = {
 
 
 def cure_of(stages: Iterable[str], where: str = "") -> str:
-    """Say what to do about samples that were lost in these stages, most frequent first.
+    """Return a cure for samples that were lost in these stages, most frequent stage first.
 
     Args:
-        stages: As for :meth:`LossLog.lost`; repeated ones count.
+        stages: As for :meth:`LossLog.lost`, one entry per loss.
         where: URL of the shard, if it is known.
     """
     found = [stage for stage, _ in Counter(stages).most_common() if stage in _CURES]
@@ -51,11 +51,13 @@ def cure_of(stages: Iterable[str], where: str = "") -> str:
 class LossLog:
     """Write the warnings of one rank. Thread-safe.
 
+    ``_lock`` guards ``_epoch`` and ``_counts``; lines are logged outside it.
+
     Args:
         rank: Global rank of this process.
-        fate: What happened to the places of lost samples, as a sentence.
-        cure: What to do if a transform drops many.
-        listed: Where all of them are listed.
+        fate: Sentence on what happens to the places of lost samples.
+        cure: Cure if a transform drops many samples.
+        listed: Name of the place that lists all losses.
     """
 
     def __init__(self, rank: int, *, fate: str, cure: str, listed: str) -> None:
@@ -68,7 +70,7 @@ class LossLog:
     def start(self, epoch: int) -> None:
         """Start again, for an epoch or the rest of one."""
         with self._lock:
-            # Counts are of this epoch only.
+            # Counts are of `_epoch` only.
             self._epoch = epoch
             self._counts.clear()
 
@@ -76,15 +78,15 @@ class LossLog:
         """Record one lost sample.
 
         Args:
-            sample: Its name, for messages.
-            stage: Where it was lost: ``"fetch"``, ``"decode"``, ``"transform"``, ``"get"`` or ``DROPPED``.
-            reason: Why.
+            sample: Name of the sample, for messages.
+            stage: ``"fetch"``, ``"decode"``, ``"transform"``, ``"get"`` or ``DROPPED``.
+            reason: Reason of the loss.
             trace: The user's traceback.
         """
         with self._lock:
-            # number is this sample's own: one caller gets 1, and warns.
+            # Each caller gets its own number: exactly one gets 1, and warns.
             self._counts[stage] += 1
-            number, counts, where = self._counts.total(), self._told(), self._where()
+            number, counts, where = self._counts.total(), self._listing(), self._where()
         if number == 1:
             _log.warning(
                 "%s: %s is lost (%s): %s. %s. Further losses are logged at the 10th, the 100th and so on, and at the "
@@ -103,8 +105,8 @@ class LossLog:
             num_rows: Samples that this rank should have received since ``start``.
         """
         with self._lock:
-            # Each loss is in one summary: whoever comes later counts toward the next one.
-            counts, number, dropped, where = self._told(), self._counts.total(), self._counts[DROPPED], self._where()
+            # Each loss is in one summary: later ones count toward the next.
+            counts, number, dropped, where = self._listing(), self._counts.total(), self._counts[DROPPED], self._where()
             self._counts.clear()
         if not number:
             return
@@ -118,12 +120,12 @@ class LossLog:
     def _where(self) -> str:
         return f"epoch {self._epoch}, rank {self._rank}"
 
-    def _told(self) -> str:
+    def _listing(self) -> str:
         return ", ".join(f"{stage} {count}" for stage, count in self._counts.most_common())
 
 
 def user_trace(error: BaseException) -> str:
-    """Return the traceback of an error of users' code, without our own frames before it."""
+    """Return the traceback of an error in the user's code, without the frames of this package before it."""
     cause = error.__cause__ or error
     trace = cause.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):

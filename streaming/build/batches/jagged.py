@@ -27,7 +27,7 @@ Form: TypeAlias = Literal["values", "nested", "flat"]
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
     """Allocate an uninitialized tensor in host memory, whatever torch's default device is.
 
-    This package allocates tensors here, or by NumPy. ``torch.set_default_device`` of a script is meant for the script's
+    This package allocates all its tensors here or by NumPy, because a script calls ``torch.set_default_device`` for its
     own tensors.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
@@ -68,7 +68,7 @@ class Jagged(_Fields):
     def __new__(
         cls, values: torch.Tensor | Iterable[Any], offsets: torch.Tensor | None = None, shapes: Any = None
     ) -> Self:
-        """Make one from its fields, or from one iterable of them, as transformers' ``Trainer`` copies tuples."""
+        """Create one from its fields, or from an iterable of them, as transformers' ``Trainer`` copies tuples."""
         if offsets is not None:
             return super().__new__(cls, values, offsets, shapes)  # type: ignore[arg-type]
         if isinstance(values, torch.Tensor):
@@ -80,7 +80,7 @@ class Jagged(_Fields):
         """Concatenate arrays, tensors or bytes, for use in a ``collate_fn``. None becomes an empty row.
 
         Raises:
-            ConfigError: They cannot be concatenated; the message says which value and why.
+            ConfigError: The values cannot be concatenated; the message names the value and the reason.
         """
         return laid("of", list(values), form)
 
@@ -102,20 +102,20 @@ class Jagged(_Fields):
         return [row.view(shape) for row, shape in zip(rows, self.shapes.tolist(), strict=True)]
 
     def nested(self) -> torch.Tensor:
-        """View the same memory as torch's nested tensor ``[B, *, ...]`` with the jagged layout.
+        """Return a view of the same memory as torch's nested tensor ``[B, *, ...]`` with the jagged layout.
 
         Raises:
-            ConfigError: The form is ``"flat"``: rows have shapes of their own.
+            ConfigError: The form is ``"flat"``: rows differ along several axes.
         """
         if self.shapes is not None:
             raise ConfigError('nested(): rows of the form "flat" differ along several axes; use rows() instead')
         return nested_on(self.values, self.offsets)
 
     def padded(self, value: float = 0.0) -> torch.Tensor:
-        """Copy the rows into one tensor [B, longest, ...], filling the end of shorter rows with ``value``.
+        """Return a tensor [B, longest, ...] with copies of the rows, shorter rows padded with ``value``.
 
         Raises:
-            ConfigError: The form is ``"flat"``: rows have shapes of their own.
+            ConfigError: The form is ``"flat"``: rows differ along several axes.
         """
         if self.shapes is not None:
             raise ConfigError('padded(): rows of the form "flat" differ along several axes; use rows() instead')
@@ -124,14 +124,14 @@ class Jagged(_Fields):
         return torch.nn.utils.rnn.pad_sequence(self.rows(), batch_first=True, padding_value=value)
 
     def first(self, count: int) -> Jagged:
-        """Copy the first ``count`` rows."""
+        """Return a copy of the first ``count`` rows."""
         shapes = None if self.shapes is None else self.shapes[:count].clone()
         offsets = self.offsets[: count + 1].clone()
         return Jagged(self.values[: int(offsets[-1])].clone(), offsets, shapes)
 
 
 def nested_on(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """View ``values`` [total, ...] as a nested tensor of the jagged layout, with row ``offsets`` int64 [B + 1]."""
+    """Return a view of ``values`` [total, ...] as a jagged nested tensor, with row ``offsets`` int64 [B + 1]."""
     made: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
     return made
 
@@ -139,8 +139,8 @@ def nested_on(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def nested_parts(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the values and offsets from which :func:`nested_on` rebuilds a nested tensor of the jagged layout.
 
-    Returns None for anything else, and for nested tensors that need more: those with holes between rows, or jagged
-    along another axis than the second.
+    Returns None for anything else, and for nested tensors that these two do not describe: those with holes between
+    rows, or jagged along another axis than the second.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.jagged or value.requires_grad:
         return None
@@ -152,7 +152,8 @@ def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]
     """Validate the option ``jagged`` and return the form of each field.
 
     Raises:
-        ConfigError: It is neither a mapping of names to forms nor a list of names; or there is also a ``collate_fn``.
+        ConfigError: ``jagged`` is neither a mapping of names to forms nor a list of names, or there is also a
+            ``collate_fn``.
     """
     if jagged is None:
         return {}
@@ -192,7 +193,7 @@ def collate_jagged(
         A ``Jagged``, or a nested tensor of the same memory.
 
     Raises:
-        ConfigError: The values cannot be concatenated; the message says which, and what to do.
+        ConfigError: The values cannot be concatenated; the message names the value and a cure.
     """
     made = laid(f"field {name!r}", values, form, keys, make)
     return made.nested() if form == "nested" else made

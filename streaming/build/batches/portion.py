@@ -1,4 +1,4 @@
-"""Reduce a batch to what one rank uses: everything, some fields (pipeline stages), a slice (context parallelism).
+"""Reduce a batch to the portion of one rank: everything, some fields (pipeline stages), a slice (context parallelism).
 
 The portion is taken where the batch is built, before it is copied to shared or page-locked memory or to another rank.
 """
@@ -57,7 +57,7 @@ class Portion:
         fields: Entries to keep in addition to keys, URLs, mask and count; None: all. Empty: no payload at all.
         sequence: How to slice sequences, or None.
         peer: The context-parallel rank whose slice to take.
-        counts: Add ``__num_samples__`` even if all fields are kept.
+        counts: Whether to add ``__num_samples__`` even if all fields are kept.
     """
 
     fields: tuple[str, ...] | None = None

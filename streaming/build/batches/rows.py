@@ -1,4 +1,4 @@
-"""Represent what a batch is built from: locations of its samples in a buffer, and the row being decoded."""
+"""Represent the input of a batch: locations of its samples in a buffer, and the row being decoded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from streaming.order.packing.layout import PackRows
 from streaming.types import Int64Array
 
 Index: TypeAlias = "Int64Array | slice"
-"""Chooses rows: their numbers, or all as they are."""
+"""Selects rows: by number, or all of them unchanged."""
 Lend: TypeAlias = "Callable[[Int64Array, Int64Array], list[memoryview | None]]"
-"""Returns bytes of a buffer, by their starts and sizes (int64 [n] each), as read-only views that users may keep; None
-where a size is negative."""
+"""Returns ranges of a buffer, given their starts and sizes (int64 [n] each), as read-only views that users may keep;
+None where a size is negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class FieldRange:
     """Location of one field for each of n rows.
 
     Attributes:
-        starts: int64 [n], first byte in the arena; ``~b`` if the field is distant: in no buffer, but from byte b on in
-            its shard; meaningless if ``sizes`` is -1.
+        starts: int64 [n], first byte in the arena; ``~b`` if the field is distant, that is, not in a buffer but at byte
+            b of its shard; meaningless if ``sizes`` is -1.
         sizes: int64 [n], number of bytes; -1 if the sample lacks the field.
     """
 
@@ -47,16 +47,16 @@ class Rows:
         keys: ``__key__`` of each of n rows.
         urls: ``__url__`` of each row.
         fields: Location of each field in the buffer.
-        damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
+        damage: Errors by row, for rows whose bytes could not be fetched intact; their other entries are meaningless.
         numbers: int64 [n], number of each row's sample in the dataset; None if unknown.
         positions: int64 [n], position of each row in the epoch's global order, which determines random numbers; None: 0
             to n.
         sources: int64 [n], source of each row in a mixture; None: there is one dataset.
-        packs: The packs that the rows (documents, or pieces of them) make up, which are the rows of the batch; None:
-            the rows themselves are.
-        lend: Cuts views from the buffer that users may keep, for ``decode="view"``; None: they get copies.
+        packs: The packs that the rows (documents, or pieces of them) form, which are the rows of the batch; None: the
+            rows themselves are the rows of the batch.
+        lend: Cuts views from the buffer that users may keep, for ``decode="view"``; None: users get copies.
         chunk_ids: int64 [n], chunk of each row; only if fields may be distant.
-        read_distant: Reads distant fields; None: there are none.
+        read_distant: Reads distant fields; None: there are no distant fields.
     """
 
     memory: Any
@@ -88,7 +88,7 @@ class Rows:
         return DistantMember.at(read, ~int(where.starts[i]), int(where.sizes[i]))
 
     def lent(self, where: FieldRange) -> list[memoryview | None]:
-        """Return one field of some rows as views that users may keep, or as views of copies; None if it is missing."""
+        """Return a field as views that users may keep, or as views of copies; None for rows that lack it."""
         if self.lend is not None:
             return self.lend(where.starts, where.sizes)
         places = zip(where.starts.tolist(), where.sizes.tolist(), strict=True)
@@ -103,11 +103,11 @@ class DecodedRow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRows:
-    """Rows of batches as they are planned: int64 [n] each.
+    """Planned rows of batches: int64 [n] each.
 
     Attributes:
         chunk_ids: Chunk of each row.
-        offsets: Row of its chunk.
+        offsets: Row within its chunk.
         passes: Pass of the stream.
         positions: Position in the epoch's global order.
         first_rows: Number in the row table of the first sample of the row's unit; -1: the unit is not in memory.
@@ -123,7 +123,7 @@ class PlannedRows:
 
 
 class Stock(Protocol):
-    """What a rank has in memory of a dataset.
+    """The samples of a dataset that a rank has in memory.
 
     Attributes:
         source: The dataset, ``streaming.run.engine.source.Source``.
@@ -134,10 +134,10 @@ class Stock(Protocol):
     seed: int
 
     def rows(self, row_numbers: Int64Array, chunk_ids: Int64Array, lost: Mapping[int, DataError]) -> Rows:
-        """Return samples by their numbers in the row table; those in ``lost`` have none."""
+        """Return samples by their numbers in the row table; chunks in ``lost`` are not in the table."""
 
     def begins(self, of: PlannedRows) -> Int64Array:
         """Return the row of the run at which the global batch of each planned row begins, int64 [n]."""
 
     def numbers(self, of: PlannedRows) -> Int64Array | None:
-        """Return the numbers of planned samples in the dataset; None: they have none."""
+        """Return the numbers of planned samples in the dataset; None: the samples have no numbers."""

@@ -1,4 +1,4 @@
-"""Slice sequences for context parallelism: which positions of each sequence a rank gets.
+"""Slice sequences for context parallelism: choose the positions of each sequence that a rank gets.
 
 A sequence of 8 positions, cut for a ring of 2 ranks::
 
@@ -104,8 +104,8 @@ class SequencePeer:
     Attributes:
         ring: Rank in the ring, below ``ring_size``.
         ring_size: Number of ranks in the ring.
-        ulysses: Rank among those that share the slice of one ring rank.
-        ulysses_size: Number of these.
+        ulysses: Rank among the ranks that share the slice of one ring rank.
+        ulysses_size: Number of the ranks that share it.
     """
 
     ring: int = 0
@@ -218,12 +218,15 @@ def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout)
             f"and {peer.ulysses_size} ulysses peers ({layout}); round each document up: Packed(…, "
             f"multiple={peer.divisor(layout)})"
         )
+    # Each array below has one entry per position of all n documents. First the ring: a document of length l has
+    # parts of l // parts positions; a rank has part `ring`, and with zigzag also its mirror image from the end.
     sizes = (lengths // parts).repeat(lengths)
-    place = np.arange(borders[0], borders[-1]) - borders[:-1].repeat(lengths)
+    place = np.arange(borders[0], borders[-1]) - borders[:-1].repeat(lengths)  # position in the document
     part = place // sizes
     is_second = (part == parts - 1 - peer.ring) & (parts != peer.ring_size)
     is_mine = (part == peer.ring) | is_second
-    within = place - (part - is_second) * sizes  # of what the ring peer has of the document
+    within = place - (part - is_second) * sizes  # position in the ring peer's part of the document
+    # Then Ulysses: the ring peer's part is divided into contiguous shares of l // num_peers positions.
     share = (lengths // peer.num_peers).repeat(lengths)
     is_mine &= within // share == peer.ulysses
     places: Int64Array = np.flatnonzero(is_mine) + borders[0]
@@ -233,16 +236,16 @@ def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout)
 def cut_sequence(
     batch: Mapping[str, Any], wanted: SequenceSlice, peer: SequencePeer, fields: Sequence[str] | None = None
 ) -> Batch:
-    """Return ``batch`` with the wanted entries cut down to what ``peer`` gets; those share no memory with the whole.
+    """Return ``batch`` with the wanted entries cut to the slice of ``peer``; slices share no memory with the batch.
 
     Args:
-        batch: The whole.
-        wanted: What to cut, and how.
-        peer: Whose slice.
-        fields: Only these of the entries; None: all that ``wanted`` names.
+        batch: The whole batch.
+        wanted: The entries to cut, and how to cut them.
+        peer: The rank whose slice to take.
+        fields: Names of the entries to cut; None: all that ``wanted`` names.
 
     Raises:
-        ConfigError: An entry is missing, is no tensor with such an axis, or is of a length that does not divide.
+        ConfigError: An entry is missing, is not a tensor with such an axis, or its length is not divisible.
     """
     cut: Batch = dict(batch)
     if wanted.position_ids in batch:
@@ -273,7 +276,7 @@ def cut_sequence(
 def _cut_documents(
     batch: Mapping[str, Any], wanted: SequenceSlice, by: str, peer: SequencePeer, fields: Sequence[str] | None
 ) -> Batch:
-    """Return the wanted entries, each document of them cut by itself; [batch, sequence, …] stays that."""
+    """Return the wanted entries with each document cut separately; the axes [batch, sequence, …] stay."""
     borders = _checked_tensor(batch, by, 0).numpy().astype(np.int64)
     try:
         places = places_of_documents(borders, peer, wanted.layout)

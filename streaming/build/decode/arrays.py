@@ -23,7 +23,7 @@ from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
 MAX_UNPACKED_BYTES = 2**30
-"""Default bound on what one ``.npz`` may unpack to: far above any sane sample, far below a node's memory."""
+"""Default limit on the unpacked size of one ``.npz``: far above any sane sample, far below a node's memory."""
 
 _MAGIC = b"\x93NUMPY"
 MAX_NPY_HEADER_BYTES = 16384  # numpy's own reader accepts 10,000 characters
@@ -34,8 +34,7 @@ _PLAIN_KINDS = "biufc"
 class ArrayDecoder:
     """Raw little-endian items of one type, such as a block of token ids, without any header.
 
-    An engine may read ``dtype``, ``to`` and ``shape`` and convert a whole batch at once instead of calling
-    it.
+    An engine may read ``dtype``, ``to`` and ``shape`` and convert a whole batch at once instead of calling the decoder.
 
     Attributes:
         dtype: Type of the stored items, little-endian.
@@ -50,10 +49,10 @@ class ArrayDecoder:
     accepts_buffer = True
 
     def __post_init__(self) -> None:
-        """Reject types that are not plain numbers and conversions between kinds.
+        """Reject types that are not plain numbers, conversions that lose values, and invalid shapes.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: An argument is invalid.
         """
         for dtype in (self.dtype, self.to):
             if dtype.kind not in _PLAIN_KINDS:
@@ -118,7 +117,7 @@ def npy_dtype(head: ReadBuffer) -> np.dtype[Any]:
 
 
 def _npy_head(view: memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
-    """Return (dtype, Fortran order, shape) of a ``.npy`` file, and where its payload begins."""
+    """Return (dtype, Fortran order, shape) of a ``.npy`` file, and the offset of its payload."""
     prefix = bytes(view[:12])
     if prefix[:6] != _MAGIC or prefix[6:7] not in {b"\1", b"\2", b"\3"} or len(prefix) < 12:
         raise ValueError(f"not a .npy file of version 1 to 3: it starts with {prefix[:8]!r}")
@@ -133,7 +132,7 @@ def _npy_head(view: memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], i
 
 @functools.lru_cache(maxsize=128)  # fields of one dataset share a few headers: parsing costs more than the copy
 def _npy_header(header: bytes, version: int) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
-    """Parse (dtype, Fortran order, shape) of a ``.npy`` header, checked as far as a header can be."""
+    """Parse (dtype, Fortran order, shape) of a ``.npy`` header, validated as far as the header allows."""
     try:
         fields = ast.literal_eval(header.decode("utf-8" if version == 3 else "latin1"))
         descr, fortran_order, shape = fields["descr"], fields["fortran_order"], fields["shape"]

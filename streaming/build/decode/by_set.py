@@ -1,4 +1,4 @@
-"""Decode a field of several sets that are read as one, whose numbers differ in width or in what they mean."""
+"""Decode a field of several sets that are read as one, whose numbers differ in width or in meaning."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BySet:
     """The decoders of a field, one for each set; :func:`of_shard` chooses.
 
     Attributes:
-        decoders: By the directory of the set's shards, as shown.
-        otherwise: Of all other shards.
+        decoders: Decoders by the directory of the set's shards, in the form shown in messages.
+        otherwise: Decoder for all other shards.
     """
 
     decoders: Mapping[str, Decoder]
@@ -24,11 +24,11 @@ class BySet:
     accepts_buffer = True
 
     def of_shard(self, url: str) -> Decoder:
-        """Return the decoder for a sample of the shard that is shown as ``url``."""
+        """Return the decoder for a sample of the shard with the shown URL ``url``."""
         return self.decoders.get(url.rpartition("/")[0], self.otherwise)
 
     def __call__(self, data: ReadBuffer) -> object:  # noqa: ARG002  as decoders have it
-        """Raise an error: the set is not known.
+        """Raise an error, because the set is unknown here.
 
         Raises:
             TypeError: Always.
@@ -37,18 +37,18 @@ class BySet:
 
 
 def of_shard(decoder: Decoder, url: str) -> Decoder:
-    """Return the decoder of a field for a sample of the shard that is shown as ``url``."""
+    """Return the decoder of a field for a sample of the shard with the shown URL ``url``."""
     return decoder.of_shard(url) if isinstance(decoder, BySet) else decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renumbered:
-    """Decode numbers of classes, and translate them.
+    """Decode class numbers, and translate them.
 
     Attributes:
-        below: Decodes the field as it is stored.
-        tables: The number that takes the place of each number, by the path of the numbers in the value; ``""``: the
-            value is a number itself.
+        below: Decodes the stored field.
+        tables: New number of each class number, by the path of the numbers in the value; ``""``: the value itself is a
+            number.
     """
 
     below: Decoder
@@ -57,7 +57,7 @@ class Renumbered:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> object:
-        """Return the value with translated numbers; negative ones, which name no class, stay.
+        """Return the value with translated numbers; negative ones, which are no class, stay.
 
         Raises:
             ValueError: A number is beyond the classes of its set.
@@ -69,7 +69,7 @@ class Renumbered:
 
 
 def renumbered(value: Any, path: list[str], table: tuple[int, ...]) -> Any:
-    """Return a value in which the numbers at a path are translated; lists on the way are walked through."""
+    """Return a value in which the numbers at a path are translated; the path continues into each item of a list."""
     if isinstance(value, list):
         return [renumbered(one, path, table) for one in value]
     if path:

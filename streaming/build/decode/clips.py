@@ -1,4 +1,4 @@
-"""Say which part of a stream of sound or pictures is taken."""
+"""Choose the clip to decode from a stream of sound or pictures."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from streaming.common.arguments import format_bytes
 from streaming.errors import ConfigError
 
 FIRST_SHARE: Final = 0.5
-"""What tools draw, which have no place in an epoch."""
+"""The draw in tools, which have no position in an epoch."""
 MAX_BYTES: Final = 2**30
-"""Default bound on what one value may decode to, as that of ``.npz``."""
+"""Default limit on the decoded size of one value, equal to that of ``.npz``."""
 
 
 _READ_WHOLE: Final = frozenset(("mp2", "mp3", "mpga"))
-"""Fields whose streams have no table of their frames, so that all before a clip is read (docs/design/0072)."""
+"""Fields whose streams have no table of frames, so everything before a clip must be read (docs/design/0072)."""
 
 
 Start: TypeAlias = Literal["random", "first", "center"] | float
 """Where a clip begins; a number is a second of the stream."""
 Short: TypeAlias = Literal["pad", "keep", "refuse"]
-"""What becomes of a clip that goes beyond the end of its stream."""
+"""What to do with a clip that extends beyond the end of its stream."""
 
 
 def begin_of(start: Start, share: float, room: float, second: float) -> float:
-    """Return where a clip begins, in a unit of which ``second`` make a second.
+    """Return the start of a clip, in a unit such as samples.
 
     Args:
-        start: As the user said.
-        share: What was drawn, from 0 up to, not including, 1.
-        room: Up to where it can begin.
-        second: Length of a second.
+        start: The user's option.
+        share: Random number in [0, 1).
+        room: Last possible start.
+        second: Number of units per second.
     """
     if isinstance(start, str):
         return max(0.0, room) * {"random": share, "center": 0.5, "first": 0.0}[start]
@@ -46,8 +46,8 @@ class DrawnClip:
     """Decode the clip of one sample.
 
     Attributes:
-        take: Decodes the clip that begins at a share of all places where it can.
-        share: What was drawn for the sample.
+        take: Decodes the clip at a share, 0 to 1, of all possible starts.
+        share: The share drawn for the sample.
     """
 
     take: Callable[[Encoded, float], object]
@@ -61,10 +61,10 @@ class DrawnClip:
 
 
 def checked_start(name: str, start: object, short: object, *, is_clip: bool) -> None:
-    """Refuse places and words that are none, and those that would not act.
+    """Refuse invalid values of ``start`` and ``short``, and those without effect.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A value is invalid or has no effect.
     """
     is_second = isinstance(start, int | float) and not isinstance(start, bool) and 0 <= start < math.inf
     if start is not None and start not in ("random", "first", "center") and not is_second:
@@ -81,10 +81,10 @@ def checked_start(name: str, start: object, short: object, *, is_clip: bool) -> 
 
 
 def checked_ranges(name: str, given: object, *, is_part: bool) -> None:
-    """Refuse what is no choice, and ranges of a whole stream.
+    """Refuse invalid values of ``reads_ranges``, and ranges of a whole stream.
 
     Raises:
-        ConfigError: It is one of them.
+        ConfigError: The value is invalid.
     """
     if given is not None and not isinstance(given, bool):
         raise ConfigError(f"{name}: reads_ranges={given!r}: expected True, False, or None for where it pays")
@@ -95,18 +95,18 @@ def checked_ranges(name: str, given: object, *, is_part: bool) -> None:
         )
 
 
-def pays(given: bool | None, field: str, *, is_clip: bool) -> bool:  # noqa: FBT001  as the user said
-    """Tell whether large streams of a field are read in ranges: as ``given``, or by default clips, except of MP3."""
+def pays(given: bool | None, field: str, *, is_clip: bool) -> bool:  # noqa: FBT001  the user's option
+    """Return whether large streams of a field are read in ranges: ``given``, or by default for clips except of MP3."""
     if given is not None:
         return given
     return is_clip and field.lower().rpartition(".")[2] not in _READ_WHOLE
 
 
 def checked_number(name: str, option: str, value: object, *, whole: bool) -> None:
-    """Refuse what is no positive number.
+    """Check that a value is a positive number or None.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not.
     """
     kinds = int if whole else int | float
     if value is None or (isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf):
@@ -120,7 +120,7 @@ def check_bytes(num_bytes: int, max_bytes: int, what: str) -> None:
     """Refuse a value that would be too large, before it is allocated.
 
     Raises:
-        ValueError: It is.
+        ValueError: The value would be too large.
     """
     if num_bytes > max_bytes:
         raise ValueError(
@@ -130,18 +130,18 @@ def check_bytes(num_bytes: int, max_bytes: int, what: str) -> None:
 
 
 def check_begin(start: Start, lasts_s: float) -> None:
-    """Refuse a second at which the stream has ended.
+    """Refuse a start at or after the end of the stream.
 
     Raises:
-        ValueError: It has.
+        ValueError: The stream has ended by then.
     """
     if not isinstance(start, str) and start > 0 and start >= lasts_s:
         raise ValueError(f"the clip begins at second {start:g}, and the stream lasts {lasts_s:.3f} s")
 
 
 def too_short(length: float, wanted: float, unit: str) -> ValueError:
-    """Make the error of a stream that is shorter than the clip, under ``short="refuse"``."""
+    """Return the error for a stream shorter than the clip, under ``short="refuse"``."""
     return ValueError(
-        f"the stream has {length:g} {unit} from where the clip begins, fewer than the {wanted:g} wanted, and "
+        f"the stream has {length:g} {unit} from the start of the clip on, fewer than the {wanted:g} wanted, and "
         'short="refuse"; write short="pad" for zeros at the end, or "keep" for shorter clips'
     )

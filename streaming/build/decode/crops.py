@@ -1,8 +1,8 @@
 """Choose a part of an image, and decode little more of a JPEG than that part.
 
-What Python packages offer of libjpeg-turbo is used: a JPEG is decoded at half, a quarter or an eighth of its size,
-where the part is still as large as wanted, and without the rows below the part. Rows above and columns beside it cannot
-be left out (``docs/design/0070-crops.md``).
+This uses the features of libjpeg-turbo that Python packages offer: a JPEG is decoded at half, a quarter or an eighth of
+its size, if the part is then still as large as wanted, and without the rows below the part. Rows above and columns
+beside it cannot be left out (``docs/design/0070-crops.md``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
 _ATTEMPTS = 10
-"""How often a part that does not fit into the image is drawn again, as in torchvision."""
+"""Maximum number of draws of a part that must fit into the image, as in torchvision."""
 _ONLY_ROWS_LEFT = "extraneous bytes before marker 0xd9"
-"""All that libjpeg finds wrong with a JPEG whose header states fewer rows than it has: more data before its end."""
+"""The only warning of libjpeg for a JPEG whose header states fewer rows than it has: more data before its end."""
 
 
 class PixelBox(NamedTuple):
@@ -35,7 +35,7 @@ class PixelBox(NamedTuple):
     width: int
 
     def shrink(self, size: tuple[int, int]) -> int:
-        """Return by how much a JPEG may be scaled down so that the part is at least of ``size``: 8, 4, 2 or 1.
+        """Return the largest factor (8, 4, 2 or 1) by which a JPEG can shrink while the part is at least of ``size``.
 
         The other eighths take longer than all pixels (7/8 of 400 x 400: 1.44 ms, 8/8: 0.86).
         """
@@ -44,7 +44,7 @@ class PixelBox(NamedTuple):
         )
 
     def on_grid(self, size: tuple[int, int]) -> PixelBox:
-        """Return the part whose edges lie between pixels also when it is scaled down: up to 7 pixels less."""
+        """Return the part with edges that still lie between pixels after scaling down: up to 7 pixels smaller."""
         by = self.shrink(size)
         y, x, height, width = (edge // by * by for edge in self)
         return PixelBox(y, x, height, width)
@@ -55,7 +55,7 @@ class PixelBox(NamedTuple):
 
 
 Chooser: TypeAlias = Callable[[int, int], PixelBox]
-"""Returns the wanted part of an image of a height and a width, once it is upright."""
+"""Returns the wanted part of an upright image, given its height and width."""
 
 
 def _is_number(value: object) -> bool:
@@ -64,11 +64,11 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomPart:
-    """Draw a part of random area, shape and place: ``RandomResizedCrop`` of torchvision.
+    """Draw a part of random area, shape and position, like torchvision's ``RandomResizedCrop``.
 
     Attributes:
-        scale: Least and largest share of the image's area.
-        ratio: Least and largest width / height; its logarithm is drawn.
+        scale: Smallest and largest share of the image's area.
+        ratio: Smallest and largest width / height; its logarithm is drawn.
 
     Raises:
         ConfigError: A bound is not positive, the lower exceeds the upper, or ``scale`` exceeds 1.
@@ -87,11 +87,11 @@ class RandomPart:
                 )
 
     def drawn(self, rng: np.random.Generator) -> Chooser:
-        """Return what chooses the same part of each image of a size."""
+        """Return a function that chooses the same part of all images of equal size."""
         return partial(self._chosen, rng.random((_ATTEMPTS, 4)).tolist())
 
     def _chosen(self, numbers: list[list[float]], height: int, width: int) -> PixelBox:
-        """Return the first part that fits into the image; if none does, the middle, as large as ``ratio`` allows."""
+        """Return the first drawn part that fits into the image; if none fits, the largest middle with a valid ratio."""
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for area, shape, down, right in numbers:
             pixels = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -109,9 +109,9 @@ class CenterPart:
     """Take the middle of an image, in the shape of ``size``.
 
     Attributes:
-        size: Height and width, whose ratio counts.
-        share: Its share of the largest such part; 224 / 256 is what torchvision's ``Resize(256)`` and
-            ``CenterCrop(224)`` leave.
+        size: Height and width; only their ratio counts.
+        share: Share of the largest such part along each axis; 224 / 256 equals torchvision's ``Resize(256)`` and
+            ``CenterCrop(224)``.
 
     Raises:
         ConfigError: ``share`` is not above 0 and at most 1.
@@ -140,21 +140,21 @@ def _middle(height: int, width: int, rows: int, columns: int) -> PixelBox:
 def jpeg_part(
     data: ReadBuffer, whole: tuple[int, int], box: PixelBox, size: tuple[int, int], colorspace: str
 ) -> npt.NDArray[np.uint8] | None:
-    """Decode a part of a JPEG, at the smallest scale at which it is not below a size.
+    """Decode a part of a JPEG, at the smallest scale at which the part is at least of ``size``.
 
     Args:
         data: The JPEG.
         whole: Height and width of the JPEG.
         box: The part, ``on_grid``.
         size: Height and width to which the part will be resized.
-        colorspace: As simplejpeg calls it.
+        colorspace: The name that simplejpeg uses.
 
     Returns:
-        The part, uint8 ``[h, w, C]``, perhaps a view of more; None if the JPEG is damaged, or odd.
+        The part, uint8 ``[h, w, C]``, perhaps a view of a larger array; None if the JPEG is damaged or unusual.
     """
     height, width = whole
     shrink = box.shrink(size)
-    below = box.y + box.height + 2 * shrink  # colors between two rows of blocks are those of both
+    below = box.y + box.height + 2 * shrink  # colors at the border of two rows of blocks depend on both
     shorter = _with_rows(data, below) if below < height else None
     rows = height if shorter is None else shorter[1]
     shape = (-(-rows // shrink), -(-width // shrink))
@@ -179,10 +179,10 @@ _ROWS_OF_BLOCKS = 16  # the height of a row of blocks, or a multiple of it, unle
 
 
 def _with_rows(data: ReadBuffer, least: int) -> tuple[bytearray, int] | None:
-    """Return a copy of a JPEG whose header states fewer rows, at least ``least``, and how many; None if it cannot.
+    """Return a copy of a JPEG whose header states fewer rows, at least ``least``, and their number; None: impossible.
 
-    So the decoder stops early, and reports what is left. It must be a JPEG of one scan, from top to bottom, that is not
-    divided by restart markers: between those, libjpeg may find extra bytes in damaged data, too.
+    So the decoder stops early, and reports the rest as extra bytes. The JPEG must have one scan, from top to bottom,
+    without restart markers: between markers, libjpeg may also find extra bytes in damaged data.
     """
     view, at, frame, components = memoryview(data), 2, 0, 0
     while at + 10 <= len(view) and view[at] == 0xFF:

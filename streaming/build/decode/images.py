@@ -3,10 +3,10 @@
 The content decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
 the header and compared with the limit before a pixel is decoded.
 
-Images come out upright: the EXIF orientation is applied, unless a decoder is told to leave it.
+Images are returned upright: the EXIF orientation is applied, unless ``upright=False``.
 
-Not supported: color profiles are ignored, transparency is dropped and not blended, and of several frames the first is
-taken. Sixteen bits per channel become eight by dropping the low byte, except in the mode ``gray16``.
+Not supported: color profiles are ignored, transparency is dropped and not blended, and only the first of several frames
+is decoded. Sixteen bits per channel become eight by dropping the low byte, except in the mode ``gray16``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
 MAX_PIXELS = 2**27
-"""Default limit on width x height: 402 MB as RGB. Aerial and medical images may need more, by ``max_pixels``."""
+"""Default limit on width x height: 402 MB as RGB. Aerial and medical images may need a larger ``max_pixels``."""
 
 LINEAR_UP_TO = 4 / 3
 """Largest reduction of an axis for which two taps suffice: every source pixel still counts. 400 x 400 JPEGs of 64 KB to
 224 x 224: 1,110 to 1,150 images per CPU second, against 800 to 820 with area averages (benchmarks/bench_decode.py,
 2026-11, x86-64 with 2 CPUs, under other load)."""
 
-_MODES: dict[str, tuple[str, str | None, int, str]] = {  # (Pillow's mode, simplejpeg's, channels, what comes out)
+_MODES: dict[str, tuple[str, str | None, int, str]] = {  # (Pillow's mode, simplejpeg's, channels, type of the result)
     "rgb8": ("RGB", "RGB", 3, "uint8"),
     "gray8": ("L", "GRAY", 1, "uint8"),
     "rgba8": ("RGBA", "RGBA", 4, "uint8"),
@@ -63,14 +63,14 @@ _MODES: dict[str, tuple[str, str | None, int, str]] = {  # (Pillow's mode, simpl
 MODES = tuple(_MODES)
 
 SAMPLED_UP_TO = 4
-"""Largest reduction of an axis for which a part of an image is sampled at 2 x 2 places per new pixel. Random parts of
+"""Largest reduction of an axis for which a part of an image is sampled at 2 x 2 points per new pixel. Random parts of
 400 x 400 to 224 x 224 take 0.26 ms, area averages 0.55, and come closer to Pillow's filter (median 53.5 dB, 52.6)."""
 
 _LIBRARY_PATH = "LD_LIBRARY_PATH"
 _SPEC = re.compile(r"([a-z0-9]+)(?::(crop|center)?([0-9]+)x([0-9]+))?")
 
-# Pillow's own Image.open would warn or refuse by a process-wide limit, and would try formats that start other
-# programs (EPS); these are the readers that we accept, by the first bytes of a file.
+# Pillow's Image.open would warn or refuse by a process-wide limit, and would try formats that start other programs
+# (EPS). Only these readers are accepted, by the first bytes of a file.
 _READERS: tuple[tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile.ImageFile]], ...] = (
     (re.compile(rb"\xff\xd8\xff"), JpegImagePlugin.JpegImageFile),
     (re.compile(rb"\x89PNG\r\n\x1a\n"), PngImagePlugin.PngImageFile),
@@ -87,11 +87,11 @@ class ImageDecoder:
     """Images of one mode and, if ``size`` is given, of one size.
 
     Attributes:
-        mode: ``rgb8``, ``gray8``, ``rgba8``: uint8 ``[H, W, 3]``, ``[H, W]``, ``[H, W, 4]``. ``rgb``,
-            ``gray``, ``rgba``: the same as float32 in 0..1. ``pil``: a loaded ``PIL.Image.Image`` in mode
-            RGB. ``index8``: uint8 ``[H, W]``, the numbers that a palette image (or a gray one of up to eight bits)
-            stores, such as the classes of a mask. ``gray16``: uint16 ``[H, W]``, gray values of 16 bits, such as
-            depths; those of fewer bits are scaled up to the full range.
+        mode: ``rgb8``, ``gray8``, ``rgba8``: uint8 ``[H, W, 3]``, ``[H, W]``, ``[H, W, 4]``. ``rgb``, ``gray``,
+            ``rgba``: the same as float32 in 0..1. ``pil``: a loaded ``PIL.Image.Image`` in mode RGB. ``index8``: uint8
+            ``[H, W]``, the numbers that a palette image (or a gray one of up to eight bits) stores, such as the classes
+            of a mask. ``gray16``: uint16 ``[H, W]``, gray values of 16 bits, such as depths; values of fewer bits are
+            scaled up to the full range.
         size: (height, width) to resize to, without keeping the aspect; None keeps the size. A JPEG is first
             decoded at the smallest of libjpeg's scales that is not below it. ``index8`` takes the nearest pixel.
         max_pixels: Largest height x width that is decoded.
@@ -140,10 +140,10 @@ class ImageDecoder:
         return self.size if channels == 1 else (*self.size, channels)
 
     def __call__(self, data: ReadBuffer) -> npt.NDArray[Any] | Image.Image:
-        """Return the image, in memory of its own.
+        """Return the image, in new memory.
 
         Raises:
-            ValueError: It is not an image of a known kind, is damaged, or is larger than ``max_pixels``.
+            ValueError: The data is not an image of a known kind, is damaged, or is larger than ``max_pixels``.
             Exception: Other errors of simplejpeg or Pillow.
         """
         pixels = self._decode(data)
@@ -161,7 +161,7 @@ class ImageDecoder:
             np.copyto(out, pixels)
 
     def _decode(self, data: ReadBuffer, room: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return the image as uint8 or uint16 ``[H, W(, C)]``, in ``room`` if it comes out of resizing as it should."""
+        """Return the image as uint8 or uint16 ``[H, W(, C)]``, in ``room`` if resizing can write there directly."""
         orientation = orientation_of(data) if self.upright else 1
         size = self.size[::-1] if self.size is not None and orientation > 4 else self.size  # before it is turned
         is_jpeg = bytes(data[:3]) == b"\xff\xd8\xff"
@@ -178,7 +178,7 @@ class ImageDecoder:
         return turned(pixels, orientation)
 
     def _box(self, height: int, width: int, orientation: int) -> PixelBox | None:
-        """Return the part to take of an image that is stored in ``height`` and ``width``; None: all of it."""
+        """Return the part to take of an image that is stored with ``height`` and ``width``; None: all of it."""
         if self.part is None or self.size is None:
             return None
         swap = orientation > 4
@@ -201,7 +201,7 @@ class ImageDecoder:
         except ValueError:
             return None
         self._check(height, width)
-        if colorspace in {"CMYK", "YCCK"}:  # Pillow knows that Adobe stores them inverted
+        if colorspace in {"CMYK", "YCCK"}:  # Pillow handles that Adobe stores them inverted
             return None
         min_height, min_width = size or (0, 0)
         wanted, box = str(_MODES[self.mode][1]), self._box(height, width, orientation)
@@ -213,7 +213,7 @@ class ImageDecoder:
                 )
             else:
                 pixels = jpeg_part(data, (height, width), box, (min_height, min_width), wanted)
-        except ValueError:  # including what libjpeg only warns of, such as stray bytes before a marker
+        except ValueError:  # also for mere warnings of libjpeg, such as stray bytes before a marker
             return None
         return pixels[:, :, 0] if pixels is not None and pixels.shape[2] == 1 else pixels
 
@@ -222,7 +222,7 @@ class ImageDecoder:
         with open_image(data) as image:
             self._check(image.height, image.width)
             if not self.upright and isinstance(image, TiffImagePlugin.TiffImageFile):
-                raise ValueError("a TIFF comes out upright only, since Pillow turns it; leave upright=False out")
+                raise ValueError("a TIFF is always returned upright, since Pillow turns it; leave upright=False out")
             if self.mode == "index8":
                 return to_index8(image)
             return to_gray16(image) if self.mode == "gray16" else to_uint8(image, _MODES[self.mode][0])
@@ -236,7 +236,7 @@ class ImageDecoder:
 
 
 def _is_size(size: object) -> bool:
-    """Tell whether it is (height, width), both whole and positive."""
+    """Return whether ``size`` is (height, width), both positive integers."""
     if not isinstance(size, (tuple, list)) or len(size) != 2:
         return False
     return all(isinstance(one, (int, np.integer)) and not isinstance(one, bool) and one > 0 for one in size)
@@ -255,11 +255,11 @@ def image(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomCropDecoder:
-    """Images of one size, each a part of one that is drawn.
+    """Images of one size, each resized from a random part of an image.
 
     Attributes:
         images: Decoder of the parts.
-        part: How a part is drawn.
+        part: Draws a part.
     """
 
     images: ImageDecoder
@@ -271,7 +271,7 @@ class RandomCropDecoder:
         """Reject images without a size.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is no size.
         """
         if self.images.size is None:
             raise ConfigError("random_crop: a part needs size=(height, width), to which it is resized")
@@ -287,11 +287,11 @@ class RandomCropDecoder:
         return self.images.shape
 
     def with_rng(self, rng: np.random.Generator) -> ImageDecoder:
-        """Return the decoder of one image, whose part ``rng`` draws."""
+        """Return a decoder for one image, with a part drawn from ``rng``."""
         return replace(self.images, part=self.part.drawn(rng))
 
     def __call__(self, data: ReadBuffer) -> npt.NDArray[Any] | Image.Image:
-        """Return a part that is the same each time: for tools, which have no place in an epoch."""
+        """Return the same part on every call: for tools, which have no position in an epoch."""
         return self.with_rng(np.random.Generator(np.random.PCG64(0)))(data)
 
 
@@ -301,7 +301,7 @@ def random_crop(
 ) -> RandomCropDecoder:  # fmt: skip
     """Make a decoder of a random part of each image, resized to ``size`` (height, width).
 
-    Within a sample, fields of equally large images get the same part: an image and its mask stay together.
+    Within a sample, images of equal size get the same part, so an image and its mask stay aligned.
 
     Args:
         mode: As in :func:`image`.
@@ -324,7 +324,7 @@ def center_crop(
 ) -> ImageDecoder:  # fmt: skip
     """Make a decoder of the middle of each image, resized to ``size`` (height, width) without changing its aspect.
 
-    ``share`` is that of the largest middle of this shape, along each axis.
+    ``share`` is the share of the largest such part along each axis.
 
     Raises:
         ConfigError: The mode is unknown, or a number is out of range.
@@ -334,14 +334,14 @@ def center_crop(
 
 
 CROPS: dict[str, Callable[..., ImageDecoder | RandomCropDecoder]] = {"crop": random_crop, "center": center_crop}
-"""What makes the decoder of a part, by the word before its size."""
+"""Functions that make decoders of a part, by the word before the size."""
 
 
 def parse_image_spec(spec: str) -> ImageDecoder | RandomCropDecoder | None:
-    """Return the decoder of an image mode, such as ``"rgb8"``; None if ``spec`` is none.
+    """Return the decoder of an image mode, such as ``"rgb8"``; None if ``spec`` is not an image mode.
 
-    With a size (height x width) it is ``"rgb8:224x224"``, with one of a part ``"rgb8:crop224x224"`` (a random one) or
-    ``"rgb8:center224x224"``.
+    ``"rgb8:224x224"`` resizes to height x width, ``"rgb8:crop224x224"`` takes a random part, and
+    ``"rgb8:center224x224"`` takes the middle.
 
     Raises:
         ConfigError: The size is zero.
@@ -355,15 +355,15 @@ def parse_image_spec(spec: str) -> ImageDecoder | RandomCropDecoder | None:
 
 
 def has_one_shape(decoder: object) -> TypeGuard[ImageDecoder | RandomCropDecoder]:
-    """Tell whether a decoder makes images of one shape, and can write them where they belong."""
+    """Return whether a decoder makes images of one shape, and can write them into an array."""
     return isinstance(decoder, (ImageDecoder, RandomCropDecoder)) and decoder.shape is not None
 
 
 def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
-    """Open ``data`` with the Pillow reader of its kind, over a copy of the bytes; not decoded yet.
+    """Open a copy of ``data`` with the Pillow reader for its kind, without decoding it yet.
 
     Raises:
-        ValueError: The first bytes are not those of a supported image.
+        ValueError: The first bytes do not belong to a supported image.
     """
     prefix = bytes(data[:16])
     for magic, reader in _READERS:
@@ -376,7 +376,7 @@ def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
     """Return the pixels of ``image`` in Pillow's ``mode`` (L, RGB, RGBA): a new array ``[H, W(, C)]``.
 
     Raises:
-        ValueError: Its pixels are 32 bits wide, for which there is no standard conversion to eight.
+        ValueError: The pixels have 32 bits, for which there is no standard conversion to eight.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
@@ -393,10 +393,10 @@ def to_index8(image: ImageFile.ImageFile) -> npt.NDArray[np.uint8]:
     """Return the numbers that ``image`` stores for its pixels: uint8 ``[H, W]``, indices of its palette or gray values.
 
     Raises:
-        ValueError: It stores colors, more than eight bits, or inexact values (JPEG).
+        ValueError: The image stores colors, more than eight bits, or inexact values (JPEG).
     """
     bits = _gray_bits(image)
-    image.load()  # which also turns a TIFF
+    image.load()  # also turns a TIFF
     if image.mode not in {"1", "L", "P"} or image.format == "JPEG":
         raise ValueError(
             f"{image.format} image of Pillow's mode {image.mode} stores no numbers of up to eight bits for its pixels, "
@@ -407,17 +407,17 @@ def to_index8(image: ImageFile.ImageFile) -> npt.NDArray[np.uint8]:
 
 
 def _gray_bits(image: ImageFile.ImageFile) -> int | None:
-    """Return 2 or 4 for a gray PNG of so many bits, not loaded yet, whose values Pillow scales to 255; else None."""
+    """Return the bits per value of an unloaded gray PNG if they are 2 or 4, which Pillow scales to 255; else None."""
     stored = image.tile[0].args if image.tile else None
     rawmode = stored[0] if isinstance(stored, tuple) else stored
     return {"L;2": 2, "L;4": 4}.get(str(rawmode)) if image.format == "PNG" else None
 
 
 def to_gray16(image: ImageFile.ImageFile) -> npt.NDArray[np.uint16]:
-    """Return the gray values of ``image``: uint16 ``[H, W]``; those of fewer bits are scaled up to 65,535.
+    """Return the gray values of ``image``: uint16 ``[H, W]``; values of fewer bits are scaled up to 65,535.
 
     Raises:
-        ValueError: It stores colors, a palette, or 32 bits.
+        ValueError: The image stores colors, a palette, or 32 bits.
     """
     image.load()
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in {"PNG", "PPM"}):
@@ -431,10 +431,10 @@ def to_gray16(image: ImageFile.ImageFile) -> npt.NDArray[np.uint16]:
 
 
 def stored_size(data: ReadBuffer) -> tuple[int, int, int]:
-    """Return height and width of an encoded image once it is upright, and its orientation, without decoding pixels.
+    """Return the height and width of an encoded image once upright, and its orientation, without decoding pixels.
 
     Raises:
-        ValueError: It is not an image of a known kind, or its header is damaged.
+        ValueError: The data is not an image of a known kind, or its header is damaged.
         Exception: Other errors of Pillow.
     """
     orientation = orientation_of(data)
@@ -443,7 +443,7 @@ def stored_size(data: ReadBuffer) -> tuple[int, int, int]:
     except ValueError:
         with open_image(data) as image:
             height, width = image.height, image.width
-            if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose size Pillow may have turned already
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # Pillow may have swapped its size already
                 orientation = image.tag_v2.get(274, 1)
                 height, width = image.tag_v2.get(257, height), image.tag_v2.get(256, width)
     return (width, height, orientation) if orientation > 4 else (height, width, orientation)
@@ -459,9 +459,9 @@ def nearest(pixels: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]
 
 
 def resample(pixels: npt.NDArray[Any], size: tuple[int, int], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-    """Resize as ``resize`` does, but from ``LINEAR_UP_TO`` to ``SAMPLED_UP_TO`` by means of 2 x 2 bilinear samples.
+    """Resize as ``resize`` does, but from ``LINEAR_UP_TO`` to ``SAMPLED_UP_TO`` by the mean of 2 x 2 bilinear samples.
 
-    Without OpenCV, Pillow's bilinear filter, which takes all pixels into account, does the same for parts of all sizes.
+    Without OpenCV, Pillow's bilinear filter, which takes all pixels into account, serves for parts of all sizes.
     """
     ratio = max(old / new for old, new in zip(pixels.shape[:2], size, strict=True))
     cv2 = opencv()
@@ -475,7 +475,7 @@ def resample(pixels: npt.NDArray[Any], size: tuple[int, int], out: npt.NDArray[A
 
 
 def resize(pixels: npt.NDArray[Any], size: tuple[int, int], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-    """Resize ``pixels`` ``[H, W(, C)]``, uint8 or uint16, to ``size`` (height, width); into ``out``, if it can be.
+    """Resize ``pixels`` ``[H, W(, C)]``, uint8 or uint16, to ``size`` (height, width); into ``out``, if possible.
 
     Uses area averages if an axis shrinks by more than ``LINEAR_UP_TO`` and none grows, else bilinear: a JPEG
     scaled by libjpeg is mostly close enough, and bilinear takes a fifth of the time.
@@ -508,7 +508,8 @@ def _by_pillow(pixels: npt.NDArray[Any], size: tuple[int, int], method: Image.Re
 def opencv() -> Any | None:
     """Return the module ``cv2``, or None without the extra ``images``.
 
-    Its import changes the library path (``LD_LIBRARY_PATH``) for programs that this process starts; that is undone.
+    Importing it changes the library path (``LD_LIBRARY_PATH``) for programs that this process starts; the change is
+    undone here.
     """
     before = os.environ.get(_LIBRARY_PATH)
     try:
@@ -523,7 +524,7 @@ def opencv() -> Any | None:
 
 
 def use_one_thread() -> None:
-    """Keep OpenCV from starting threads of its own: for processes of which many run side by side."""
+    """Keep OpenCV from starting threads: for processes that run side by side in large numbers."""
     cv2 = opencv()
     if cv2 is not None:
         cv2.setNumThreads(1)

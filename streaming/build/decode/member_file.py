@@ -1,4 +1,4 @@
-"""Decode members that are too large to be read as a whole: their decoders get a file, and read ranges of it."""
+"""Decode members that are too large to read as a whole: their decoders get a file, and read ranges of it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from streaming.storage import ChangedError, redact
 from streaming.types import Decoder, ReadBuffer, override
 
 BLOCK_BYTES = 128 << 10
-"""What is read at a place that was not expected: 1.5 ms at the 85 MB/s of one GET, beside 15 to 30 ms until its first
-byte; a parser's next steps are mostly within."""
+"""Size of a read at an unexpected offset: 1.5 ms at the 85 MB/s of one GET, compared with 15 to 30 ms until its first
+byte; the next steps of a parser mostly stay within it."""
 MOST_AHEAD_BYTES = 4 << 20
-"""Reads that go on where the last one ended double up to this, by when a request is 5 % of what its bytes take. Some
-libraries read all before a place (MP3): they are better off with few requests."""
+"""Maximum size of sequential reads, which double up to it: the latency of a request is then 5 % of its transfer. Some
+libraries read everything before an offset (MP3), so fewer requests help."""
 KEPT_BYTES = 2 << 20
-"""What a file keeps of what it has read: head, index, and the place of the clip."""
+"""Bytes that a file caches: enough for the head, the index, and the surroundings of a clip."""
 READS_AT_ONCE = 8
-"""Members of a batch that are decoded at the same time: each waits for one request after the other."""
+"""Number of members of a batch that are decoded concurrently: each waits for its requests in sequence."""
 _LOOK_UP_S = 1.0
-"""The longest wait without a look: a Ctrl-C that comes just before one is handled when it ends."""
+"""Longest uninterrupted wait, in seconds: a Ctrl-C that arrives just before a wait is handled when the wait ends."""
 _GRID_BYTES = 16 << 10
-"""Blocks begin at multiples of this, because parsers go back by some bytes."""
+"""Alignment of blocks, because parsers go back by a few bytes."""
 
 
 class ReadRange(Protocol):
-    """Return bytes ``[start, stop)`` of one member; ``whole``: all of it, compared with its checksum."""
+    """Return bytes ``[start, stop)`` of one member; with ``whole``, all of it, verified by its checksum."""
 
     def __call__(self, start: int, stop: int, *, whole: bool) -> ReadBuffer: ...  # noqa: D102
 
 
 class ReadDistant(Protocol):
-    """Read bytes of the shard of a chunk, of members that are in no buffer; see ``Bytes.read_distant``."""
+    """Read bytes of a chunk's shard, for members that are in no buffer; see ``Bytes.read_distant``."""
 
     def __call__(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> ReadBuffer: ...  # noqa: D102
 
@@ -47,8 +47,8 @@ class DistantMember:
     """A member that was left in the store.
 
     Attributes:
-        read: Reads bytes of it.
-        num_bytes: Its size.
+        read: Reads bytes of the member.
+        num_bytes: Size of the member.
     """
 
     read: ReadRange
@@ -56,7 +56,7 @@ class DistantMember:
 
     @classmethod
     def at(cls, read: ReadRange, first: int, num_bytes: int) -> Self:
-        """Return a member from byte ``first`` on of what ``read`` reads."""
+        """Return the member that begins at byte ``first`` of the data that ``read`` reads."""
 
         def within(start: int, stop: int, *, whole: bool) -> ReadBuffer:
             return read(first + start, first + stop, whole=whole)
@@ -65,16 +65,16 @@ class DistantMember:
 
 
 class MemberFile(io.RawIOBase):
-    """A member as a seekable binary file that reads blocks of it as they are needed. For one thread.
+    """A member as a seekable binary file that reads blocks on demand. For one thread.
 
-    Libraries in C call it, which can neither raise what went wrong here nor stop at Ctrl-C: so it ends like an empty
-    file, and ``failure`` says why. Who calls the decoder must look there first.
+    C libraries call this file and can neither propagate its exceptions nor stop at Ctrl-C. So after an error it behaves
+    like an empty file, and ``failure`` holds the error. The caller of the decoder must check ``failure`` first.
 
     Args:
         member: The member.
 
     Attributes:
-        failure: What a read raised, after which the file has no more bytes; None: nothing.
+        failure: Error of a read, after which the file has no more bytes; None: no error.
     """
 
     def __init__(self, member: DistantMember) -> None:
@@ -84,7 +84,7 @@ class MemberFile(io.RawIOBase):
         self._at = 0
         self._blocks: OrderedDict[int, memoryview] = OrderedDict()  # by first byte; they do not overlap
         self._ahead_bytes = BLOCK_BYTES
-        self._expected = -1  # where the next read goes on with the last one
+        self._expected = -1  # offset of the next read if it is sequential
 
     def __len__(self) -> int:
         return self._member.num_bytes
@@ -105,13 +105,13 @@ class MemberFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._member.num_bytes}.get(whence)
         if base is None or base + offset < 0:
-            raise ValueError(f"seek({offset}, {whence}): expected a place behind the beginning")
+            raise ValueError(f"seek({offset}, {whence}): expected a position at or after the beginning")
         self._at = base + offset
         return self._at
 
     @override
     def readinto(self, buffer: Any, /) -> int:
-        """Fill ``buffer``, except behind the end; return the number of bytes."""
+        """Fill ``buffer`` up to the end of the file; return the number of bytes."""
         out = memoryview(buffer).cast("B")
         done = 0
         try:
@@ -121,12 +121,12 @@ class MemberFile(io.RawIOBase):
                 out[done : done + len(part)] = part
                 done += len(part)
                 self._at += len(part)
-        except BaseException as error:  # noqa: BLE001  for who called the decoder: see the class
+        except BaseException as error:  # noqa: BLE001  for the caller of the decoder: see the class
             self.failure = error
         return done if self.failure is None else 0
 
     def _block(self, wanted: int) -> tuple[memoryview, int]:
-        """Return the block that holds the next byte, and where in it."""
+        """Return the block that holds the next byte, and the byte's offset in it."""
         at, stop = self._at, self._member.num_bytes
         for start, block in self._blocks.items():
             if start <= at < start + len(block):
@@ -151,13 +151,13 @@ _T = TypeVar("_T")
 
 
 class Outcome(Generic[_T]):
-    """What a job returned or raised."""
+    """The result or the error of a job."""
 
     def __init__(self, job: Callable[[], _T]) -> None:
         self._error: BaseException | None = None
         try:
             self._value = job()
-        except BaseException as error:  # noqa: BLE001  for whoever asks for the value
+        except BaseException as error:  # noqa: BLE001  raised by get()
             self._error = error
 
     def get(self) -> _T:
@@ -170,8 +170,8 @@ class Outcome(Generic[_T]):
 def together(jobs: Sequence[Callable[[], _T]], num_threads: int = READS_AT_ONCE) -> list[Outcome[_T]]:
     """Run jobs that mostly wait for a store, several at a time; return when all have ended.
 
-    On daemon threads, so a store that hangs keeps no interpreter from its end. If the wait ends early, as by Ctrl-C,
-    no other job begins.
+    Jobs run on daemon threads, so a hanging store cannot keep the interpreter from exiting. If the wait is interrupted,
+    as by Ctrl-C, no further job begins.
     """
     if len(jobs) < 2:
         return [Outcome(job) for job in jobs]
@@ -181,7 +181,7 @@ def together(jobs: Sequence[Callable[[], _T]], num_threads: int = READS_AT_ONCE)
 
     def run() -> None:
         while not ended.is_set():
-            with lock:  # each place is taken by one thread
+            with lock:  # exactly one thread takes each job
                 place = next(places, None)
             if place is None:
                 return
@@ -203,16 +203,16 @@ def together(jobs: Sequence[Callable[[], _T]], num_threads: int = READS_AT_ONCE)
 
 
 def decode_member(decoder: Decoder, member: DistantMember, *, url: str, key: str, field: str) -> object:
-    """Return what ``decoder`` makes of a distant member, of which it reads what it needs.
+    """Return the value that ``decoder`` makes of a distant member, by reading the ranges that it needs.
 
-    Nothing tells whether parts have the right bytes. So if they do not decode, or the shard was replaced, the member is
-    read as a whole and compared with its checksum before anything is said of the sample.
+    No checksum covers a range. So if decoding fails, or the shard was replaced, the whole member is verified by its
+    checksum before the sample is reported as bad.
 
     Raises:
         ChecksumError: The member is damaged.
-        IndexMismatchError: The shard was replaced by one that differs.
-        DecodeError: It is as it was written, and does not decode; see ``decode_field``.
-        BaseException: Whatever reading raised, of which the sample knows nothing.
+        IndexMismatchError: The shard was replaced by a different one.
+        DecodeError: The member is intact, and does not decode; see ``decode_field``.
+        BaseException: Reading failed, which is not the sample's fault.
     """
     read_ranges: Callable[[Any], object] = decoder
     with MemberFile(member) as file:
@@ -221,7 +221,7 @@ def decode_member(decoder: Decoder, member: DistantMember, *, url: str, key: str
         except Exception as error:
             if file.failure is None and isinstance(error, (ConfigError, MemoryError)):
                 raise
-            # boundary to foreign decoders: the whole member tells what it is
+            # boundary to foreign decoders: verify the whole member first
         else:
             if file.failure is None:
                 return value

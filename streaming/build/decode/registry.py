@@ -1,4 +1,4 @@
-"""Choose the decoder of a field: by its extension, by a name such as "rgb8:224x224", by a type, or as specified."""
+"""Choose the decoder of a field: by its extension, a name such as "rgb8:224x224", a type, or a function."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class FieldDecoder(Protocol):
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field`` (an extension without the leading dot), the same object on every call.
 
-        ``streaming.decode.raw`` and ``view`` themselves stand for "bytes as they are" and "a view of them", so that an
-        engine need not copy them first.
+        The functions ``streaming.decode.raw`` and ``view`` themselves mean the stored bytes and a view of them, so an
+        engine can recognize them and need not copy the bytes first.
 
         Raises:
-            ConfigError: The field must not or cannot be decoded; the message says what to do.
+            ConfigError: The field must not or cannot be decoded; the message names a cure.
         """
 
 
@@ -86,7 +86,7 @@ _ARRAY = re.compile(r"array:([a-z0-9]+)(?:->([a-z0-9]+))?(?::(\d+(?:x\d+)*))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOnBytes:
-    """A user's own function as decoder: it gets ``bytes`` that it may keep."""
+    """A user's function as decoder: it gets ``bytes`` that it may keep."""
 
     function: Callable[[bytes], object]
 
@@ -110,19 +110,19 @@ class RawFields:
 class AutoFields:
     """Fields decoded by the last component of their extension, except those in ``given``.
 
-    A field is looked up in ``given`` as it is, then in lower case, then as ``*.png`` (its last
-    component), then as ``*`` (anything else); then in ``described``.
+    A field is looked up in ``given`` unchanged, then in lower case, then as ``*.png`` (its last component), then as
+    ``*`` (anything else); then in ``described``.
 
-    A field such as ``json.gz`` is unpacked, then decoded as ``json``: by what is ``given`` for it, or for its content
-    (``json``, ``*.json``), or by extension. ``raw``, ``view`` and functions that are given for ``json.gz`` itself,
-    ``*.gz`` or ``*`` get the stored bytes.
+    A field such as ``json.gz`` is unpacked, then decoded as ``json``: by the decoder ``given`` for it, or for its
+    content (``json``, ``*.json``), or by extension. ``raw``, ``view`` and functions that are given for ``json.gz``
+    itself, ``*.gz`` or ``*`` get the stored bytes.
 
     Attributes:
-        given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.
+        given: Decoders by field or pattern; a ``FieldDecoder`` chooses the decoder of the field.
         image: Decoder of all images that are not ``given``.
         described: Decoders of fields whose content the dataset itself describes.
-        renumbered: Fields with numbers of classes to translate, and how, by the directory of the set.
-        max_gzip_ratio: A ``.gz`` field that inflates to more than this many times its size is refused, from 64 MiB on.
+        renumbered: Translations of class numbers, by field and by the directory of the set.
+        max_gzip_ratio: Maximum ratio of inflated to stored size of a ``.gz`` field; fields below 64 MiB may exceed it.
     """
 
     given: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
@@ -133,14 +133,14 @@ class AutoFields:
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to make an equal one. Cached look-ups are left out, so use does not change its pickle."""
+        """Return the constructor and its arguments. Cached look-ups are left out, so use does not change the pickle."""
         return _auto_fields, (self.given, self.image, self.described, self.renumbered, self.max_gzip_ratio)
 
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field``.
 
         Raises:
-            ConfigError: Its kind is refused (pickles), or needs a package that is missing.
+            ConfigError: The kind of field is refused (pickles), or needs a missing package.
         """
         decoder = self._known.get(field)
         if decoder is None:
@@ -151,7 +151,7 @@ class AutoFields:
         """Return a decoder that also translates the field's numbers.
 
         Raises:
-            ConfigError: The decoder does not give numbers as they are stored.
+            ConfigError: The decoder does not return the stored numbers.
         """
         tables = self.renumbered.get(field.lower())
         if tables is None:
@@ -192,10 +192,10 @@ class AutoFields:
         return values.Unpacked.before(decoder, self.max_gzip_ratio)
 
     def _by_extension(self, field: str, name: str) -> Decoder:
-        """Return the decoder of the content that ``name`` says, for the field ``field``.
+        """Return the decoder of the content with the extension ``name``, for the field ``field``.
 
         Raises:
-            ConfigError: It is refused, or needs a package that is missing.
+            ConfigError: The content is refused, or needs a missing package.
         """
         last = name.lower().rpartition(".")[2]
         if last in _REFUSED:
@@ -208,7 +208,7 @@ class AutoFields:
 
 
 def _reads_content(decoder: Decoder) -> bool:
-    """Tell whether a decoder is for what a gzip field holds; bytes, views and functions get the stored bytes."""
+    """Return whether a decoder takes the inflated content of a gzip field; ``raw``, ``view`` and functions do not."""
     return is_ours(decoder) and decoder is not values.raw and decoder is not values.view
 
 
@@ -236,14 +236,14 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
     """Return the decoders specified by a user's ``decode=``.
 
     Args:
-        spec: ``"auto"``: by extension. None, ``"raw"`` or ``"bytes"``: every field as bytes. An image mode
-            such as ``"rgb8:224x224"`` or ``"pil"``: by extension, images in that mode. ``"view"``: every field as
-            a read-only view of its bytes. A mapping of field to name, type, NumPy type, function or None (bytes):
-            those as given, the rest by extension; the field may be ``*.png`` (every field with that ending) or
-            ``*`` (all the rest). A ``FieldDecoder``: itself.
+        spec: ``"auto"``: by extension. None, ``"raw"`` or ``"bytes"``: every field as bytes. An image mode such as
+            ``"rgb8:224x224"`` or ``"pil"``: by extension, images in that mode. ``"view"``: every field as a read-only
+            view of its bytes. A mapping of field to name, type, NumPy type, function or None (bytes): these fields as
+            given, the rest by extension; a key may be ``*.png`` (every field with that ending) or ``*`` (all other
+            fields). A ``FieldDecoder``: itself.
 
     Raises:
-        ConfigError: The spec is none of these, or needs a package that is missing.
+        ConfigError: The spec is none of these, or needs a missing package.
     """
     if spec is None or spec in ("raw", "bytes"):
         return RawFields()
@@ -270,15 +270,15 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
 def with_described(
     decoders: FieldDecoder, types: Mapping[str, Mapping[str, str]], tables: Mapping[str, Tables]
 ) -> FieldDecoder:
-    """Add what sets say of their fields to ``decoders``, as far as these go by extension.
+    """Return ``decoders`` that also follow the sets' descriptions of their fields, where they decode by extension.
 
     Args:
-        decoders: The decoders that the user asked for.
-        types: How the fields are decoded that a set describes, by the directory of the set.
-        tables: Numbers of classes to translate, by field.
+        decoders: The decoders that the user chose.
+        types: Decoder names of the fields that a set describes, by the directory of the set.
+        tables: Translations of class numbers, by field.
 
     Raises:
-        ConfigError: Numbers are to be translated, but the user asked for bytes.
+        ConfigError: Numbers must be translated, but the user chose bytes.
     """
     if tables and not isinstance(decoders, AutoFields):
         raise ConfigError(
@@ -304,15 +304,14 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
     """Return the decoder that ``spec`` specifies for ``field``.
 
     Args:
-        spec: A name (``"int"``, ``"rgb8:224x224"``, ``"array:uint16->int64"``, ``"auto"``, …), ``int``,
-            ``float``, ``str``, ``bytes``, a NumPy type (raw little-endian array), None (bytes), a
-            ``FieldDecoder``, or a function. A function gets ``bytes`` of its own, unless its attribute
-            ``accepts_buffer`` is true: then it keeps the contract of :class:`streaming.types.Decoder` and
-            gets the buffer.
+        spec: A name (``"int"``, ``"rgb8:224x224"``, ``"array:uint16->int64"``, ``"auto"``, …), ``int``, ``float``,
+            ``str``, ``bytes``, a NumPy type (raw little-endian array), None (bytes), a ``FieldDecoder``, or a function.
+            A function gets a copy as ``bytes``, unless its attribute ``accepts_buffer`` is true: then it follows the
+            contract of :class:`streaming.types.Decoder` and gets the buffer.
         field: For messages.
 
     Raises:
-        ConfigError: The spec is invalid, or needs a package that is missing.
+        ConfigError: The spec is invalid, or needs a missing package.
     """
     if spec is None:
         return values.raw
@@ -359,7 +358,7 @@ def _check_view(name: str, field: str) -> None:
     """Refuse arguments of a view.
 
     Raises:
-        ConfigError: There are some.
+        ConfigError: There are arguments.
     """
     if not name.startswith("view") or not name.removeprefix("view"):
         return
@@ -379,12 +378,12 @@ def _checked(decoder: Decoder) -> Decoder:
 
 
 def draws_numbers(decoder: object) -> bool:
-    """Tell whether the decoder draws random numbers: ``with_rng`` returns the one of a value."""
+    """Return whether the decoder draws random numbers, that is, has ``with_rng``."""
     return hasattr(decoder, "with_rng")
 
 
 def is_ours(decoder: Decoder) -> bool:
-    """Tell whether the decoder runs no code of the user's."""
+    """Return whether the decoder runs no user code."""
     known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder, images.RandomCropDecoder, Sound, Video, BySet)
     if isinstance(decoder, values.Unpacked):
         return is_ours(decoder.below)
@@ -392,28 +391,28 @@ def is_ours(decoder: Decoder) -> bool:
 
 
 def decodes_images(decoder: Decoder) -> bool:
-    """Tell whether the decoder is one of ours for images, which work without the interpreter's lock."""
+    """Return whether this is one of our image decoders, which work without the interpreter lock."""
     return isinstance(decoder, (images.ImageDecoder, images.RandomCropDecoder))
 
 
 def gives_bytes(decoders: FieldDecoder) -> bool:
-    """Tell whether every field, whatever its name, is given as bytes or as a view of them."""
+    """Return whether every field, whatever its name, is returned as bytes or as a view."""
     if isinstance(decoders, AutoFields):
         return decoders.given.get("*") is values.view and set(decoders.given.values()) == {values.view}
     return isinstance(decoders, RawFields)
 
 
 def hands_out_views(decoders: FieldDecoder) -> bool:
-    """Tell whether some field is given as a view, as far as this can be told without naming the fields."""
+    """Return whether some field may be returned as a view; the names of the fields are not needed."""
     return isinstance(decoders, AutoFields) and any(
         hands_out_views(one) if isinstance(one, FieldDecoder) else one is values.view for one in decoders.given.values()
     )
 
 
 def ranged_fields(decoders: FieldDecoder) -> Callable[[str], bool] | None:
-    """Return what tells whether large members of a field are read in ranges; None: of none.
+    """Return a predicate for fields whose large members are read in ranges; None: no field.
 
-    Those of a user's own ``FieldDecoder`` count as if they did not.
+    Decoders from a user's ``FieldDecoder`` are assumed not to read ranges.
     """
     return partial(_reads_ranges, decoders) if _may_read_ranges(decoders) else None
 
@@ -426,7 +425,7 @@ def _may_read_ranges(decoders: object) -> bool:
 
 
 def _wants_ranges(decoder: object, field: str) -> bool:
-    """Tell whether a decoder wants ranges of a field: ``reads_ranges`` says so of all, ``reads_ranges_of`` of one."""
+    """Return whether a decoder reads ranges of a field, by its ``reads_ranges`` (all fields) or ``reads_ranges_of``."""
     of_field: Callable[[str], bool] | None = getattr(decoder, "reads_ranges_of", None)
     return getattr(decoder, "reads_ranges", False) is True if of_field is None else of_field(field)
 
@@ -434,12 +433,12 @@ def _wants_ranges(decoder: object, field: str) -> bool:
 def _reads_ranges(decoders: FieldDecoder, field: str) -> bool:
     try:
         return _wants_ranges(decoders.decoder_for(field), field)
-    except ConfigError:  # a field that is refused: who decodes it gets the error
+    except ConfigError:  # a refused field: decoding it raises the error
         return False
 
 
 def runs_code_of_user(decoders: FieldDecoder) -> bool:
-    """Tell whether some field may be decoded by code of the user's."""
+    """Return whether user code may decode some field."""
     if isinstance(decoders, AutoFields):
         return any(
             runs_code_of_user(one) if isinstance(one, FieldDecoder) else not is_ours(one)
@@ -459,9 +458,8 @@ def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, fiel
         field: Field, for the message.
 
     Raises:
-        DecodeError: Wraps whatever the decoder raised; the message names shard, key, field and size. Not
-            wrapped: ``ConfigError``, which concerns every sample, and ``MemoryError``, which is not the
-            sample's fault.
+        DecodeError: Wraps the error of the decoder; the message names shard, key, field and size. Not wrapped:
+            ``ConfigError``, which concerns every sample, and ``MemoryError``, which is not the sample's fault.
     """
     try:
         return decoder(data)
@@ -472,6 +470,6 @@ def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, fiel
         raise DecodeError(
             f"{redact(url)}: sample {key!r}: field {field!r} ({size}) does not decode: "
             f"{type(error).__name__}: {error}. Look at the bytes with `shard_tools cat`, take the "
-            f"field as bytes with decode={{{field!r}: None}}, or pass over the sample with "
+            f"field as bytes with decode={{{field!r}: None}}, or skip the sample with "
             f'on_error="substitute" or "skip"'
         ) from error

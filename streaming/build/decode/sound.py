@@ -1,9 +1,9 @@
 """Decode sounds, or clips of them, by libsndfile: WAV, FLAC, MP3, and Ogg with Vorbis or Opus; resample them by soxr.
 
-The content decides, not the name. A clip has the samples that decoding everything would give, and of a file only
-the bytes around it are read (of MP3, all before it, since nothing says where its frames lie).
+The content decides, not the name. A clip equals the same samples of the whole decoded sound, and only the bytes around
+it are read from a file (for MP3, everything before it, since no table locates the frames).
 
-What states its own length must keep to it: a stream that ends early is an error, never a shorter sound.
+A stream that states its length must have it: one that ends early is an error, never a shorter sound.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from streaming.errors import ConfigError
 
 _FORMATS: Final = frozenset(("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"))
 _CONTEXT: Final = 400
-"""Periods of the lower rate that are read around a clip before it is resampled: the filter of soxr's quality HQ reaches
-160 (errors of 1e-6 and less of the loudest sample from there on, from 8 to 192 kHz)."""
+"""Number of periods of the lower rate that are read around a clip before it is resampled: the filter of soxr's quality
+HQ reaches 160 (beyond them, errors are at most 1e-6 of the loudest sample, from 8 to 192 kHz)."""
 _PASSED: Final = 1 << 16
-"""Samples that are decoded at a time before a clip."""
+"""Number of samples that are decoded at a time before a clip."""
 
 
 @checks_names({
@@ -64,22 +64,22 @@ class Sound:
 
     Attributes:
         seconds: Length of a clip; None, and no ``samples``: the whole sound.
-        samples: Length of a clip, at the rate that comes out.
-        rate: Samples per second that come out; None: as stored. The whole sound would give the same after resampling,
-            by soxr in quality HQ.
-        channels: 1 mixes all channels (their mean), 2 and more repeat one channel; None: as stored. Other changes are
-            an error of the sample.
+        samples: Length of a clip, in samples of the output.
+        rate: Samples per second of the output; None: as stored. A clip equals the same part of the whole sound
+            resampled by soxr in quality HQ.
+        channels: Channels of the output: 1 mixes all channels (their mean), 2 and more repeat one channel; None: as
+            stored. Any other change makes a bad sample.
         start: Where a clip begins: ``"random"`` (default; drawn by seed, epoch and position), ``"first"``,
-            ``"center"``, or a second of the stream. Without a length, a second is where the rest begins.
-        short: What becomes of a clip that is longer than its sound: ``"pad"`` (default) adds zeros at the end,
-            ``"keep"`` leaves it shorter, ``"refuse"`` makes it a bad sample.
+            ``"center"``, or a second of the stream. Without a length, everything from that second on is decoded.
+        short: What to do with a clip longer than its sound: ``"pad"`` (default) adds zeros at the end, ``"keep"``
+            returns a shorter clip, ``"refuse"`` makes it a bad sample.
         dtype: ``"float32"``, or ``"int16"``: 32,768 times as large, rounded and clipped.
-        details: Whether a dict comes out: ``samples``, ``length`` (number of samples before the zeros), ``rate``, and
+        details: Whether to return a dict: ``samples``, ``length`` (number of samples before the zeros), ``rate``, and
             ``start`` in seconds.
-        max_bytes: Largest value that is decoded.
-        reads_ranges: Whether of streams of 8 MiB and more only the bytes around a clip are read, which then no checksum
-            covers: True, or False, which reads and checks every byte; None (default): of clips, except in fields that
-            are named mp3, of which half the file would be read.
+        max_bytes: Maximum size of a decoded value.
+        reads_ranges: Whether to read only the bytes around a clip, which no checksum covers, from streams of at least 8
+            MiB; False reads and verifies every byte. None (default): True for clips, except in fields named mp3, where
+            half the file would be read.
 
     Raises:
         ConfigError: An argument is out of range, or would not act.
@@ -120,18 +120,18 @@ class Sound:
         return self.start if self.start is not None else "random" if self._is_clip else "first"
 
     def reads_ranges_of(self, field: str) -> bool:
-        """Tell whether large members of a field are read in ranges."""
+        """Return whether large members of a field are read in ranges."""
         return pays(self.reads_ranges, field, is_clip=self._is_clip)
 
     def with_rng(self, rng: np.random.Generator) -> DrawnClip:
-        """Return the decoder of one sound, whose clip ``rng`` draws."""
+        """Return a decoder for one sound, with a clip drawn from ``rng``."""
         return DrawnClip(self._decoded, rng.random())
 
     def __call__(self, data: Encoded) -> npt.NDArray[Any] | dict[str, Any]:
         """Return the sound of ``data``, bytes or a seekable file; without ``with_rng``, a random clip is the middle.
 
         Raises:
-            ValueError: It is no sound of a known kind, is damaged or ends early, is too large, or does not fit.
+            ValueError: The data is not a known kind of sound, is damaged or ends early, is too large, or does not fit.
             Exception: Other errors of libsndfile, and of reading.
         """
         return self._decoded(data, FIRST_SHARE)
@@ -172,7 +172,7 @@ class Sound:
 
 
 class _Reader:
-    """The samples of a file: those of its links, one behind the other."""
+    """The samples of a file: the concatenation of its links."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
@@ -195,12 +195,12 @@ class _Reader:
         common = math.gcd(self.rate, rate)
         up, down = rate // common, self.rate // common
         around = _CONTEXT * max(1, -(-self.rate // rate))
-        # At multiples of ``down`` stored samples, samples of both rates lie at the same time.
+        # At multiples of ``down`` stored samples, samples of both rates coincide.
         begins = max(0, first * down // up - around) // down
         low, high = begins * down, min(self.total, -(-stop * down // up) + around)
         soxr = require("soxr", extra="audio")
         stored = self.stored(low, high, max_bytes)
-        if low and high == self.total:  # so that the last sample is made, whose half soxr rounds by its floats
+        if low and high == self.total:  # produces the last sample, whose half soxr rounds in floating point
             stored = np.pad(stored, ((0, 1 + down // up), (0, 0)))
         made: npt.NDArray[np.float32] = soxr.resample(stored, self.rate, rate)
         part = made[first - begins * up : stop - begins * up]
@@ -212,7 +212,7 @@ class _Reader:
         """Return samples [first, stop) as stored: float32 ``[samples, channels]``.
 
         Raises:
-            ValueError: There are fewer, or they are damaged.
+            ValueError: There are fewer samples, or they are damaged.
         """
         count = max(0, stop - first)
         check_bytes(4 * self.channels * count, max_bytes, f"{count} samples of {self.channels} channels")
@@ -239,8 +239,8 @@ class _Part:
         total = stated if link.num_samples is None else link.num_samples
         if total > stated:
             raise ValueError(
-                f"the MP3 has {total} samples, of which libsndfile reads {stated}: its frames are not as long as "
-                "the first, and no header states its length; write it anew, as with ffmpeg -i a.mp3 -c copy b.mp3"
+                f"the MP3 has {total} samples, but libsndfile reads {stated}: its frames differ in length from "
+                "the first, and no header states its length; rewrite it, as with ffmpeg -i a.mp3 -c copy b.mp3"
             )
         self._stream, self._link, self._sound = stream, link, sound
         self.known = Known(codec=sound.subtype, rate=rate, channels=channels, num_samples=total)
@@ -249,31 +249,31 @@ class _Part:
         """Return samples [first, stop).
 
         Raises:
-            ValueError: There are fewer, or they are damaged.
+            ValueError: There are fewer samples, or they are damaged.
         """
         at = self._sought(self._link.begin(self._stream, self.known, first, stop))
-        while at < first:  # decoded for what comes behind it
+        while at < first:  # decoded only as the context of later samples
             at += self._read(at, min(first - at, _PASSED))[0]
         _, found = self._read(at, stop - first)
-        # libsndfile reads on behind damaged pages, and says so in a log only.
+        # libsndfile continues after damaged pages, and reports them only in a log.
         if self._sound.format == "OGG" and "Corrupted bitstream" in self._sound.extra_info:
             raise ValueError("pages of the Ogg stream are damaged")
         return found
 
     def _sought(self, begin: int) -> int:
-        """Go to a sample, or to the first one if the library does not come there; return where it is."""
+        """Seek to a sample, or to the first one if the library cannot; return the position."""
         if not self._sound.can_seek():
-            return 0  # it was opened a moment ago
+            return 0  # freshly opened
         if begin and self._sound.seek(begin) == begin:
             return begin
-        self._sound.seek(0)  # as everybody does, and libmpg123 rounds otherwise if not
+        self._sound.seek(0)  # the usual way; without it, libmpg123 rounds differently
         return 0
 
     def _read(self, at: int, count: int) -> tuple[int, npt.NDArray[np.float32]]:
         """Return the next samples, and their number.
 
         Raises:
-            ValueError: There are fewer.
+            ValueError: There are fewer samples.
         """
         found: npt.NDArray[np.float32] = self._sound.read(count, dtype="float32", always_2d=True)
         if len(found) < count:
@@ -285,9 +285,10 @@ class _Part:
 
 @cache
 def _straight() -> Any:
-    """Return the class of a file that goes straight on between reads.
+    """Return a subclass of ``SoundFile`` that does not seek between reads.
 
-    soundfile seeks to where it is after each read, and libmpg123 forgets what the next frames are decoded from.
+    soundfile seeks to its current position after each read, which makes libmpg123 drop the state that the next frames
+    need.
     """
 
     class Straight(require("soundfile", extra="audio").SoundFile):  # type: ignore[misc]
@@ -314,10 +315,10 @@ def _opened_parts(stream: WatchedFile) -> Iterator[list[_Part]]:
 
 
 def measured(data: Encoded) -> tuple[int, int, int]:
-    """Return how many samples a sound has, samples a second, and channels, without decoding it.
+    """Return the number of samples of a sound, its samples per second, and its channels, without decoding it.
 
     Raises:
-        ValueError: It is no sound that :class:`Sound` reads.
+        ValueError: The data is not a sound that :class:`Sound` reads.
         Exception: Errors of libsndfile.
     """
     with opened(data) as stream, _opened_parts(stream) as parts:
@@ -326,11 +327,11 @@ def measured(data: Encoded) -> tuple[int, int, int]:
 
 
 def resampled_length(length: int, rate: int, to: int) -> int:
-    """Return how many samples ``length`` of them become, as soxr rounds: halves as its floats have them."""
+    """Return the number of samples after resampling ``length`` samples, rounded as soxr does in floating point."""
     return int(length / (rate / to) + 0.5)
 
 
 def to_int16(sound: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
-    """Return ``sound`` in 16 bits: exactly what a file of 16 bits stores."""
+    """Return ``sound`` in 16 bits: exactly the values that a file of 16 bits stores."""
     made: npt.NDArray[np.int16] = np.clip(np.rint(sound * np.float32(32768)), -32768, 32767).astype(np.int16)
     return made

@@ -1,8 +1,8 @@
-"""Turn images upright: find the orientation that a camera noted beside the pixels, and apply it.
+"""Turn images upright: find the orientation that a camera recorded beside the pixels, and apply it.
 
 The orientation is entry 274 of the EXIF block (EXIF 2.32, section 4.6.4): a segment APP1 in JPEG, a chunk ``eXIf`` in
-PNG, a chunk ``EXIF`` in WebP. It is read here for all of them, by one rule, without a library's parser: most images
-have none, and a scan of the segments takes a few microseconds. Pillow turns TIFFs itself.
+PNG, a chunk ``EXIF`` in WebP. It is read here for all formats, by one rule, without a library's parser: most images
+have no orientation, and a scan of the segments takes a few microseconds. Pillow turns TIFFs itself.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def orientation_of(data: ReadBuffer) -> int:
 
 
 def turned(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
-    """Return ``pixels`` [H, W, ...] upright: as they are, or a contiguous copy."""
+    """Return ``pixels`` [H, W, ...] upright: unchanged, or a contiguous copy."""
     turn = _TURNS.get(orientation)
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
 
 
 def stored_box(box: PixelBox, orientation: int, height: int, width: int) -> PixelBox:
-    """Return where a part of the upright image lies in the stored one, of ``height`` and ``width``."""
+    """Return the box in the stored image, of ``height`` and ``width``, for a part of the upright one."""
     y, x, rows, columns = (box.x, box.y, box.width, box.height) if orientation > 4 else box
     if orientation in {3, 4, 6, 7}:
         y = height - y - rows
@@ -67,7 +67,7 @@ def stored_box(box: PixelBox, orientation: int, height: int, width: int) -> Pixe
 
 
 def _jpeg_blocks(view: memoryview) -> Iterator[memoryview]:
-    """Yield the EXIF blocks: applications' segments come before all others, comments aside."""
+    """Yield the EXIF blocks; application segments come before all others except comments."""
     at = 2
     while at + 4 <= len(view) and view[at] == 0xFF and (0xE0 <= (marker := view[at + 1]) <= 0xEF or marker == 0xFE):
         stop = at + 2 + (view[at + 2] << 8 | view[at + 3])
@@ -77,7 +77,7 @@ def _jpeg_blocks(view: memoryview) -> Iterator[memoryview]:
 
 
 def _png_blocks(view: memoryview) -> Iterator[memoryview]:
-    if b"eXIf" not in bytes(view):  # faster than to walk from chunk to chunk, which most images would do in vain
+    if b"eXIf" not in bytes(view):  # faster than walking from chunk to chunk, in vain for most images
         return
     at = 8
     while at + 12 <= len(view):
@@ -88,7 +88,7 @@ def _png_blocks(view: memoryview) -> Iterator[memoryview]:
 
 
 def _webp_blocks(view: memoryview) -> Iterator[memoryview]:
-    if bytes(view[12:16]) != b"VP8X":  # a simple file has no chunk but the image
+    if bytes(view[12:16]) != b"VP8X":  # a simple file has only the image chunk
         return
     at = 12
     while at + 8 <= len(view):

@@ -1,4 +1,4 @@
-"""Decode text, numbers and structured text or binary: str, int, float, JSON, MessagePack; unpack gzip before that."""
+"""Decode text, numbers and structured data: str, int, float, JSON, MessagePack; unpack gzip before that."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from streaming.errors import ConfigError
 from streaming.types import Decoder, ReadBuffer
 
 MAX_INFLATED_BYTES = 4 << 30
-"""Bound on what one field may inflate to, whatever the ratio; as of a sample in a ``.tar.gz``."""
+"""Limit on the inflated size of one field, whatever the ratio; equal to that of a sample in a ``.tar.gz``."""
 
 
 def raw(data: ReadBuffer) -> bytes:
-    """Return the bytes themselves, as a separate copy."""
+    """Return a copy of the bytes."""
     return bytes(data)
 
 
 def view(data: ReadBuffer) -> memoryview | bytes:
-    """Return the bytes as a read-only view: of a copy, which is free if ``data`` are ``bytes``.
+    """Return a read-only view of a copy of the bytes; if ``data`` is ``bytes``, nothing is copied.
 
-    The engine, which knows this decoder, hands out views of its own memory instead. In a worker of torch's loader the
-    result is ``bytes``: workers pickle what they return, and a view cannot be pickled.
+    The engine recognizes this decoder and returns views of its own memory instead. In a worker of torch's loader the
+    result is ``bytes``: workers pickle their samples, and a view cannot be pickled.
     """
     own = bytes(data)
     return own if _in_torch_worker() else memoryview(own)
 
 
 def _in_torch_worker() -> bool:
-    """Tell whether this process is a worker of torch's ``DataLoader``, which pickles samples."""
+    """Return whether this process is a worker of torch's ``DataLoader``, which pickles samples."""
     loaders = sys.modules.get("torch.utils.data")
     return loaders is not None and loaders.get_worker_info() is not None
 
@@ -45,7 +45,7 @@ def text(data: ReadBuffer) -> str:
     """Return UTF-8 text, exactly as stored: nothing is stripped.
 
     Raises:
-        UnicodeDecodeError: It is not UTF-8.
+        UnicodeDecodeError: The data is not UTF-8.
     """
     return str(data, "utf-8")
 
@@ -54,7 +54,7 @@ def integer(data: ReadBuffer) -> int:
     """Parse a decimal integer in ASCII; surrounding white space is allowed.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: The data is not an integer.
     """
     return int(bytes(data))
 
@@ -63,7 +63,7 @@ def number(data: ReadBuffer) -> float:
     """Parse a float, including ``inf`` and ``nan``; surrounding white space is allowed.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: The data is not a number.
     """
     return float(bytes(data))
 
@@ -72,11 +72,11 @@ def json(data: ReadBuffer) -> object:
     """Parse a JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
 
     Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is nested deeper than the interpreter's stack.
+        ValueError: The data is not JSON.
+        RecursionError: The document is nested deeper than the interpreter's stack.
     """
     try:
-        text = str(data, "utf-8")  # loads(bytes) would detect the encoding first, which takes as long as parsing
+        text = str(data, "utf-8")  # loads(bytes) first detects the encoding, which takes as long as parsing
     except UnicodeDecodeError:
         return _json.loads(bytes(data))
     if text[:1] in _FOREIGN_START or text[1:2] == "\0":
@@ -92,17 +92,17 @@ def msgpack(data: ReadBuffer) -> object:
 
     Raises:
         ConfigError: The package ``msgpack`` is not installed.
-        ValueError: It is not MessagePack.
+        ValueError: The data is not MessagePack.
     """
     return require("msgpack", extra="msgpack").unpackb(data, raw=False, strict_map_key=False)
 
 
 def unpacked(data: ReadBuffer, max_ratio: float = MAX_GZIP_RATIO) -> bytes:
-    """Return what the gzip stream of a field inflates to.
+    """Return the inflated content of a field's gzip stream.
 
     Raises:
-        GzipError: It is damaged, or inflates to more than ``max_ratio`` times its size (and to more than 64 MiB), or to
-            more than 4 GiB.
+        GzipError: The stream is damaged, or inflates to more than ``max_ratio`` times its size (and to more than 64
+            MiB), or to more than 4 GiB.
     """
     pieces, num_bytes = [], 0
     for piece in gunzipped((bytes(data),), max_ratio, "give StreamingDataset a larger max_gzip_ratio="):
@@ -114,7 +114,7 @@ def unpacked(data: ReadBuffer, max_ratio: float = MAX_GZIP_RATIO) -> bytes:
 
 
 def unpacked_head(head: bytes, most_bytes: int) -> tuple[bytes, bool]:
-    """Return at most ``most_bytes`` of what the beginning of a gzip stream inflates to, and whether that is all of it.
+    """Return at most ``most_bytes`` inflated from the start of a gzip stream, and whether they are complete.
 
     Raises:
         GzipError: The stream is damaged.
@@ -128,7 +128,7 @@ def unpacked_head(head: bytes, most_bytes: int) -> tuple[bytes, bool]:
 
 
 def is_gzip(data: bytes) -> bool:
-    """Tell whether ``data`` begin as a gzip stream does."""
+    """Return whether ``data`` begins like a gzip stream."""
     return data.startswith(GZIP_MAGIC)
 
 
@@ -139,11 +139,11 @@ def packed(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """Unpack the gzip stream of a field, and decode what it holds.
+    """Unpack the gzip stream of a field, and decode its content.
 
     Attributes:
-        below: Decoder of what it holds.
-        max_ratio: What inflates to more than this many times its size is refused, from 64 MiB on.
+        below: Decoder of the content.
+        max_ratio: Maximum ratio of inflated to stored size; content below 64 MiB may exceed it.
     """
 
     below: Decoder
@@ -153,7 +153,7 @@ class Unpacked:
 
     @staticmethod
     def before(decoder: Decoder, max_ratio: float) -> Unpacked:
-        """Return ``decoder`` behind the unpacking; a view of unpacked bytes is a copy."""
+        """Return a decoder that unpacks, then applies ``decoder``; a view of unpacked bytes is a copy."""
         kind = DrawingUnpacked if hasattr(decoder, "with_rng") else Unpacked
         return kind(below=raw if decoder is view else decoder, max_ratio=max_ratio)
 
@@ -161,7 +161,7 @@ class Unpacked:
         """Return the decoded value.
 
         Raises:
-            GzipError: The stream is damaged, or inflates to more than is allowed.
+            GzipError: The stream is damaged, or inflates to more than the limit.
         """
         return self.below(unpacked(data, self.max_ratio))
 
@@ -172,7 +172,7 @@ class DrawingUnpacked(Unpacked):
     __slots__ = ()
 
     def with_rng(self, rng: object) -> Unpacked:
-        """Return the decoder of one sample, which draws from ``rng``."""
+        """Return a decoder for one sample, which draws from ``rng``."""
         return Unpacked(below=cast("Any", self.below).with_rng(rng), max_ratio=self.max_ratio)
 
 
@@ -180,7 +180,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     """Return the optional dependency ``module``.
 
     Raises:
-        ConfigError: It is not installed; names the extra that provides it.
+        ConfigError: The module is not installed; the message names the extra that provides it.
     """
     try:
         return importlib.import_module(module)

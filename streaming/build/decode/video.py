@@ -1,7 +1,8 @@
 """Decode frames of videos by FFmpeg's libraries, which PyAV bundles: MP4, MOV, Matroska and WebM.
 
-The content decides, not the name, and only these two families of files are opened: playlists, and what else would make
-FFmpeg open URLs or paths, are refused before it sees them. A clip has the frames that decoding everything would give.
+The content decides, not the name, and only these two families of files are opened: playlists and other files that would
+make FFmpeg open URLs or paths are refused before it sees them. A clip equals the same frames of the whole decoded
+video.
 """
 
 from __future__ import annotations
@@ -49,19 +50,20 @@ _CODECS: Final = frozenset((
 ))  # fmt: skip
 _OPTIONS: Final = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_path": "0", "threads": "1"}
 _MAX_DECODED: Final = 2**38
-"""Pixels that are decoded for one clip, those before it included: an hour and more of 1920 x 1080, minutes of work."""
+"""Maximum number of pixels decoded for one clip and the frames before it: over an hour of 1920 x 1080, minutes of
+work."""
 _BOXES: Final = 16
-"""How many are looked at: more than files have that do not come in fragments."""
+"""Maximum number of boxes that are read: more than unfragmented files have."""
 _DISCARD_ALL: Final = 48
-"""AVDISCARD_ALL: packets of a stream are passed over without being read, where the file allows."""
+"""AVDISCARD_ALL: packets of a stream are skipped without being read, where the file allows."""
 _BEFORE_S: Final = 3600
-"""A time that is before all frames, seen from the first."""
+"""A time before all frames, relative to the first."""
 _INTRA: Final = 1
-"""PyAV's number of pictures that refer to no others."""
+"""PyAV's number for pictures that do not depend on others."""
 _SAME_S: Final = 1e-6
-"""Times that differ by less are the same: those of frames are fractions, those of users floats."""
+"""Tolerance for equal times, in seconds: times of frames are fractions, times of users are floats."""
 _DURATION: Final = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
-_ORIENTATIONS: Final = {  # signs of the matrix a b / c d, as EXIF counts
+_ORIENTATIONS: Final = {  # EXIF orientation by the signs of the matrix a b / c d
     (1, 0, 0, 1): 1, (-1, 0, 0, 1): 2, (-1, 0, 0, -1): 3, (1, 0, 0, -1): 4,
     (0, 1, 1, 0): 5, (0, 1, -1, 0): 6, (0, -1, -1, 0): 7, (0, -1, 1, 0): 8,
 }  # fmt: skip
@@ -87,22 +89,23 @@ class Video:
     Attributes:
         frames: Number of frames of a clip; None, and no ``seconds``: the whole video.
         seconds: Length of a clip, with ``fps``: round(seconds * fps) frames.
-        every: Take each so many-th frame, whenever it is shown; default 1.
-        fps: Take the frame that is shown at each 1 / fps of a second, so that clips of videos of different or varying
-            rates have one speed: frames are left out or repeated.
-        size: (height, width) to scale to, without keeping the aspect; None keeps the size. By FFmpeg's bilinear filter,
-            which takes all pixels into account.
+        every: Take every n-th frame, whenever it is shown; default 1.
+        fps: Take the frame that is shown at each 1 / fps of a second, leaving out or repeating frames, so that clips of
+            videos with different or varying rates have the same speed.
+        size: (height, width) to scale to, without keeping the aspect; None keeps the size. FFmpeg's bilinear filter
+            takes all pixels into account.
         start: Where a clip begins: ``"random"`` (default; drawn by seed, epoch and position), ``"first"``,
-            ``"center"``, or a second after the first frame. Without a length, a second is where the rest begins.
-        short: What becomes of a clip that is longer than its video: ``"pad"`` (default) adds black frames at the end,
-            ``"keep"`` leaves it shorter, ``"refuse"`` makes it a bad sample.
-        upright: Whether the rotation that a camera noted is applied.
-        details: Whether a dict comes out: ``frames``, ``length`` (number of frames before the black ones), ``times`` of
-            the frames in seconds (float64; NaN for black ones), and ``rate``, the mean number of frames a second.
+            ``"center"``, or a second after the first frame. Without a length, everything from that second on is
+            decoded.
+        short: What to do with a clip longer than its video: ``"pad"`` (default) adds black frames at the end,
+            ``"keep"`` returns a shorter clip, ``"refuse"`` makes it a bad sample.
+        upright: Whether to apply the rotation that a camera recorded.
+        details: Whether to return a dict: ``frames``, ``length`` (number of frames before the black ones), ``times`` of
+            the frames in seconds (float64; NaN for black ones), and ``rate``, the mean number of frames per second.
         max_pixels: Largest height x width that is decoded.
-        max_bytes: Largest value that is decoded.
-        reads_ranges: Whether of streams of 8 MiB and more only the bytes around a clip are read, which then no checksum
-            covers: True, or False, which reads and checks every byte; None (default): of clips.
+        max_bytes: Maximum size of a decoded value.
+        reads_ranges: Whether to read only the bytes around a clip, which no checksum covers, from streams of at least 8
+            MiB; False reads and verifies every byte. None (default): True for clips.
 
     Raises:
         ConfigError: An argument is out of range, or would not act.
@@ -154,18 +157,18 @@ class Video:
         return self.start if self.start is not None else "random" if self._wanted is not None else "first"
 
     def reads_ranges_of(self, field: str) -> bool:
-        """Tell whether large members of a field are read in ranges."""
+        """Return whether large members of a field are read in ranges."""
         return pays(self.reads_ranges, field, is_clip=self._wanted is not None)
 
     def with_rng(self, rng: np.random.Generator) -> DrawnClip:
-        """Return the decoder of one video, whose clip ``rng`` draws."""
+        """Return a decoder for one video, with a clip drawn from ``rng``."""
         return DrawnClip(self._decoded, rng.random())
 
     def __call__(self, data: Encoded) -> npt.NDArray[np.uint8] | dict[str, Any]:
         """Return frames of ``data``, bytes or a seekable file; without ``with_rng``, a random clip is the middle.
 
         Raises:
-            ValueError: It is no video of a known kind, is damaged or ends early, or is too large.
+            ValueError: The data is not a known kind of video, is damaged or ends early, or is too large.
             Exception: Other errors of FFmpeg, and of reading.
         """
         return self._decoded(data, FIRST_SHARE)
@@ -180,16 +183,16 @@ class Video:
             return self._made(found, video.rate)
 
     def _found(self, video: _Reader, share: float) -> list[_Timed]:
-        """Return the wanted frames that are there, with their times."""
+        """Return the wanted frames that exist, with their times."""
         start, wanted = self._start, self._wanted
         if wanted is None or start not in ("random", "center"):
-            if start == "first":  # without a frame left out, whatever times it states
+            if start == "first":  # all frames, whatever times the file states
                 return self._clip(video, 0.0 if self.fps is not None else -math.inf)
             check_begin(start, video.lasts_s())
             return self._clip(video, begin_of(start, share, 0, 1))
         lasts = wanted / self.fps if self.fps is not None else ((wanted - 1) * self._every + 1) / video.rate
         found = self._clip(video, begin_of(start, share, video.lasts_s() - lasts, 1))
-        if len(found) < wanted:  # there are fewer frames than length and mean rate let expect: count them
+        if len(found) < wanted:  # fewer frames than length and mean rate suggest: count them
             times = video.all_times()
             last = times[max(0, len(times) - (wanted - 1) * self._every - 1)] if times else 0.0
             room = last if self.fps is None else times[-1] + 1 / video.rate - lasts
@@ -201,7 +204,7 @@ class Video:
         return 1 if self.every is None else self.every
 
     def _clip(self, video: _Reader, begin: float) -> list[_Timed]:
-        """Return frames from the one shown at ``begin`` on, as many as are wanted and there."""
+        """Return the frames from the one shown at ``begin`` on, up to the wanted number or the end."""
         wanted, found, num_bytes = self._wanted, [], 0
         shown: Any = None
         orientation = 0
@@ -218,7 +221,7 @@ class Video:
         return found
 
     def _made(self, found: list[_Timed], rate: float) -> npt.NDArray[np.uint8] | dict[str, Any]:
-        """Return the frames as an array, and what is known of them."""
+        """Return the frames as an array, or a dict with details."""
         wanted, shape = self._wanted, found[0][1].shape
         if wanted is not None and self.short == "refuse" and len(found) < wanted:
             raise too_short(len(found), wanted, "frames")
@@ -242,7 +245,7 @@ class Video:
 
 
 def orientation_of(frame: Any) -> int:
-    """Return the orientation of a frame, 1 to 8 as EXIF counts; 1 for turns by other angles."""
+    """Return the EXIF orientation of a frame, 1 to 8; 1 for rotations by other angles."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return 1
@@ -254,7 +257,7 @@ def _opened_container(file: WatchedFile, max_pixels: int) -> Any:
     """Open a file of a known kind.
 
     Raises:
-        ValueError: It is of another kind, or damaged.
+        ValueError: The file is of another kind, or damaged.
     """
     head = file.peek(0, 12)
     if head[:4] == _MATROSKA:
@@ -273,10 +276,10 @@ def _opened_container(file: WatchedFile, max_pixels: int) -> Any:
 
 @contextmanager
 def _claims() -> Iterator[None]:
-    """Take it for damage that FFmpeg cannot allocate what a file claims: for lack of memory the run would end.
+    """Report a failed allocation of a size that a file claims as damage, because a ``MemoryError`` would end the run.
 
     Raises:
-        ValueError: In place of PyAV's own ``MemoryError``, which has a number as errors of the system do.
+        ValueError: PyAV raised its own ``MemoryError``, which has an errno.
     """
     try:
         yield
@@ -287,29 +290,29 @@ def _claims() -> Iterator[None]:
 
 
 def _check_segment(file: WatchedFile) -> None:
-    """Refuse a Matroska file that is shorter than it states, which FFmpeg takes for one that ends there.
+    """Refuse a Matroska file that is shorter than it states, which FFmpeg would read up to its end.
 
     Raises:
-        ValueError: It is.
+        ValueError: The file is shorter.
     """
     at = 0
     for number in (_MATROSKA, _SEGMENT):
         head = file.peek(at, 12)
         if head[:4] != number or not head[4:]:
-            return  # FFmpeg says what is wrong
+            return  # FFmpeg reports the error
         width = 9 - head[4].bit_length()
         bits = 7 * width
         size = int.from_bytes(head[4 : 4 + width], "big") & (1 << bits) - 1
         at += 4 + width + size
-    if at > file.num_bytes and size != (1 << bits) - 1:  # all bits: written to a pipe, of unknown size
+    if at > file.num_bytes and size != (1 << bits) - 1:  # all bits set: written to a pipe, size unknown
         raise ValueError(f"its header states {at} bytes, and it has {file.num_bytes}: truncated")
 
 
 def _check_boxes(file: WatchedFile) -> None:
-    """Refuse an MP4 whose first boxes go beyond its end, also where the clip does not reach there.
+    """Refuse an MP4 whose first boxes extend beyond its end, even if the clip ends before.
 
     Raises:
-        ValueError: One does.
+        ValueError: A box extends beyond the end.
     """
     at = 0
     for _ in range(_BOXES):
@@ -365,7 +368,7 @@ class _Reader:
         return times[-1] + 1 / self.rate if times else 0.0
 
     def _stated_s(self) -> float | None:
-        """Return the length that the file states for the stream."""
+        """Return the length of the stream that the file states, in seconds."""
         stream = self._stream
         if stream.duration:
             return float(stream.duration * self._base)
@@ -377,7 +380,7 @@ class _Reader:
         return self._container.duration / 1e6 if self._container.duration else None
 
     def all_times(self) -> list[float]:
-        """Return the time of each frame, in order: by looking at all packets without decoding them."""
+        """Return the time of each frame, in order, by reading all packets without decoding them."""
         self._seek(0)
         self._is_fresh = False
         found = [p.pts for p in self._container.demux(self._stream) if p.pts is not None and not p.is_discard]
@@ -387,14 +390,14 @@ class _Reader:
         return float((pts - self._first) * self._base)
 
     def _seek(self, time: float) -> None:
-        """Go to the last key frame before a time, or to the first one."""
-        # FFmpeg looks for the time at which frames are decoded: of the second key frame, it may be before the first
-        # picture is shown.
+        """Seek to the last key frame before a time, or to the first one."""
+        # FFmpeg seeks by decoding time: that of the second key frame may precede the time at which the first picture is
+        # shown.
         ticks = math.floor((time if time > 0 else -_BEFORE_S) / self._base)
         self._container.seek(self._first + ticks, stream=self._stream)
 
     def shown_at(self, begin: float, step: float) -> Iterator[tuple[float, Any]]:
-        """Yield time and frame of what is shown at ``begin``, ``begin + step``, …, up to the end."""
+        """Yield (time, frame shown then) at ``begin``, ``begin + step``, …, up to the end."""
         number, shown, until = 0, None, 0.0
         for time, frame in self._from(begin):
             while shown is not None and begin + number * step < time - _SAME_S:
@@ -406,10 +409,10 @@ class _Reader:
             number += 1
 
     def stepped(self, begin: float, every: int) -> Iterator[tuple[float, Any]]:
-        """Yield time and frame of every so many-th frame from the one shown at ``begin``, up to the end."""
+        """Yield (time, frame) of every ``every``-th frame from the one shown at ``begin``, up to the end."""
         number, shown = 0, None
         for one in self._from(begin):
-            if one[0] <= begin + _SAME_S:  # it is shown then, unless the next one is
+            if one[0] <= begin + _SAME_S:  # shown at begin, unless the next one is
                 shown = one
                 continue
             if shown is not None:
@@ -422,7 +425,7 @@ class _Reader:
             yield shown
 
     def _from(self, begin: float) -> Iterator[tuple[float, Any]]:
-        """Yield time and frame of all frames in order of time, from the one shown at ``begin``, or some before it."""
+        """Yield (time, frame) of all frames in order of time, from the one shown at ``begin`` or an earlier one."""
         back = 0.0
         while True:
             if begin > 0 or not self._is_fresh:
@@ -431,15 +434,15 @@ class _Reader:
             first = next(frames, None)
             if back > begin or (first is not None and first[0] <= begin + _SAME_S and first[1].pict_type == _INTRA):
                 break
-            # A key frame that is shown later than frames that come after it; or there is none, only pictures that are
-            # refreshed in parts (H.264), of which FFmpeg gives unfinished ones near the end.
+            # Either the key frame is shown later than frames that follow it, or there is none, only pictures refreshed
+            # in parts (H.264), which FFmpeg returns unfinished near the end.
             back = 4 * back + 1
         if first is not None:
             yield first
         yield from frames
 
     def _decoded(self) -> Iterator[tuple[float, Any]]:
-        """Yield time and frame of all frames from here on."""
+        """Yield (time, frame) of all frames from the current position on."""
         last, self._is_fresh = -math.inf, False
         for packet in self._container.demux(self._stream):
             if packet.is_corrupt:
@@ -459,10 +462,10 @@ class _Reader:
             self._check_end(last)
 
     def _check_end(self, last: float) -> None:
-        """Refuse a Matroska file that ends early: FFmpeg takes it for a shorter one.
+        """Refuse a Matroska file that ends early, which FFmpeg reads as a shorter one.
 
         Raises:
-            ValueError: It does.
+            ValueError: The file ends early.
         """
         tag = any(name.upper().startswith("DURATION") for name in self._stream.metadata)
         stated = self._stated_s()

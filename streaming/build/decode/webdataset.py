@@ -1,4 +1,4 @@
-"""Use handlers of webdataset's ``autodecode`` as decoders; no other module knows their calling convention.
+"""Use handlers of webdataset's ``autodecode`` as decoders; only this module depends on their calling convention.
 
 A handler is a callable ``handler(key, data)``, with ``key`` such as ``".jpg"``, that returns the object, None if it
 does not apply, or a ``Continue`` with another key and other bytes. webdataset is imported only if a handler is named by
@@ -22,7 +22,7 @@ Handler: TypeAlias = Callable[[str, bytes], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandledField:
-    """The decoder of one field: the handlers in turn, then the decoder that ``rest`` has for it."""
+    """The decoder of one field: the handlers in sequence, then the decoder that ``rest`` has for the field."""
 
     field: str
     handlers: tuple[Handler, ...]
@@ -34,7 +34,7 @@ class HandledField:
         """Return the result of the first handler that applies; gzip is unpacked before, as in webdataset.
 
         Raises:
-            ConfigError: None applies and ``rest`` refuses the field.
+            ConfigError: No handler applies, and ``rest`` refuses the field.
         """
         inner = unpacked_name(self.field)
         key, payload = f".{self.field}" if inner is None else f".{inner}", bytes(data)
@@ -51,13 +51,13 @@ class HandledField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebdatasetFields:
-    """Every field by webdataset's handlers, or by ``rest`` if none applies. Picklable if the handlers are."""
+    """Decode every field by webdataset's handlers, or by ``rest`` if none applies. Picklable if the handlers are."""
 
     handlers: tuple[Handler, ...]
     rest: FieldDecoder
 
     def decoder_for(self, field: str, /) -> HandledField:
-        """Return the decoder of ``field``; equal ones for equal fields."""
+        """Return the decoder of ``field``; equal fields have equal decoders."""
         return HandledField(field=field, handlers=self.handlers, rest=self.rest)
 
 

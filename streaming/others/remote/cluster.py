@@ -1,4 +1,4 @@
-"""Talk to Ray, as far as the remote loader needs it. The only module of ``streaming`` that knows Ray."""
+"""Wrap the parts of Ray that the remote loader needs. Only this module of ``streaming`` depends on Ray."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 from streaming.run.options.remote_group import RemoteGroup
 
 MAX_RETRIES = 3
-"""Readers that may die from one batch, as for decode workers (``streaming.run.engine.workers.pool``)."""
+"""Number of readers that may die on one batch, as for decode workers (``streaming.run.engine.workers.pool``)."""
 _CONTROL, _WATCH = "control", "watch"
 GROUPS = {_CONTROL: 1, _WATCH: 1}
-"""Threads of a reader beside the reading one: for other calls, and for ``process_of``, which must not wait."""
+"""Number of threads of a reader besides the reading one: for other calls, and for ``process_of``, which must not wait.
+"""
 _WHY = "Ray's logs say why; often it is memory: give it more with RemoteGroup(memory=…), or use smaller batches"
 
 
@@ -34,9 +35,9 @@ def check_connected() -> None:
 def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup) -> list[Any]:
     """Start an actor of class ``reader`` for each of ``arguments``.
 
-    They end with the driver, or with the last reference. Ray restarts a dead one, and repeats the calls that it had not
-    answered: calls must be repeatable. It repeats them without a limit, since it retries several times a second
-    until it notices that a node has died. The caller counts deaths (``process_of``).
+    Actors end with the driver, or with the last reference. Ray restarts a dead actor, and repeats the calls that it had
+    not answered, so calls must be repeatable. There is no limit on repetitions, because Ray retries several times per
+    second until it notices that a node has died. The caller counts deaths (``process_of``).
     """
     import ray
     from ray.util.placement_group import get_placement_group
@@ -68,7 +69,7 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
 
 
 def read(actor: Any, step: Any, num_ranks: int) -> tuple[Any, ...]:
-    """Return the references to the note and the batches of a step. This process owns them: they outlive the actor."""
+    """Return references to the note and the batches of a step. This process owns them, so they outlive the actor."""
     return tuple(actor.read.options(num_returns=1 + num_ranks).remote(step))
 
 
@@ -83,7 +84,7 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
     Raises:
         WorkerDiedError: The actor died and is not restarted.
         WorkerError: An exception that cannot be sent from the actor unchanged.
-        TimeoutError: It took longer than ``timeout_s``.
+        TimeoutError: The value did not arrive within ``timeout_s``.
     """
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -101,7 +102,7 @@ def get(refs: Any, *, timeout_s: float | None = None) -> Any:
 
 
 def wait(refs: list[Any], *, timeout_s: float) -> bool:
-    """Wait for ``timeout_s`` at most until all are ready, including errors; return whether they are."""
+    """Wait at most ``timeout_s`` until all references are ready, errors included; return whether they are."""
     import ray
 
     if not refs or not ray.is_initialized():
@@ -111,7 +112,7 @@ def wait(refs: list[Any], *, timeout_s: float) -> bool:
 
 
 def process_of(actor: Any) -> Any:
-    """Return a reference to the identity of a reader's process: another one after each death."""
+    """Return a reference to the identity of a reader's process, which changes with each death."""
     return actor.process.options(concurrency_group=_WATCH).remote()
 
 
@@ -121,7 +122,7 @@ def died_again() -> WorkerDiedError:
 
 
 def kill(actor: Any) -> None:
-    """End an actor for good; what it has delivered remains."""
+    """End an actor permanently; its delivered batches remain."""
     import ray
 
     if ray.is_initialized():

@@ -12,16 +12,16 @@ from streaming.others.remote.wire import unpack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchHandle:
-    """Refer to one data rank's batch in Ray's object store. Small; pass it to the actor that trains on it.
+    """Refer to one data rank's batch in Ray's object store. A handle is small; pass it to the actor that trains on it.
 
-    The batch lives as long as a handle to it, even if the reader that made it dies.
+    The batch lives as long as a handle to it, even if its reader dies.
 
     Attributes:
         epoch: Epoch of the batch.
         number: Number of the batch in the epoch.
-        data_rank: Data rank whose share it is.
-        num_samples: Number of rows; None if the batch does not say.
-        num_bytes: Size of its payload.
+        data_rank: Data rank for which the batch is.
+        num_samples: Number of rows; None if unknown.
+        num_bytes: Size of the payload.
         ref: Ray's object reference.
     """
 
@@ -33,7 +33,7 @@ class BatchHandle:
     ref: Any
 
     def get(self) -> Any:
-        """Return the batch, copied to this process's memory; each call makes a new copy."""
+        """Return a new copy of the batch in this process's memory."""
         return unpack(cluster.get(self.ref))
 
 
@@ -65,7 +65,7 @@ class RemoteBatch:
         return self.handles[0].number
 
     def of(self, rank: int) -> BatchHandle:
-        """Return the handle for a rank of the mesh; replicas get the same one."""
+        """Return the handle for a rank of the mesh; replicas share one."""
         return self.handles[self.mesh.with_rank(rank).data_rank]
 
     def get(self) -> Any:

@@ -1,8 +1,8 @@
 """Run the driver's side of a remote loader: epochs and a position over readers in actors.
 
-Every step asks all readers for one batch of each data rank. A few steps are requested ahead of the consumer, and no
-more: that is the only back-pressure. A request is a pure function of the step (``reader.Step``), so a reader that dies
-is restarted by Ray and asked the same again, and nothing is lost or duplicated.
+Every step requests one batch of each data rank from the readers. The number of steps requested ahead of the consumer is
+limited, which is the only back-pressure. A request is a pure function of the step (``reader.Step``), so Ray can restart
+a dead reader and repeat the request, and nothing is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:  # a process that only gets handles of batches needs no decode
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0
 _LOOK_S = 1.0
-"""Interval, while waiting for an answer, at which readers are asked whether they have died."""
-_CLOSE_S = 5.0  # Ray logs a warning if an actor is killed while it works
+"""Interval in seconds, while waiting for an answer, at which readers are checked for deaths."""
+_CLOSE_S = 5.0  # Ray logs a warning if a busy actor is killed
 _Refs: TypeAlias = list[tuple[Any, ...]]
-"""References of one step, by reader: to its note, and to the batch of each data rank that it serves."""
+"""References of one step, per reader: to its note, and to the batch of each data rank that it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """The choices behind a remote loop.
+    """The settings of a remote loop.
 
     Attributes:
         shape: Shape of the batches.
         mesh: Mesh of the processes that train; the driver need not be one of them.
-        group: Where the readers are.
-        options: Options of the readers' loaders; ``num_ahead`` is also the number of steps requested ahead of the one
-            handed out.
+        group: The group of readers.
+        options: Options of the readers' loaders; ``num_ahead`` is also the number of steps requested ahead of the
+            latest one delivered.
     """
 
     shape: Shape
@@ -62,7 +62,7 @@ class RemoteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteState:
-    """A reader's state, passed on unchanged: readers check it."""
+    """A reader's state, passed on unchanged; readers validate it."""
 
     values: State
 
@@ -72,10 +72,10 @@ class RemoteState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the state of ``to_dict``.
+        """Return the state from the dict of ``to_dict``.
 
         Raises:
-            StateError: It is not a dict.
+            StateError: The argument is not a dict.
         """
         if not isinstance(values, Mapping):
             raise StateError(f"state: expected the dict of state_dict(), got {type(values).__name__}")
@@ -83,10 +83,10 @@ class RemoteState:
 
 
 def traveling(create_dataset: Any, make_loader: MakeLoader, options: LoaderOptions[Any]) -> bytes:
-    """Pack what is sent to the actors: the functions that make dataset and loader, and the loader's options.
+    """Pickle the functions that make dataset and loader, and the loader's options, for the actors.
 
     Raises:
-        ConfigError: It is not a function, or carries data along.
+        ConfigError: ``create_dataset`` is not a function, or the pickle holds data.
     """
     if not callable(create_dataset) or hasattr(create_dataset, "__getitem__") or hasattr(create_dataset, "__iter__"):
         raise ConfigError(
@@ -111,7 +111,7 @@ def open_remote(
     """Return the loop whose readers each make a loader in an actor of the ``remote_group``.
 
     Raises:
-        ConfigError: An option makes no sense in an actor; see also ``RemoteLoop``.
+        ConfigError: An option does not apply to actors; see also ``RemoteLoop``.
     """
     shape.check_one_size()
     group, there = as_remote_group(options.remote_group), options.in_actors()
@@ -121,7 +121,7 @@ def open_remote(
 def deal(num_ranks: int, num_actors: int) -> tuple[range, ...]:
     """Return the data ranks of each actor: consecutive runs whose lengths differ by at most one.
 
-    No actor is without a rank.
+    Every actor has at least one rank.
     """
     count = min(num_ranks, num_actors)
     return tuple(range(one * num_ranks // count, (one + 1) * num_ranks // count) for one in range(count))
@@ -154,29 +154,29 @@ class _Ahead:
 
 
 class _Lives:
-    """Counts the processes of a reader during one call.
+    """Count the processes of a reader during one call.
 
     Args:
         actor: The reader.
-        process: Its process at its last answer; None: it has not answered yet.
+        process: Identity of its process at the last answer; None: it has not answered yet.
     """
 
     def __init__(self, actor: Any, process: str | None) -> None:
         self._actor = actor
         self._seen = set[str]() if process is None else {process}
-        self._asked: Any = None
+        self._pending: Any = None
 
     def look(self) -> None:
-        """Record its current process, if it answers.
+        """Record the reader's current process, if it answers.
 
         Raises:
-            WorkerDiedError: It died too often.
+            WorkerDiedError: The reader died too often.
         """
-        if self._asked is None:
-            self._asked = cluster.process_of(self._actor)
-        elif cluster.wait([self._asked], timeout_s=0):
-            self._seen.add(cluster.get(self._asked))
-            self._asked = None
+        if self._pending is None:
+            self._pending = cluster.process_of(self._actor)
+        elif cluster.wait([self._pending], timeout_s=0):
+            self._seen.add(cluster.get(self._pending))
+            self._pending = None
         if len(self._seen) - 1 > cluster.MAX_RETRIES:
             raise cluster.died_again()
 
@@ -184,7 +184,7 @@ class _Lives:
 class RemoteLoop(Loop):
     """Consecutive epochs, read by actors. Used by one thread.
 
-    The detail of a place is the reader's whole state there; None: the reader has not been asked yet.
+    The detail of a place is the complete state of a reader there; None: no reader has returned it yet.
 
     Args:
         create_dataset: Makes the dataset, once in each actor.
@@ -212,23 +212,23 @@ class RemoteLoop(Loop):
         self._actors: list[Any] = []
         self._processes: dict[int, str] = {}
         self._num_runs = 0
-        self._known: State | None = None  # the latest state of a reader: settings that do not depend on the place
+        self._known: State | None = None  # latest state of a reader, for settings that do not depend on the place
         self._step_bytes: int | None = None
         self._num_batches: int | None = None
         self._under_way: deque[_Refs] = deque()
 
     @override
     def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``; for whole epochs only."""
+        """See ``Loop``; only for whole epochs."""
         if self._num_batches is None:
-            self._num_batches = int(self._asked("length"))
+            self._num_batches = int(self._first_answer("length"))
         return self._num_batches
 
     @override
     def left_behind(self, place: Place) -> int:
         if not place.samples_seen:
             return self.num_batches
-        return int(self._asked("left", self._values_at(place, None)))
+        return int(self._first_answer("left", self._values_at(place, None)))
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -249,14 +249,14 @@ class RemoteLoop(Loop):
 
     @override
     def seen(self) -> dict[str, dict[str, float]]:
-        """See ``Loop``: a reader counts."""
+        """See ``Loop``; counted by a reader."""
         if not self._latest().get("ledger"):
             return super().seen()
-        found: dict[str, dict[str, float]] = self._asked("seen", self.state().values)
+        found: dict[str, dict[str, float]] = self._first_answer("seen", self.state().values)
         return found
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
-        """Refuse to change weights, which the readers' loaders hold.
+        """Refuse to change weights, because the readers' loaders hold them.
 
         Raises:
             ConfigError: Always.
@@ -296,7 +296,7 @@ class RemoteLoop(Loop):
         Raises:
             StateError: A reader rejects it.
         """
-        values, is_end = self._asked("adjusted", state.values)
+        values, is_end = self._first_answer("adjusted", state.values)
         self._note(values)
         place = Place(
             epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values, is_end=is_end,
@@ -305,7 +305,7 @@ class RemoteLoop(Loop):
         self.go_to(place, values["next_seed"])
 
     def report(self) -> dict[str, Any]:
-        """Return own metrics, those of each data rank's loader (since its reader started), and bad samples."""
+        """Return this loop's metrics, those of each data rank's loader (since its reader started), and bad samples."""
         asked = [cluster.ask(actor, "reports") for actor in self._actors]
         readers = [report for reports in cluster.get(asked) for report in reports] if asked else []
         return {
@@ -316,11 +316,11 @@ class RemoteLoop(Loop):
 
     @override
     def numbers_elsewhere(self) -> dict[int, dict[str, float]]:
-        """See ``Loop``: a reader that does not answer within seconds, or has died, is left out."""
+        """See ``Loop``; readers that have died or do not answer within seconds are left out."""
         found: dict[int, dict[str, float]] = {}
         asked = [cluster.ask(actor, "reports") for actor in list(self._actors)]
         until_s = time.monotonic() + _DESCRIBE_S
-        for ranks, answer in zip(self._ranks, asked, strict=False):  # there are no actors while it is closed
+        for ranks, answer in zip(self._ranks, asked, strict=False):  # a closed loop has no actors
             with suppress(TimeoutError, WorkerError):
                 reports = cluster.get(answer, timeout_s=max(0.0, until_s - time.monotonic()))
                 for data_rank, report in zip(ranks, reports, strict=True):
@@ -328,7 +328,7 @@ class RemoteLoop(Loop):
         return found
 
     def describe(self) -> str:
-        """Return what the first running reader waits for, or that Ray has not started it."""
+        """Describe what the first running reader waits for, or report that Ray has not started it."""
         if self.running is None:
             return "not running"
         for number, actor in enumerate(self._actors):
@@ -346,10 +346,10 @@ class RemoteLoop(Loop):
 
     @override
     def clean_up(self) -> None:
-        """See ``Loop``: nothing here can be interrupted half-way; work in progress ends by itself."""
+        """See ``Loop``: nothing here can be left half-done; work in progress ends by itself."""
 
     def close(self) -> None:
-        """End the actors; handles that were handed out stay valid. The loop may be used again, which restarts them."""
+        """End the actors; delivered handles stay valid. The loop may be used again, which restarts the actors."""
         super().close()
         actors, self._actors = self._actors, []
         under_way, self._under_way = self._under_way, deque()
@@ -368,7 +368,7 @@ class RemoteLoop(Loop):
             self._actors = cluster.start(RemoteReader, arguments, self.config.group)
         return self._actors
 
-    def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _first_answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
         (answer,) = self._awaited([cluster.ask(self._open()[0], method, *args, **kwargs)])
         return answer
 
@@ -376,7 +376,7 @@ class RemoteLoop(Loop):
         """Return the values of references, one for each of the first readers; see ``cluster.get``.
 
         Raises:
-            WorkerDiedError: A reader died too often meanwhile. Ray would repeat the call forever.
+            WorkerDiedError: A reader died too often meanwhile; Ray would repeat the call forever.
         """
         lives = [_Lives(actor, self._processes.get(number)) for number, actor in enumerate(self._actors[: len(refs)])]
         while not cluster.wait(refs, timeout_s=_LOOK_S):
@@ -388,7 +388,7 @@ class RemoteLoop(Loop):
         """Return a reader's state at ``place``."""
         state = place.detail
         if state is None:
-            state, _ = self._asked("adjusted", self._known, epoch=place.epoch)
+            state, _ = self._first_answer("adjusted", self._known, epoch=place.epoch)
             self._note(state)
         order = (
             state["order"] if self._known is None else self._known["order"]
@@ -399,16 +399,16 @@ class RemoteLoop(Loop):
         }  # fmt: skip
 
     def _latest(self) -> State:
-        """Return the latest state of a reader; asks for one if none is known."""
+        """Return the latest state of a reader; request one if none is known."""
         return self._values_at(self.position.place, None) if self._known is None else self._known
 
     def _note(self, state: State) -> None:
-        """Record a reader's state as the latest one; it tells whether there are epochs."""
+        """Record a reader's state as the latest one, and whether there are epochs."""
         self._known = state
         self.position.is_endless = state["epoch_size"] is None and not _has_passes(state)
 
     def num_ahead(self) -> int:
-        """Return the number of steps to keep in progress or ready: as many as fit; 0 until a size is known."""
+        """Return the number of steps to keep in progress or ready, limited by memory; 0 until a size is known."""
         if self._step_bytes is None:
             return 0
         return min(self.config.options.num_ahead, self.config.group.ahead_limit_bytes // max(1, self._step_bytes))
@@ -418,7 +418,7 @@ class RemoteLoop(Loop):
         return [cluster.read(actor, step, len(ranks)) for actor, ranks in zip(actors, self._ranks, strict=True)]
 
     def watch(self, notes: list[Note]) -> None:
-        """Record the sizes, and which readers died: those in other processes than before."""
+        """Record the sizes, and the readers that died, whose processes have changed."""
         if not notes[0].ended:
             self._step_bytes = max(self._step_bytes or 0, sum(sum(note.num_bytes) for note in notes))
             self.metrics.peak("largest_step_bytes", self._step_bytes)
@@ -439,7 +439,7 @@ class RemoteLoop(Loop):
 
 
 def _has_passes(state: State) -> bool:
-    """Tell whether a reader's state belongs to an order with passes, unlike that of an endless mixture."""
+    """Return whether a reader's state belongs to an order with passes, unlike that of an endless mixture."""
     ledger = state.get("ledger")
     return not ledger or ledger[-1].get("quotas") is not None
 
@@ -475,5 +475,5 @@ class _RemoteRun:
         """Do nothing: work in progress ends by itself."""
 
     def describe(self) -> str:
-        """Describe for people."""
+        """Describe the current activity, for reports."""
         return self._loop.describe()

@@ -1,4 +1,4 @@
-"""Read in an actor: a loader for each data rank that it serves. Knows nothing of Ray."""
+"""Read in an actor, with a loader for each data rank that it serves. Does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _END = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A reader's report on one step: all that the driver receives of it.
+    """A reader's report on one step: all that the driver receives from it.
 
     Attributes:
-        ended: There is no such step: the epoch is over.
+        ended: Whether the epoch was over before this step.
         state: ``state_dict`` after the step.
-        is_end: The step was the last one of its epoch.
-        num_samples: By data rank served; None if the batch does not tell.
-        num_bytes: By data rank served.
-        process: Identifies the process that read it: another one after a restart.
+        is_end: Whether the step was the last one of its epoch.
+        num_samples: Number of rows by data rank served; None if unknown.
+        num_bytes: Size of the payload by data rank served.
+        process: Identity of the process that read it, which changes with a restart.
     """
 
     ended: bool
@@ -46,10 +46,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A request for a batch: batch ``number`` of a run, counted from its start.
+    """A request for batch ``number`` of a run, counted from its start.
 
-    A batch is a pure function of its step, so that repeating the request, even to another process, gives the same
-    batch: ``base`` is the state after ``base_number`` batches of the run, and at most a prefetch depth behind.
+    A batch is a pure function of its step, so repeating the request, even in another process, returns the same batch:
+    ``base`` is the state after ``base_number`` batches of the run, at most a prefetch depth earlier.
     """
 
     run: int
@@ -59,15 +59,17 @@ class Step:
 
 
 class RemoteReader:
-    """Batches of some data ranks, step by step. ``read`` is for one thread, everything else for another one.
+    """Read batches of some data ranks, step by step.
 
-    ``process`` is for any.
+    One thread calls ``read``, another one everything else; ``process`` may be called from any thread. Nothing is opened
+    before the first call, so errors in opening are reported like all others.
 
-    Nothing is opened before the first call, so that errors in opening are reported like all others.
+    ``_lock`` guards ``_loaders`` and ``_make`` while they are created; ``_batches`` and ``_next`` belong to the thread
+    that calls ``read``.
 
     Args:
         recipe: The result of `traveling`.
-        meshes: The mesh from the view of one rank of each data rank.
+        meshes: For each data rank served, the mesh as seen by one of its ranks.
     """
 
     def __init__(self, recipe: bytes, meshes: Sequence[DeviceMesh]) -> None:
@@ -80,7 +82,7 @@ class RemoteReader:
         self._next: tuple[int, int] | None = None
 
     def read(self, step: Step) -> tuple[Any, ...]:
-        """Return a note, and the packed batch of each data rank; after the epoch's last step only the note is valid."""
+        """Return a note, and the packed batch of each data rank; only the note is valid after the epoch's last step."""
         loaders = self._open()
         if self._next != (step.run, step.number):
             self._seek(step)
@@ -89,7 +91,7 @@ class RemoteReader:
         ended = [batch is _END for batch in batches]
         state: State = loaders[0].state_dict()
         self._next = (step.run, step.number + 1)
-        if any(ended):  # all of them: ranks end together
+        if any(ended):  # then all have ended: ranks end together
             return (Note(ended=True, state=state, process=self._process), *(None for _ in batches))
         return (
             Note(
@@ -114,7 +116,7 @@ class RemoteReader:
     def adjusted(self, state: State | None, *, epoch: int | None = None) -> tuple[State, bool]:
         """Return a state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
 
-        Checks it as a loader does, without touching a loader that reads.
+        The state is validated as by a loader, without touching the loaders that read.
 
         Returns:
             The state, and whether it is the end of an epoch.
@@ -124,21 +126,21 @@ class RemoteReader:
         if state is not None:
             loader.load_state_dict(state if epoch is None else {**state, "samples_seen": 0})
         if epoch is not None:
-            loader.set_epoch(epoch + 1)  # not the current one: what the state says of that place is dropped
+            loader.set_epoch(epoch + 1)  # another epoch than the current one, which drops the state's position
             loader.set_epoch(epoch)
         adjusted, is_end = loader.state_dict(), _is_at_end(loader)
         loader.close()
         return adjusted, is_end
 
     def left(self, state: State) -> int:
-        """Return the number of batches of an epoch that follow ``state``."""
+        """Return the number of batches of the epoch that follow ``state``."""
         self._open()
         with self._make(self._meshes[0]) as loader:
             loader.load_state_dict(state)
             return int(loader.batches_left)
 
     def seen(self, state: State) -> dict[str, dict[str, float]]:
-        """Return the counts drawn from each source of a mixture before ``state``."""
+        """Return the numbers of samples drawn from each source of a mixture before ``state``."""
         self._open()
         with self._make(self._meshes[0]) as loader:
             loader.load_state_dict(state)
@@ -150,7 +152,7 @@ class RemoteReader:
         return [loader.metrics() for loader in self._open()]
 
     def describe(self) -> str:
-        """Return what the first running loader waits for."""
+        """Describe what the first running loader waits for."""
         lines = [loader.describe() for loader in self._loaders]
         return next((line for line in lines if line != "not running"), "not running")
 
@@ -159,7 +161,7 @@ class RemoteReader:
             if not self._loaders:
                 create_dataset, make_loader, options = cloudpickle.loads(self._recipe)
                 dataset = create_dataset()
-                # An iterator can be used for one pass only: then the loader gets the function.
+                # An iterator serves only one pass, so the loader gets the function instead.
                 source = create_dataset if hasattr(dataset, "__next__") else dataset
                 self._make = lambda mesh: make_loader(source, options.for_mesh(mesh))
                 self._loaders = tuple(map(self._make, self._meshes))
@@ -175,8 +177,8 @@ class RemoteReader:
 
 
 def _is_at_end(loader: Any) -> bool:
-    """Tell whether the position of a loader is the end of an epoch."""
+    """Return whether the position of a loader is the end of an epoch."""
     try:
         return not loader.batches_left
-    except TypeError:  # the epoch has no length, or none that is known
+    except TypeError:  # the epoch has no length, or an unknown one
         return False

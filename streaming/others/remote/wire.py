@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 _AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Types that carry the bits of types that NumPy lacks (bfloat16, float8), by bytes of an item."""
+"""Types that carry the bits of types that NumPy lacks (bfloat16, float8), by item size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTensor:
-    """A tensor's content, and its type if NumPy has no equivalent."""
+    """The content of a tensor, and its type if NumPy has no equivalent."""
 
     array: np.ndarray[Any, Any]
     dtype: torch.dtype | None = None
@@ -27,13 +27,13 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedView:
-    """The bytes that a view showed, which itself cannot be pickled."""
+    """The bytes of a view, which itself cannot be pickled."""
 
     array: np.ndarray[Any, Any]
 
 
 def pack(value: Any) -> Any:
-    """Pack tensors and views of ``value``, in dicts, lists and tuples, at any depth. Other objects stay as they are."""
+    """Pack tensors and views in ``value``, in dicts, lists and tuples, at any depth. Other objects stay unchanged."""
     if type(value) is memoryview:
         return PackedView(array=np.frombuffer(value, np.uint8) if len(value) else np.empty(0, np.uint8))
     if isinstance(value, torch.Tensor):
@@ -43,14 +43,14 @@ def pack(value: Any) -> Any:
         whole = value.resolve_conj().resolve_neg().contiguous()
         try:
             return PackedTensor(array=whole.numpy())
-        except TypeError:  # NumPy has none like it
+        except TypeError:  # NumPy has no such type
             bits = _AS_BITS[whole.element_size()]
             return PackedTensor(array=whole.view(bits).numpy(), dtype=value.dtype)
     return _rebuilt(value, pack)
 
 
 def unpack(value: Any) -> Any:
-    """Return the argument of ``pack``, in memory of its own: tensors may be changed."""
+    """Return the argument of ``pack`` in new memory, so tensors may be changed."""
     if isinstance(value, PackedTensor):
         tensor = torch.from_numpy(value.array.copy())
         return tensor if value.dtype is None else tensor.view(value.dtype)
@@ -60,7 +60,7 @@ def unpack(value: Any) -> Any:
 
 
 def num_bytes(value: Any) -> int:
-    """Count the payload of a packed batch: arrays, bytes and text, at any depth."""
+    """Return the payload size of a packed batch: arrays, bytes and text, at any depth."""
     if isinstance(value, (PackedTensor, PackedView)):
         return value.array.nbytes
     if isinstance(value, np.ndarray):
@@ -75,11 +75,11 @@ def num_bytes(value: Any) -> int:
 
 
 def num_rows(value: Any) -> int | None:
-    """Count samples of a packed batch: the length of its first column, or of the list; None if it does not tell."""
+    """Return the number of samples in a packed batch, by its first column or as a list; None if unknown."""
     if isinstance(value, Mapping):
         return num_rows(next(iter(value.values()), ()))
     offsets = getattr(value, "offsets", None)
-    if isinstance(offsets, PackedTensor):  # of a Jagged, whose values do not tell the number of rows
+    if isinstance(offsets, PackedTensor):  # of a Jagged, whose values do not show the number of rows
         return len(offsets.array) - 1
     array = value.array if isinstance(value, PackedTensor) else value
     if isinstance(array, np.ndarray):

@@ -1,4 +1,4 @@
-"""Take what torch's ``DataLoader`` takes: options by place, and ``batch_size=None`` for items that are batches."""
+"""Accept the arguments of torch's ``DataLoader``: positional options, and ``batch_size=None`` for ready batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_PLACE = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
 )
-"""Options of torch's loader in the order in which it takes them by place."""
+"""Options of torch's loader in their positional order."""
 _OWN_BY_PLACE = 2
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -25,7 +25,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Whole:
-    """Hand out each item of a dataset as a batch of its own: the ``collate_fn`` behind ``batch_size=None``.
+    """Deliver each item of a dataset as a batch of its own: the ``collate_fn`` behind ``batch_size=None``.
 
     Attributes:
         function: The user's function of one item; None: arrays become tensors, as in torch.
@@ -34,14 +34,14 @@ class Whole:
     function: Callable[[Any], Any] | None = None
 
     def __call__(self, items: list[Any]) -> Any:
-        """Return the batch that the only item is."""
+        """Return the only item as a batch."""
         (item,) = items
         convert: Callable[[Any], Any] = default_convert if self.function is None else self.function
         return convert(item)
 
 
 def called_as_torchs(init: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Make the loader's constructor take what torch's takes by place, and ``batch_size=None``.
+    """Make the loader's constructor accept the positional arguments of torch's, and ``batch_size=None``.
 
     Only here does ``batch_size=None`` differ from a missing batch size.
     """
@@ -67,7 +67,7 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
     function = options.get("collate_fn")
     for name in ("jagged", "remote_group"):
         if options.get(name) is not None:
-            raise ConfigError(f"batch_size=None hands out items unchanged, so {name}= has no effect; leave it out")
+            raise ConfigError(f"batch_size=None delivers items unchanged, so {name}= has no effect; leave it out")
     if function is not None and not callable(function):
         raise ConfigError(f"collate_fn: expected a function of an item, with batch_size=None, got {function!r}")
     return {"batch_size": 1, "collate_fn": function if isinstance(function, Whole) else Whole(function)}
@@ -77,7 +77,7 @@ def refuse_whole(collate_fn: object) -> None:
     """Refuse ``batch_size=None`` for a dataset of samples.
 
     Raises:
-        ConfigError: It was given.
+        ConfigError: ``batch_size=None`` was given.
     """
     if isinstance(collate_fn, Whole):
         raise ConfigError(
@@ -87,16 +87,16 @@ def refuse_whole(collate_fn: object) -> None:
 
 
 def check_whole(collate_fn: object, shape: Shape, mesh: DeviceMesh) -> None:
-    """Refuse, with ``batch_size=None``, what needs rows: there is no part of an item, and no empty one.
+    """Refuse options that need rows together with ``batch_size=None``: an item cannot be divided or empty.
 
     Raises:
-        ConfigError: ``last_batch`` does.
+        ConfigError: ``last_batch`` needs rows.
     """
     if not isinstance(collate_fn, Whole) or shape.last_batch == "drop":
         return
     if shape.last_batch == "pad" or mesh.data_world_size > 1:
         raise ConfigError(
-            f"batch_size=None: items are handed out whole, so last_batch={shape.last_batch!r} (drop_last=False) has "
+            f"batch_size=None: items are delivered whole, so last_batch={shape.last_batch!r} (drop_last=False) has "
             f'nothing to give to ranks for which none is left at the end; leave it out ("drop": the last of them, '
             "fewer than there are ranks, are left out)"
         )

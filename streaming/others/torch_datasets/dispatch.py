@@ -1,12 +1,12 @@
-"""Iterate over a dataset that cannot be sharded on one rank, and deal its samples out: ``sharding="dispatch"``.
+"""Iterate over a dataset that cannot be sharded on one rank, and deal its samples to all: ``sharding="dispatch"``.
 
-The reading rank runs the loop of a single process, over global batches. Each is divided into the rows of every data
-rank before it is collated, and is sent like the batches of replicas (``streaming.run.replicas.broadcast``)::
+The reading rank runs the loop of a single process, over global batches. Each batch is divided into the rows of every
+data rank before it is collated, and is sent like the batches of replicas (``streaming.run.replicas.broadcast``)::
 
     data rank 0   dataset ─▶ G samples ─▶ rows [0, G/R) [G/R, 2G/R) … ─▶ collate each ═▶ their ranks
     all ranks     batch, the reader's position after it, whether it is the epoch's last
 
-So every rank knows the same position, that of a single process, and a state fits any number of ranks.
+So every rank has the same position, that of a single process, and a state fits any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from streaming.run.replicas.broadcast import Sharing
 from streaming.types import override
 
 _KEPT = 3
-"""Number of latest batches to keep: the last one that training received, and two that may be read but not handed
-out.
+"""Number of latest batches to keep: the last one that training received, and two that may be read but not delivered.
 """
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ _log = logging.getLogger(__name__)
 class DispatchLoop(IterableLoop):
     """Run epochs over an iterable dataset that only data rank 0 iterates. Used by one thread.
 
-    Without worker processes, the thread that asks for batches iterates the dataset; otherwise one worker does. All
+    Without worker processes, the thread that requests batches iterates the dataset; otherwise one worker does. All
     ranks end together, and a state is the same on all of them, for any number of ranks. If a single rank leaves its
     epoch, the others raise ``ReplicaError``; if all leave after the same batch, nothing is lost.
 
@@ -96,12 +95,12 @@ class DispatchLoop(IterableLoop):
         return _DispatchRun(self._sharing.run(lambda: self._read(place), place), timed)
 
     def describe(self) -> str:
-        """Describe what the loop is waiting for right now."""
+        """Describe what the loop is waiting for."""
         running = self.running
         return running.describe() if isinstance(running, _DispatchRun) else super().describe()
 
     def close(self) -> None:
-        """Stop the worker process and drop the connections; the next iteration makes new ones."""
+        """Stop the worker process and drop the connections; the next iteration opens new ones."""
         super().close()
         self._forget_others()
 
@@ -121,7 +120,7 @@ class DispatchLoop(IterableLoop):
             self._sharing.leave_behind()
 
     def _read(self, place: Place) -> Run:
-        """Start reading from ``place`` on; with ``epoch_size``, continue the current stream if possible."""
+        """Start reading at ``place``; with ``epoch_size``, continue the current stream if possible."""
         again = self._read_already(place.detail)
         at = replace(place, detail=again[-1].cursors) if again else place
         left = self.batches_left(place.samples_seen) if self.is_counted else None
@@ -130,7 +129,7 @@ class DispatchLoop(IterableLoop):
         return _Reading(super().start(at, None), left, again, self._latest)
 
     def _read_already(self, cursors: object) -> list[_Dealt]:
-        """Return what the current stream has yielded after ``cursors`` without being received."""
+        """Return the batches that the current stream has yielded after ``cursors`` and training has not received."""
         latest = list(self._latest)
         if self._packets is None or not latest or self._packets.cursors is not latest[-1].cursors:
             return []
@@ -144,8 +143,8 @@ class _Dealt:
 
     Attributes:
         parts: The batch of each data rank; keys are the ranks as text.
-        cursors: The reader's position after it.
-        is_last: Whether it is the epoch's last one; only without ``epoch_size``.
+        cursors: The reader's position after this batch.
+        is_last: Whether this batch is the epoch's last one; only without ``epoch_size``.
     """
 
     parts: Mapping[str, Any]
@@ -155,7 +154,7 @@ class _Dealt:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What the ranks of one data rank receive."""
+    """Select the packet that the ranks of one data rank receive."""
 
     data_rank: int
 
@@ -169,7 +168,7 @@ class _DealOut:
 
     Args:
         collate: Collates the samples of one rank.
-        shape: Shape of the batches; under ``"drop"``, partial ones never get here.
+        shape: Shape of the batches; under ``"drop"``, partial batches never arrive here.
     """
 
     collate: Collate
@@ -194,8 +193,8 @@ class _Reading(RunOver):
     Args:
         run: The run of the loop as a single process.
         num_left: Number of batches until the epoch ends, if known.
-        again: Batches that were read before and come first.
-        latest: Where to record what is read.
+        again: Batches that were read earlier and are yielded first.
+        latest: Records the batches that are read.
     """
 
     def __init__(self, run: Any, num_left: int | None, again: list[_Dealt], latest: deque[_Dealt]) -> None:
@@ -212,7 +211,7 @@ class _Reading(RunOver):
                 return self._again.popleft()
         parts = next(self._read)
         dealt = _Dealt(parts=parts, cursors=self._read.cursors, is_last=self._read.is_last)
-        if self._num_left is not None:  # a pass that is left is not continued
+        if self._num_left is not None:  # a pass that was left early is not continued
             self._latest.append(dealt)
         return dealt
 
@@ -221,8 +220,8 @@ class _DispatchRun(RunOver):
     """The rest of one epoch, on any rank.
 
     Args:
-        run: Yields what this rank receives.
-        timed: Makes a context that measures a wait; on the reading rank its own run does that.
+        run: Yields the packets of this rank.
+        timed: Makes a context manager that measures a wait; the reading rank's own run measures its waits.
 
     Attributes:
         cursors: The reader's position after the latest batch.
@@ -244,7 +243,7 @@ class _DispatchRun(RunOver):
 
 
 def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
-    """Return the options of the loop that the reading rank runs; the other ranks run none."""
+    """Return the options of the loop on the reading rank; the other ranks run no loop."""
     alone = replace(
         config, mesh=DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1), sharding="auto",
         num_workers=min(1, config.num_workers) if reads else 0,
@@ -261,7 +260,7 @@ def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
 
 
 def _packed(encode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one rank receives, as bytes; ``encode`` is the user's function of a batch."""
+    """Return the packet of one rank as bytes; ``encode`` is the user's function of a batch."""
     return {**packet, "batch": encode(packet["batch"]), "cursors": [cursor.to_dict() for cursor in packet["cursors"]]}
 
 

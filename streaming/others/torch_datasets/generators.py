@@ -1,14 +1,14 @@
-"""Keep the random numbers that an iterable dataset draws apart from the training's, and tell where they stand.
+"""Separate the random numbers that an iterable dataset draws from the training's, and save their state.
 
 A dataset draws from two kinds of generators:
 
-- those of the process (``random``, ``numpy.random``, torch's on the CPU): seeded by (seed, pass) when a pass begins,
-  the same in all parts, and exchanged for the training's while the dataset is read;
-- those that its objects hold, or its code names: as their owner made them in pass 0. One that has been drawn from is
-  seeded by (seed, pass, its first state) when a later pass begins. So ranks, workers and resumed runs have the same
-  numbers in it, wherever they left the pass before.
+- generators of the process (``random``, ``numpy.random``, torch's on the CPU): seeded by (seed, pass) when a pass
+  begins, the same in all parts, and swapped with the training's while the dataset is read;
+- generators that its objects hold or its code names: unchanged in pass 0. A generator that has been drawn from is
+  seeded by (seed, pass, its first state) when a later pass begins. So ranks, workers and resumed runs get the same
+  numbers in that pass, wherever they left the previous one.
 
-States of generators are JSON text, so that they can stand in a checkpoint.
+States of generators are JSON text, so they can be part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SetGenerators:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Exchange the process's generators for those of the dataset, inside the block."""
-        self._pass_over_others()
+        """Swap the process's generators with those of the dataset inside the block."""
+        self._adopt_others()
         outside = generator_states()
         if self._inside is not None:
             set_generator_states(self._inside)
@@ -63,7 +63,7 @@ class SetGenerators:
             self._note_moved()
 
     def begin(self, pass_number: int) -> None:
-        """Seed what a pass draws from. Inside the block."""
+        """Seed the generators for a pass. Call inside the block of ``drawing``."""
         seed_generators(hash_words(self._seed, pass_number, 0), ALL_GENERATORS)
         for name, text in self.first.items():
             if name in self._own and pass_number == 0:
@@ -74,21 +74,21 @@ class SetGenerators:
 
     @property
     def first(self) -> dict[str, str]:
-        """First states of the own generators that have been drawn from. Inside the block."""
+        """Return the first states of own generators that have been drawn from. Call inside the block."""
         self._note_moved()
         return dict(self._first)
 
     def drawn(self) -> frozenset[str]:
-        """Return the names of generators that were drawn from since the pass began. Inside the block."""
+        """Return the names of generators that were drawn from since the pass began. Call inside the block."""
         return frozenset(name for name, mark in self._marks().items() if self._begun.get(name) != mark)
 
     def states(self, names: frozenset[str]) -> dict[str, str]:
-        """Return the current states of generators. Inside the block."""
+        """Return the current states of generators. Call inside the block."""
         now = dict(zip(_PROCESS, generator_states(), strict=True))
         return {name: _text(now[name] if name in now else self._own[name].state()) for name in sorted(names)}
 
     def restore(self, states: Mapping[str, str]) -> None:
-        """Restore the result of ``states``. Inside the block."""
+        """Restore the result of ``states``. Call inside the block."""
         if not states:
             return
         now = dict(zip(_PROCESS, generator_states(), strict=True))
@@ -98,12 +98,12 @@ class SetGenerators:
             self._own[name].restore(_state(states[name]))
 
     def _note_moved(self) -> None:
-        """Note which generators were drawn from since they were made."""
+        """Record the generators that were drawn from since they were created."""
         moved = [name for name, (mark, _) in self._made.items() if self._own[name].mark() != mark]
         self._first |= {name: _text(self._made.pop(name)[1]) for name in moved}
 
-    def _pass_over_others(self) -> None:
-        """Take generators that code only names as they are now: what was drawn meanwhile, others have drawn."""
+    def _adopt_others(self) -> None:
+        """Adopt the current state of generators that code only names: other code has drawn from them meanwhile."""
         for name in [name for name in self._made if not self._own[name].is_held]:
             self._begun[name] = mark = self._own[name].mark()
             self._made[name] = mark, self._own[name].state()
@@ -114,7 +114,7 @@ class SetGenerators:
 
 
 def _mark(state: Any) -> object:
-    """Return something that is equal for equal states of a generator of the process."""
+    """Return a value that is equal for equal states of a generator of the process."""
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """Return what ``_plain`` was given."""
+    """Return the argument of ``_plain``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

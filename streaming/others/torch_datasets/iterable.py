@@ -1,13 +1,13 @@
 """Loop over iterable torch datasets, with as many promises as a stream of samples allows.
 
-- Every sample goes to one rank and worker (see ``ordinary.worker_parts``), random numbers are seeded by (seed, epoch).
-- All ranks end together: by ``epoch_size``, or otherwise, under torch.distributed, by asking a few batches ahead
-  whether every rank has one more.
+- Every sample goes to one rank and worker (see ``worker_parts``); random numbers are seeded by (seed, epoch).
+- All ranks end together: by ``epoch_size``, or otherwise, under torch.distributed, by agreeing a few batches ahead
+  whether every rank has another batch.
 - The position is exact to the batch. Resuming is O(1) if the dataset (or its iterator) has ``state_dict``; otherwise
-  the stream is read again up to the position. In mid-epoch it requires the same number of ranks and workers, and every
-  rank saves and loads its own state.
-- What a dataset with ``state_dict`` keeps from pass to pass is handed on, from one worker process to the next and in
-  states between epochs.
+  the stream is read again up to the position. Resuming in mid-epoch requires the same number of ranks and workers, and
+  every rank saves and loads its own state.
+- State that a dataset with ``state_dict`` keeps from pass to pass is passed on, from one worker process to the next and
+  in states between epochs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from streaming.types import override
 UNKNOWN_SIZE = 2**62
 """``num_samples`` in the state of a dataset of unknown size."""
 AHEAD = 2
-"""How many batches ahead ranks ask each other, so that the answer has arrived when it is needed."""
-_PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
+"""Number of batches ahead for which ranks query each other, so that the answer has arrived when it is needed."""
+_PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; the launcher handles dead ranks
 _FINGERPRINT = "iterable"
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by job, by ranks
@@ -72,20 +72,20 @@ _log = logging.getLogger(__name__)
 class IterableState(PartsState):
     """The state of one rank over an iterable dataset.
 
-    At the end of an epoch that is a whole pass, and behind it, ``cursors`` are the beginning of the next pass, if
-    anything is handed on to it, else none.
+    At and after the end of an epoch that is a whole pass, ``cursors`` are the start of the next pass, or empty if no
+    state is passed on to it.
     """
 
     @property
     def is_end(self) -> bool:
-        """See ``LoaderState``: of a pass of unknown length, nothing is left to read."""
+        """See ``LoaderState``: whether nothing is left of a pass of unknown length."""
         if self.epoch_size is not None:
             return self.samples_seen > 0 and self.samples_seen == self.epoch_size
         return self.samples_seen > 0 and all(cursor.pass_number > self.epoch for cursor in self.cursors)
 
     @property
     def is_mid_pass(self) -> bool:
-        """Whether samples of the pass were read that come before it; with ``epoch_size`` also between epochs."""
+        """Whether earlier samples of the pass were read; with ``epoch_size`` also between epochs."""
         if self.epoch_size is not None:
             return bool(self.cursors)
         return bool(self.cursors) and self.samples_seen > 0 and not self.is_end
@@ -106,11 +106,11 @@ class IterableLoop(Loop):
     """Run epochs over an iterable dataset. Used by one thread.
 
     Without ``epoch_size`` an epoch is one pass, and ``dataset.set_epoch``, if it exists, is called with its number.
-    With it, passes follow each other without an end, and an epoch is that many of their samples, in whole global
-    batches.
+    With ``epoch_size``, passes follow each other without an end, and an epoch is that number of their samples, in whole
+    global batches.
 
     ``last_batch`` applies to the last batch of each worker: ``"drop"`` leaves it out if it is short, ``"partial"``
-    hands it out, ``"pad"`` fills it up. Ranks that have more batches than others lose the surplus, except with
+    delivers it, ``"pad"`` fills it up. Ranks that have more batches than others lose the surplus, except with
     ``"pad"``, where the other ranks repeat their last batch, marked as not valid.
 
     Args:
@@ -128,11 +128,11 @@ class IterableLoop(Loop):
         'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards'
     )
     is_agreed: bool
-    """Whether ranks ask each other if all have another batch."""
+    """Whether ranks agree on having another batch."""
     workers: Workers
-    """Its worker processes."""
+    """The worker processes of the loop."""
     has_read: bool
-    """Whether it has read samples of the dataset."""
+    """Whether the loop has read samples of the dataset."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         super().__init__(config.shape)
@@ -149,11 +149,11 @@ class IterableLoop(Loop):
         self._num_workers = self._useful_workers()
         self.workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
-        self._handed: tuple[Cursor, ...] = ()  # on to the next pass
+        self._handed: tuple[Cursor, ...] = ()  # start of the next pass, with the state passed on
         self._goes_on = False  # the dataset has read here before, and no state was loaded since
-        self._was_here: bytes | None = None  # its state in this process as the latest pass began
-        self._as_made: Cursor | None = None  # where the dataset stood before this process read it
-        self._goes_back = False  # a state was loaded that holds nothing of the dataset, which has read here
+        self._was_here: bytes | None = None  # its state in this process when the latest pass began
+        self._as_made: Cursor | None = None  # position of the dataset before this process read it
+        self._goes_back = False  # a state without a dataset state was loaded after reading here
         self.has_read = False
         in_children(self, IterableLoop._leave_behind)
         self._warn()
@@ -173,15 +173,15 @@ class IterableLoop(Loop):
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``.
 
-        A place's detail is the workers' cursors. With ``epoch_size`` the stream continues from epoch to epoch, also if
-        one was left early; without, each epoch is a pass of its own.
+        A place's detail is the workers' cursors. With ``epoch_size`` the stream continues from epoch to epoch, even if
+        an epoch was left early; without it, each epoch is a pass of its own.
         """
         cursors: tuple[Cursor, ...] = place.detail or ()
         if seed is not None:
             self.order = replace(self.order, seed=seed)
         goes_on, self._goes_on = self._goes_on, not self._num_workers
         if place.samples_seen == 0 and not self.is_counted:
-            cursors = cursors or self._handed  # a new seed drops what the place knew
+            cursors = cursors or self._handed  # a new seed has dropped the place's cursors
             cursors = self._unless_changed(_beginning(cursors, place.epoch))
         if self._goes_back and not cursors and self._as_made is not None:
             cursors = (replace(self._as_made, pass_number=place.epoch),)
@@ -193,7 +193,7 @@ class IterableLoop(Loop):
 
     @override
     def after_batch(self, place: Place, run: _IterableRun) -> Place:
-        if self._as_made is not None and run.cursors:  # generators show only when they are drawn from
+        if self._as_made is not None and run.cursors:  # generators appear only once they are drawn from
             self._as_made = replace(self._as_made, first=run.cursors[0].first)
         if self.is_counted:
             return replace(super().after_batch(place, run), detail=run.cursors)
@@ -205,7 +205,7 @@ class IterableLoop(Loop):
 
     @override
     def state_at(self, place: Place) -> IterableState:
-        """See ``Loop``; of this rank only."""
+        """See ``Loop``; the state of this rank only."""
         mesh = self.config.mesh
         return IterableState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
@@ -218,7 +218,7 @@ class IterableLoop(Loop):
         """Continue from a ``state`` of the same rank, with the same number of ranks and workers.
 
         Raises:
-            StateError: It belongs to another kind of dataset, rank or epoch size.
+            StateError: The state belongs to another kind of dataset, rank or epoch size.
         """
         if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
             raise StateError("this state does not belong to an iterable data set")
@@ -244,7 +244,7 @@ class IterableLoop(Loop):
         return {**self.metrics.snapshot(), "bad": []}
 
     def describe(self) -> str:
-        """Describe what the loop is waiting for right now."""
+        """Describe what the loop is waiting for."""
         if self.running is None:
             return "not running"
         return f"{type(self.dataset).__name__} in {self._num_workers} torch worker processes, or the consumer"
@@ -262,7 +262,8 @@ class IterableLoop(Loop):
     def close_stream(self, only: _Packets | None = None) -> None:
         """Stop the workers of the stream, which otherwise continue from epoch to epoch.
 
-        If ``only`` is given, only its workers.
+        Args:
+            only: Stop the stream only if it is this one; None: any.
         """
         if only is not None and self._packets is not only:
             return
@@ -272,7 +273,7 @@ class IterableLoop(Loop):
         self.workers.forget()
 
     def _leave_behind(self) -> None:
-        """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
+        """Forget the parent's workers in a forked child; a loop begun here starts its own."""
         self.running = None
         packets, self._packets = self._packets, None
         if packets is not None:
@@ -282,7 +283,7 @@ class IterableLoop(Loop):
     # --- epochs ---
 
     def _unless_changed(self, cursors: tuple[Cursor, ...]) -> tuple[Cursor, ...]:
-        """Return where a pass begins in worker processes, unless its owner has changed the dataset here meanwhile."""
+        """Return the ``cursors`` at which workers begin a pass, without states if the dataset was changed here."""
         if not self._num_workers or not has_state(self.dataset):
             return cursors
         was, self._was_here = self._was_here, _pickled(self.dataset.state_dict())
@@ -294,7 +295,7 @@ class IterableLoop(Loop):
         return tuple(replace(cursor, state=None) for cursor in cursors)
 
     def _open(self, epoch: int, cursors: tuple[Cursor, ...], *, goes_on: bool) -> _Packets:
-        """Return the stream from ``cursors`` on: the current one if it is there, or a new one."""
+        """Return the stream from ``cursors`` on: the current one if it is at that position, or a new one."""
         if self._packets is not None and self._packets.cursors is not cursors:
             self.close_stream()
         if self._packets is None:
@@ -313,7 +314,7 @@ class IterableLoop(Loop):
         return self._packets
 
     def _stream(self, cursors: tuple[Cursor, ...], *, goes_on: bool = False) -> SharedStream:
-        """Return what this rank's workers read from ``cursors`` on."""
+        """Return the dataset for this rank's workers, from ``cursors`` on."""
         config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
         settings = ShareSettings(
             first_part=mesh.data_rank * workers,
@@ -328,7 +329,7 @@ class IterableLoop(Loop):
         return SharedStream(self.dataset, settings, cursors, Collate(config))
 
     def _begin(self, stream: SharedStream) -> BeginWorker:
-        """Return how a worker of the stream begins."""
+        """Return the ``worker_init_fn`` for workers of the stream."""
         settings, config = stream.settings, self.config
         unasked = settings.sharding == "auto" and not config.says_sharding
         return BeginWorker(
@@ -338,7 +339,7 @@ class IterableLoop(Loop):
         )  # fmt: skip
 
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
-        """Read a packet from the beginning of this rank's pass, for a rank that continues after its own has ended."""
+        """Read a packet from the start of this rank's pass, for a rank that continues after its own pass has ended."""
         begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
         packets = (packet for begin in begins for packet in islice(self._stream((begin,)), 1))
         return next((packet for packet in packets if not packet.is_end), None)
@@ -351,7 +352,7 @@ class IterableLoop(Loop):
             )
 
     def _handed_on(self, state: IterableState) -> tuple[Cursor, ...]:
-        """Return where the pass begins that follows a whole one, from a state that lies between the two."""
+        """Return the start of the next pass, from a state between two passes."""
         name, epoch = type(self.dataset).__name__, state.onward.epoch
         was_left = any(cursor.pass_number < epoch for cursor in state.cursors)
         if was_left and has_state(self.dataset) and not self._num_workers:
@@ -379,7 +380,7 @@ class IterableLoop(Loop):
     # --- parts ---
 
     def _useful_workers(self) -> int:
-        """Limit the workers to the number of shards of this rank: further ones would read for nothing."""
+        """Return the number of workers, at most this rank's number of shards: more workers would have no samples."""
         wanted, ranks = self.config.num_workers, self.config.mesh.data_world_size
         shards = num_shards(self.dataset) if callable(getattr(self.dataset, "shard", None)) else None
         if self.config.sharding != "auto" or shards is None or shards < ranks or wanted <= 1:
@@ -409,21 +410,21 @@ class IterableLoop(Loop):
     def agreeing(self, packets: _Packets) -> Iterator[Packet]:
         """Yield packets while every rank has one.
 
-        Under "pad", while any rank has one, with repeats in place of missing ones.
+        Under "pad", yield packets while any rank has one, with repeats instead of missing ones.
 
-        All ranks ask equally often: the question about batch k is asked before batch k - AHEAD is handed out, even by
-        ranks that have no more.
+        All ranks ask equally often: the question about batch k is asked before batch k - AHEAD is delivered, even by
+        ranks that have no more batches.
         """
         padded = self.shape.last_batch == "pad"
-        asked: deque[_Asked] = deque()
+        questions: deque[_Question] = deque()
         last: Packet | None = None
         ended = False
         while True:
-            while len(asked) <= AHEAD:
+            while len(questions) <= AHEAD:
                 packet = None if ended else next(packets, None)
                 ended = packet is None
-                asked.append(self._ask(packet, any_rank=padded))
-            packet, flag, work = asked.popleft()
+                questions.append(self._ask(packet, any_rank=padded))
+            packet, flag, work = questions.popleft()
             work.wait()
             if not flag.item():
                 break
@@ -431,22 +432,22 @@ class IterableLoop(Loop):
                 packet = _stand_in(last or self._first_again(packets.cursors), self.config.mesh)
             last = packet
             yield packet
-        for one in asked:
+        for one in questions:
             one.work.wait()
-        lost = sum(one.packet is not None for one in asked) + (packet is not None)
+        lost = sum(one.packet is not None for one in questions) + (packet is not None)
         if lost:
             self.metrics.add("discarded_batches", lost)
             _log.info("rank %d: another rank ran out of data; at least %d batches read here are discarded",
                       self.config.mesh.rank, lost)  # fmt: skip
 
-    def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
+    def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Question:
         flag = torch.tensor([packet is not None], dtype=torch.int32, device="cpu")
         operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
         work = dist.all_reduce(flag, op=operation, group=_job_group(self.config.mesh), async_op=True)
-        return _Asked(packet, flag, work)
+        return _Question(packet, flag, work)
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A pending question to all ranks: does every rank (or any rank) have this batch?"""
 
     packet: Packet | None
@@ -455,7 +456,7 @@ class _Asked(NamedTuple):
 
 
 class _Packets:
-    """Packets from torch's ``DataLoader``, and the position of its workers after the packets handed out.
+    """Packets from torch's ``DataLoader``, and the position of its workers after the delivered packets.
 
     Attributes:
         cursors: Positions after the latest ``advance``; the worker that delivers next comes first.
@@ -477,20 +478,20 @@ class _Packets:
 
     @property
     def next_pass(self) -> tuple[Cursor, ...]:
-        """Positions at the beginning of the next pass; none if nothing is handed on to it."""
+        """Return the positions at the start of the next pass; empty if no state is passed on to it."""
         ends = [self._ends.get(cursor.worker, cursor).in_next_pass for cursor in self.cursors]
         handed_on = any(cursor.state is not None or cursor.first for cursor in ends)
         return tuple(sorted(ends, key=lambda cursor: cursor.worker)) if handed_on else ()
 
     def advance(self, packet: Packet) -> None:
-        """Record that ``packet`` is handed out."""
+        """Record that ``packet`` is delivered."""
         workers = [cursor.worker for cursor in self.cursors]
         if packet.after.worker in workers:
             place = workers.index(packet.after.worker)
             self.cursors = (*self.cursors[place + 1 :], *self.cursors[:place], packet.after)
 
     def leave_behind(self) -> None:
-        """Forget the worker processes in a forked child: they belong to the parent."""
+        """Forget the worker processes in a forked child, because they belong to the parent."""
         leave_behind(self._source)
 
     def close(self) -> None:
@@ -510,13 +511,13 @@ class _IterableRun:
         self._loop, self._packets = loop, packets
         self._stream: Iterator[Packet] = loop.agreeing(packets) if loop.is_agreed else packets
         self._ahead: Packet | None = None
-        self._failure: Exception | None = None  # from reading ahead; delivered after the batch before it
+        self._failure: Exception | None = None  # from reading ahead; raised after the batch before it
         self._has_begun = False
         self.is_last = False
 
     @property
     def cursors(self) -> tuple[Cursor, ...]:
-        """Positions after the latest batch; after the epoch's last one, those where the next pass begins."""
+        """Positions after the latest batch; after the epoch's last batch, the start of the next pass."""
         return self._packets.next_pass if self.is_last else self._packets.cursors
 
     def __next__(self) -> Any:
@@ -559,7 +560,7 @@ class _IterableRun:
         return packet
 
     def _first(self) -> Packet | None:
-        """Return the first packet, None if there is none."""
+        """Return the first packet; None if there are no packets."""
         loop, begins = self._loop, not any(cursor.num_items for cursor in self.cursors)
         packet = next(self._stream, None)
         if packet is None and begins and loop.has_read and hasattr(loop.dataset, "__next__"):
@@ -569,7 +570,7 @@ class _IterableRun:
 
 
 def _pickled(state: object) -> bytes | None:
-    """Return a state as bytes, to compare it; None if it cannot be."""
+    """Return a state as bytes, for comparison; None if it cannot be pickled."""
     try:
         return pickle.dumps(state)
     except Exception:  # noqa: BLE001  a user's state may raise anything
@@ -577,7 +578,7 @@ def _pickled(state: object) -> bytes | None:
 
 
 def _beginning(cursors: tuple[Cursor, ...], epoch: int) -> tuple[Cursor, ...]:
-    """Return where the pass of an epoch begins; from a pass before it that was left, only its generators are known."""
+    """Return the start of an epoch's pass; if the previous pass was left early, it has only the state of generators."""
     if all(cursor.pass_number == epoch and not cursor.num_items for cursor in cursors):
         return cursors
     ordered = sorted(cursors, key=lambda cursor: cursor.worker)
@@ -598,17 +599,16 @@ def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
 def _job_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a gloo group of the mesh's ranks.
 
-    All make it when it is first needed, and keep it as long as the job's group.
-
-    All loops share it, and it is never destroyed separately: a new group under the name of an old one finds the old
-    addresses in the job's store, and hangs.
+    All ranks create it when it is first needed, and keep it as long as the job's group. All loops share it, and it is
+    never destroyed separately: a new group under the name of an old one finds the old addresses in the job's store, and
+    hangs.
     """
     world: Any = dist.group.WORLD
     groups: dict[tuple[int, ...], dist.ProcessGroup] = _groups.setdefault(world, {})
     ranks = tuple(sorted(mesh.ranks))
     if ranks not in groups:
         whole = len(ranks) == dist.get_world_size()
-        groups[ranks] = dist.new_group(  # ranks outside the mesh take no part
+        groups[ranks] = dist.new_group(  # ranks outside the mesh do not participate
             None if whole else list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=not whole
         )
     return groups[ranks]

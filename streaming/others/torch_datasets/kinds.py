@@ -1,4 +1,4 @@
-"""Tell the kinds of torch datasets apart: map-style, iterable, a function that makes one, an iterator."""
+"""Distinguish the kinds of torch datasets: map-style, iterable, a function that makes one, an iterator."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from streaming.errors import DataError
 
 
 def is_map_style(dataset: object) -> bool:
-    """Tell whether samples can be accessed by number."""
+    """Return whether samples can be accessed by number."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable(dataset)
 
 
 def is_iterable(dataset: object) -> bool:
-    """Tell whether samples can only be iterated."""
+    """Return whether samples can only be iterated."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
 def reads_once(dataset: object) -> bool:
-    """Tell whether a dataset is an iterator that cannot begin anew: a generator, a file, a reader of one.
+    """Return whether a dataset is an iterator that cannot restart, such as a generator, a file or a reader of one.
 
-    An iterator with an ``__iter__`` in Python may begin anew there. If it does not, the loop notices at the second
+    An iterator with an ``__iter__`` written in Python may restart there. If it does not, the loop notices at the second
     pass, which yields nothing.
     """
     if not hasattr(dataset, "__next__") or isinstance(dataset, IterableDataset) or is_map_style(dataset):
         return False
     begin = getattr(type(dataset), "__iter__", None)
-    return not isinstance(begin, FunctionType) or begin is Iterator.__iter__  # the latter returns self, no more
+    return not isinstance(begin, FunctionType) or begin is Iterator.__iter__  # the latter only returns self
 
 
 def read_up(dataset: object) -> DataError:
-    """Return the error over an iterator that has yielded samples in a pass, and none in the next."""
+    """Return the error for an iterator that yielded samples in one pass and none in the next."""
     return DataError(
-        f"{type(dataset).__name__}: this iterator has been read to its end and does not begin anew in __iter__. Set it "
+        f"{type(dataset).__name__}: this iterator has been read to its end and does not restart in __iter__. Set it "
         "back there, or give the function that makes it, which is called for every pass"
     )
 
 
 class Again:
-    """An iterable over what a function returns, called once per pass.
+    """An iterable over the result of a function that is called once per pass.
 
     Attributes:
         make: The function.
@@ -58,7 +58,7 @@ class Again:
 
 
 def resolve_dataset(dataset: Any) -> Any:
-    """Return the dataset itself, or what a callable returns.
+    """Return the dataset, calling the function that makes it if one was given.
 
     A callable that makes iterators is kept, and called for every pass.
     """

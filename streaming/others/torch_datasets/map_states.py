@@ -1,8 +1,8 @@
-"""Keep the own states of a map-style dataset: of each copy that reads, after the batch that it delivered last.
+"""Track the states of a map-style dataset that has ``state_dict``: one per copy, after its latest batch.
 
-A worker process has a copy of the dataset; without workers there is the dataset itself. Copies deliver in turn, so
-batch k of a run comes from the state that is k-th in line. A worker sends its state with each batch, and the first
-batches of a run bring the states from which they are read.
+Each worker process has a copy of the dataset; without workers there is only the dataset itself. Copies deliver in turn,
+so batch k of a run is read from the k-th state in line. A worker sends its state with each batch, and the first batches
+of a run carry the states from which they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from streaming.others.torch_datasets.worker_parts import Cursor, Packet, PartsSt
 class MapState(PartsState):
     """The state of one rank over a map-style dataset that has a state of its own.
 
-    Without ``cursors`` it is that of all ranks, and its dict is that of any other loader.
+    Without ``cursors`` it is the same on all ranks, and its dict is that of any other loader.
     """
 
     @classmethod
@@ -54,7 +54,7 @@ class StatesOfCopies:
         num_workers: Number of worker processes.
 
     Attributes:
-        line: The states by the order in which their copies deliver next; empty before any has delivered.
+        line: The states in the order in which their copies deliver next; empty before any copy has delivered.
     """
 
     def __init__(self, dataset: Any, num_workers: int) -> None:
@@ -66,11 +66,11 @@ class StatesOfCopies:
 
     @property
     def num_copies(self) -> int:
-        """How many copies read."""
+        """Number of copies that read."""
         return max(1, self._num_workers)
 
     def load(self, line: tuple[Cursor, ...]) -> None:
-        """Continue from the states of a checkpoint; none if it has none that fit."""
+        """Continue from the states of a checkpoint; empty if it has no fitting states."""
         self.line, self._has_run = line, self._has_run or bool(line)
         self._due = line
 
@@ -78,35 +78,35 @@ class StatesOfCopies:
         """Begin a run from states.
 
         Args:
-            line: The states; none: as the dataset was made.
-            as_made: The copies are new, and stay unchanged.
+            line: The states; empty: the dataset as it was created.
+            as_made: Whether the copies are new, and stay unchanged.
         """
         loaded, self._due = self._due, ()
         if as_made:
             self.line = ()
-        elif self._num_workers or loaded:  # without workers nothing is read ahead: the dataset is where it should be
+        elif self._num_workers or loaded:  # without workers, the dataset is at its position already
             self.line = line or (self._made() if self._has_run else ())
             self._due = self.line
         self._begun = self.line or self._here()
         self._has_run = True
 
     def before_first_batch(self, *, running: bool) -> tuple[Cursor, ...]:
-        """Return the states from which the first batch of a run is read; none of worker processes that did not say."""
+        """Return the states from which a run's first batch is read; empty if worker processes have not sent any."""
         return self._begun if running else self._here()
 
     def bring(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """Yield the indices of batches; the first ones with the states from which they are read."""
+        """Yield the indices of batches; the first batches carry the states from which they are read."""
         due, self._due = list(self._due), ()
         for number, rows in enumerate(batches):
             yield Brought(rows, due[number].state) if number < len(due) else rows
 
     def received(self, packet: Packet) -> None:
-        """Note the state of the copy that delivered a batch: the first one in line, which is now the last."""
+        """Record the state of the copy that delivered a batch: the first in line becomes the last."""
         first, *rest = self.line or self._made()
         self.line = (*rest, replace(first, state=packet.after.state))
 
     def _made(self) -> tuple[Cursor, ...]:
-        """Return states of copies that have read nothing, in processes; here there is only the one that reads."""
+        """Return the initial positions of the copies, with the dataset's state if worker processes read."""
         state = copy.deepcopy(self._dataset.state_dict()) if self._num_workers else None
         return tuple(Cursor(worker=number, pass_number=0, state=state) for number in range(self.num_copies))
 
@@ -118,7 +118,7 @@ class StatesOfCopies:
 
 
 class BringsStates:
-    """A batch sampler for torch's loader whose first batches bring the states from which they are read."""
+    """A batch sampler for torch's loader whose first batches carry the states from which they are read."""
 
     def __init__(self, sampler: Any, states: StatesOfCopies) -> None:
         self._sampler, self._states = sampler, states

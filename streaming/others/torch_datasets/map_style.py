@@ -49,7 +49,7 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
     """Return the loop for a map-style or iterable dataset, or for one that a callable returns.
 
     Raises:
-        ConfigError: It is neither, or the options are inconsistent.
+        ConfigError: The dataset is neither, or the options are inconsistent.
     """
     dataset = resolve_dataset(dataset)
     if reads_once(dataset):
@@ -78,15 +78,15 @@ class MapLoop(Loop):
     """Run epochs over a map-style dataset. Used by one thread.
 
     Random numbers that the dataset or ``collate_fn`` draws in worker processes are seeded by (seed, data rank); the
-    promises cover which samples come, not the results of random transforms.
+    promises cover the choice of samples, not the results of random transforms.
 
     Args:
         dataset: The dataset; ``dataset[i]`` is called in worker processes, if there are any.
         config: The options.
 
     Attributes:
-        workers: Its worker processes.
-        states: The own states of the dataset; None if it has none.
+        workers: The worker processes of the loop.
+        states: The states of the dataset; None if it has no ``state_dict``.
 
     Raises:
         ConfigError: The options are inconsistent.
@@ -124,12 +124,12 @@ class MapLoop(Loop):
 
     @property
     def can_seek(self) -> bool:  # type: ignore[override]
-        """See ``Loop``: a dataset with a state of its own has to be read up to there."""
+        """See ``Loop``: a dataset with a state of its own must be read up to the position."""
         return self.states is None
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in the epoch in progress, or in the next one if none is."""
+        """Number of batches in the current epoch, or in the next one between epochs."""
         return len(self.sampler)
 
     @override
@@ -137,15 +137,15 @@ class MapLoop(Loop):
         """See ``Loop``.
 
         Raises:
-            ConfigError: The dataset is empty by now, or too small for one batch.
-            AgreementError: It has another length on other ranks.
+            ConfigError: The dataset is now empty, or too small for one batch.
+            AgreementError: Its length differs between ranks.
         """
         self.sampler.use_seed(seed)
         is_new = self.sampler.follow_length(place)
         self.samples_per_epoch = self.sampler.epoch_samples
         keeps = self.config.persistent_workers or not self.config.num_workers
         if is_new or not keeps:
-            self._drop_workers()  # they have copies of the dataset as it was
+            self._drop_workers()  # they have outdated copies of the dataset
         if self.states is not None:
             line: tuple[Cursor, ...] = place.detail or (self.states.line if seed is not None else ())
             is_beginning = place.samples_seen == 0
@@ -163,7 +163,7 @@ class MapLoop(Loop):
 
     @override
     def state_at(self, place: Place) -> LoaderState:
-        """See ``Loop``; of this rank only, if the dataset has a state of its own."""
+        """See ``Loop``; the state of this rank only, if the dataset has a state of its own."""
         state = self.sampler.state_at(place)
         if self.states is None:
             return state
@@ -175,20 +175,20 @@ class MapLoop(Loop):
         """Continue from ``state``.
 
         Raises:
-            StateError: It belongs to another dataset, epoch size or kind of order.
+            StateError: The state belongs to another dataset, epoch size or kind of order.
         """
         line = self._own_states(state)
         if self.sampler.load(state, line):
             self.stop()
         self.samples_per_epoch = self.sampler.epoch_samples
         if self.states is not None:
-            if not line:  # copies that have read are not as they were made
+            if not line:  # copies that have read are no longer in their initial state
                 self.stop()
                 self._drop_workers()
             self.states.load(line)
 
     def _own_states(self, state: LoaderState) -> tuple[Cursor, ...]:
-        """Return the states of the copies of the dataset, if a state has them and this is where they belong."""
+        """Return the states of the copies of the dataset, if ``state`` has them for this rank and its workers."""
         cursors = state.cursors if isinstance(state, MapState) else ()
         name, mesh = type(self.dataset).__name__, self.config.mesh
         if self.states is None:
@@ -232,7 +232,7 @@ class MapLoop(Loop):
             loader._iterator = None
 
     def _leave_behind(self) -> None:
-        """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
+        """Forget the parent's workers in a forked child; a loop begun here starts its own."""
         self.running = None
         loader, self._loader = self._loader, None
         if loader is not None:
@@ -242,7 +242,7 @@ class MapLoop(Loop):
     def _open(self) -> DataLoader[Any]:
         """Return one loader for all epochs, so that worker processes are kept while settings stay the same."""
         if self._loader is not None and self.workers.lag_behind():
-            _log.info("settings of this process have changed: worker processes start anew with them")
+            _log.info("settings of this process have changed: worker processes are restarted with them")
             shut_down(self._loader._iterator)
             self._loader._iterator = None
         if self._loader is None:
@@ -265,7 +265,7 @@ class MapLoop(Loop):
 
 
 class _Rows:
-    """The sampler as torch's loader sees it: the rows of one plan, without counting.
+    """The sampler for torch's loader: the rows of one plan, without counting.
 
     Attributes:
         plan: Plan of the next iteration.
@@ -277,7 +277,7 @@ class _Rows:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of the epoch, over all ranks."""
+        """Number of samples in the epoch, over all ranks."""
         return self._sampler.epoch_samples
 
     @property
@@ -304,7 +304,7 @@ class _Rows:
             yield from starmap(with_substitutes, self._sampler.rows(self.plan, count))
 
     def stand_in(self, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """Return an index, with ``count`` substitutes, as a template for a batch that has no rows on this rank."""
+        """Return an index with ``count`` substitutes, as a template for a batch that has no rows on this rank."""
         if self.plan is None:
             raise ConfigError("no plan has begun")
         return self._sampler.row_of_others(self.plan, batch, count)

@@ -65,11 +65,11 @@ class DeviceMeshSampler(Sampler[Any]):
     its rows are dealt to the ranks in order. Shuffling is a uniform permutation per pass, computed in constant memory.
 
     Each ``iter`` begins the next epoch. The first one after construction, ``set_epoch`` or ``load_state_dict`` begins
-    where these say; ``set_epoch`` keeps a loaded position if the epoch is the same. If an iteration is left early, the
-    state points to the batch that would have come next.
+    at the position that these set; ``set_epoch`` keeps a loaded position if the epoch is the same. If an iteration is
+    left early, the state points to the batch that would have come next.
 
-    The length of a dataset is read again as each epoch begins, so that one that grows is followed; an epoch keeps the
-    length that it began with, also after a resume. All ranks must find the same length.
+    The length of the dataset is read again when an epoch begins, so a dataset may grow; an epoch keeps the length that
+    it began with, even after a resume. All ranks must find the same length.
 
     Use it from one thread.
 
@@ -78,14 +78,13 @@ class DeviceMeshSampler(Sampler[Any]):
         batch_size: Samples per data-parallel rank. Give this, ``global_batch_size``, or neither for single indices.
         global_batch_size: Samples over all data-parallel ranks.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
-        num_replicas: torch's name for the number of data-parallel ranks, in place of ``device_mesh``; default:
-            detected.
+        num_replicas: torch's name for the number of data-parallel ranks, instead of ``device_mesh``; default: detected.
         rank: torch's name for this process's data-parallel rank; default: detected.
-        shuffle: False: the dataset's own order.
+        shuffle: Whether to shuffle; False: the dataset's own order.
         seed: Seed of the order.
-        last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"partial"``
-            gives smaller batches (there must be at least as many samples as ranks, because torch's loader cannot make
-            an empty batch); ``"pad"`` repeats indices, and ``valid_mask`` tells which are real. Single indices do not
+        last_batch: What to do with samples that do not fill a global batch. ``"drop"`` leaves them out; ``"partial"``
+            makes smaller batches (there must be at least as many samples as ranks, because torch's loader cannot make
+            an empty batch); ``"pad"`` repeats indices, and ``valid_mask`` marks the real ones. Single indices do not
             support ``"partial"``.
         drop_last: torch's name: True means ``last_batch="drop"``; False means ``"partial"``, or ``"pad"`` for single
             indices.
@@ -94,8 +93,8 @@ class DeviceMeshSampler(Sampler[Any]):
     Attributes:
         shape: Shape of the batches: global batch size, number of ranks, last batch, epoch size.
         position: Current position.
-        num_samples: Samples of the dataset, in the epoch in progress.
-        epoch_samples: Samples of a whole epoch, over all ranks.
+        num_samples: Number of samples in the dataset, for the epoch in progress.
+        epoch_samples: Number of samples in a whole epoch, over all ranks.
 
     Raises:
         ConfigError: An argument or a combination of arguments is invalid.
@@ -127,14 +126,14 @@ class DeviceMeshSampler(Sampler[Any]):
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
         self.position = Position()
         self._latest: _Run | None = None
-        self._is_followed = False  # the run that begins next
+        self._is_followed = False  # whether the next run is followed
         self._permutations: dict[tuple[int, int], Permutation] = {}
         self._deal_to(self._finder.mesh)
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch; it is the same on every rank.
 
-        Of the epoch in progress, or of the next one if none is.
+        It refers to the epoch in progress, or between epochs to the next one.
         """
         self._look_again()
         return self.shape.batches_in(self.shape.epoch_size or self.samples_at(self.position.place))
@@ -146,13 +145,13 @@ class DeviceMeshSampler(Sampler[Any]):
 
     @property
     def samples_seen(self) -> int:
-        """Samples of the current epoch that all ranks together have consumed, as far as this process knows."""
+        """Number of samples of the current epoch that all ranks together have consumed, as known to this process."""
         return self.position.samples_seen
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the indices of the next epoch, or the rest of it.
 
-        It yields lists of indices, or single ones if there is no batch size.
+        It yields lists of indices, or single indices if there is no batch size.
 
         Raises:
             ConfigError: A sampler of batches was given to torch's loader as ``sampler=``; or, with
@@ -168,17 +167,17 @@ class DeviceMeshSampler(Sampler[Any]):
         return _Indices(self, 0, lambda rows, _: rows.tolist())
 
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-        """Iterate over indices, each with ``count`` others that may replace it; for ``RetrySampler``."""
+        """Iterate over indices, each with ``count`` substitutes; for ``RetrySampler``."""
         return _Indices(self, count, with_substitutes)
 
     def row_of_others(self, plan: Plan, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """Return an index, with ``count`` substitutes, of another rank, for a batch in which this one has no rows."""
-        block = plan.rank_batches(batch, batch + 1, plan.dp_world_size - 1)  # the last rank has a row if any has
+        """Return another rank's index with ``count`` substitutes, for a batch in which this rank has no rows."""
+        block = plan.rank_batches(batch, batch + 1, plan.dp_world_size - 1)  # if any rank has a row, the last one has
         (row, *_), (others, *_) = self._rows(block, self.order, count)
         return int(row), tuple(others.tolist())
 
     def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
-        """Yield the batches of ``loader`` and count them as they are handed out, which makes ``state_dict`` exact.
+        """Yield the batches of ``loader`` and count them as they are delivered, which makes ``state_dict`` exact.
 
         Args:
             loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` or ``sampler`` is this object, or a
@@ -213,7 +212,7 @@ class DeviceMeshSampler(Sampler[Any]):
             if run.is_asked_out:  # the loader dropped its incomplete last batch, but the epoch is over
                 run.count(self.position, run.plan.num_batches)
         finally:
-            run.turn.is_open = False  # although torch's loader may keep what asked for the indices
+            run.turn.is_open = False  # although torch's loader may keep the iterator over the indices
 
     def valid_mask(self, batch: int) -> torch.Tensor:
         """Return a mask, bool [B], of the rows of batch number ``batch`` that are real rather than padding.
@@ -221,18 +220,18 @@ class DeviceMeshSampler(Sampler[Any]):
         Batches are counted from the first one of the running iteration, as by ``enumerate(loader)``.
 
         Raises:
-            ConfigError: No iteration has begun, or it has no such batch.
+            ConfigError: No iteration has begun, or the iteration has no such batch.
         """
         if self._latest is None:
             raise ConfigError("valid_mask: no iteration has begun")
         return torch.from_numpy(self._latest.plan.rank_batches(batch, batch + 1, self.mesh.data_rank).valid)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``. If that epoch is already next, a loaded position is kept."""
+        """Move to the start of ``epoch``. If that epoch is already next, a loaded position is kept."""
         self.position.set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
-        """Shuffle with a new seed, from the next epoch that starts."""
+        """Shuffle with a new seed from the next epoch on."""
         self.position.set_seed(seed)
 
     def state_at(self, place: Place) -> LoaderState:
@@ -249,7 +248,7 @@ class DeviceMeshSampler(Sampler[Any]):
 
         Args:
             num_consumed: Number of batches of the latest iteration that were consumed. Needed only without ``follow``
-                and with worker processes, since torch then requests indices ahead of the batches it hands out.
+                and with worker processes, since torch then requests indices ahead of the batches that it delivers.
 
         Raises:
             ConfigError: The latest iteration has fewer batches than ``num_consumed``.
@@ -274,7 +273,7 @@ class DeviceMeshSampler(Sampler[Any]):
     def load(self, state: LoaderState, detail: Any = None) -> bool:
         """Load a state object; see ``load_state_dict``. Return whether this ends an iteration in progress.
 
-        ``detail`` is that of its place.
+        ``detail`` is the detail of the state's place.
         """
         self._check_length(state)
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
@@ -286,10 +285,10 @@ class DeviceMeshSampler(Sampler[Any]):
         return self.position.load(place, state.next_seed)
 
     def _check_length(self, state: LoaderState) -> None:
-        """Refuse a state of a larger dataset or of none of this kind; say that this one has grown since.
+        """Refuse a state of a larger dataset or of another kind; log whether this dataset has grown since.
 
         Raises:
-            StateError: It is refused.
+            StateError: The state is refused.
         """
         now, was = _length(self._dataset), state.num_samples
         if state.fingerprint != f"map:{was}":
@@ -300,7 +299,7 @@ class DeviceMeshSampler(Sampler[Any]):
         if now < was:
             raise StateError(
                 f"this state belongs to another data set, or to this one when it was larger: {was} samples; this one "
-                f"has {now}. Give it the same samples again, and those that came later behind them"
+                f"has {now}. Give it the same samples again, followed by those that came later"
             )
         if now > was:
             _log.warning(
@@ -313,11 +312,11 @@ class DeviceMeshSampler(Sampler[Any]):
         return self.shape.batches_in(self.epoch_samples - samples_seen)
 
     def end_of(self, epoch: int, detail: Any = None) -> Place:
-        """Return the place behind the last batch of an epoch."""
+        """Return the place after the last batch of an epoch."""
         return Place(epoch=epoch, samples_seen=self.epoch_samples, is_end=True, detail=detail)
 
     def follow_length(self, place: Place) -> bool:
-        """Adopt the length that the dataset has as an epoch begins; return whether it has changed.
+        """Adopt the length of the dataset when an epoch begins; return whether it has changed.
 
         Raises:
             ConfigError: The dataset is empty, or too small for one batch.
@@ -337,7 +336,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return True
 
     def samples_at(self, place: Place) -> int:
-        """Return the samples of the dataset in the epoch of a place: those it has now, if that epoch has not begun."""
+        """Return the dataset's length for the epoch of a place: the current length if that epoch has not begun."""
         ahead = self.position.handed_out
         is_ahead = ahead.epoch == place.epoch and ahead.samples_seen
         if place.samples_seen or place.has_begun or is_ahead:
@@ -351,7 +350,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self.epoch_samples = self.shape.epoch_size or num_samples
 
     def use_seed(self, seed: int | None) -> None:
-        """Adopt the seed of an epoch that begins; None keeps the current one."""
+        """Adopt the seed of an epoch that begins; None keeps the current seed."""
         if seed is not None:
             self.order = replace(self.order, seed=seed)
 
@@ -366,7 +365,7 @@ class DeviceMeshSampler(Sampler[Any]):
                 yield rows[start:stop], others[start:stop]
 
     def plan(self, place: Place) -> Plan:
-        """Plan the batches from ``place`` on, as positions; the permutation is applied to each of them later."""
+        """Plan the batches from ``place`` on, as positions; the permutation is applied to them later."""
         whole, rest = divmod(self.num_samples, _CHUNK)
         return Plan.of(
             self.shape, [_CHUNK] * whole + [rest] * (rest > 0), OrderSettings.unshuffled(), epoch=place.epoch,
@@ -374,7 +373,7 @@ class DeviceMeshSampler(Sampler[Any]):
         )  # fmt: skip
 
     def _begin(self, turn: Turn) -> _Run:
-        """Begin an iteration, once its first batch is requested: torch may make two iterators and use the second."""
+        """Begin an iteration when its first batch is requested: torch may create two iterators and use the second."""
         self._look_again(to_read=True)
         place, seed = self.position.begin(turn)
         self.use_seed(seed)
@@ -418,7 +417,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self.mesh = mesh
         shape = Shape.chosen(*self._sizes, mesh.data_world_size, **self._tail)
         shape.check_one_size()
-        if self.is_single and shape.last_batch == "partial":  # as torch has it with drop_last=False
+        if self.is_single and shape.last_batch == "partial":  # torch's meaning of drop_last=False
             shape = replace(shape, last_batch="pad")
         self.shape = shape
         self._take_length(self.num_samples)
@@ -437,11 +436,11 @@ class DeviceMeshSampler(Sampler[Any]):
 
 
 class _Run:
-    """One iteration: its plan, and how much of it is known to be done.
+    """One iteration: its plan, and the part of it known to be consumed.
 
     Attributes:
-        is_followed: What comes of it is counted as it is handed out, not as it is asked for.
-        is_asked_out: All of it was asked for.
+        is_followed: Whether batches are counted when they are delivered instead of when they are requested.
+        is_asked_out: Whether all batches were requested.
     """
 
     def __init__(self, plan: Plan, start: Place, end: Place, turn: Turn, *, is_followed: bool) -> None:
@@ -451,7 +450,7 @@ class _Run:
         self.is_asked_out = False
 
     def place(self, num_batches: int, *, has_begun: bool = False) -> Place:
-        """Return the place behind so many batches of this iteration; at 0 samples perhaps with ``has_begun``."""
+        """Return the place after ``num_batches`` of this iteration; at 0 samples perhaps with ``has_begun``."""
         epoch, seen = self._start.epoch, self._start.samples_seen + num_batches * self.plan.global_batch_size
         if num_batches == self.plan.num_batches:
             return self._end
@@ -459,17 +458,17 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """Every batch is consumed."""
+        """Return whether every batch is consumed."""
         return self._num_done == self.plan.num_batches
 
     def count(self, position: Position, num_batches: int) -> None:
-        """Note that the next batches are consumed."""
+        """Record that the next batches are consumed."""
         self._num_done = min(self._num_done + num_batches, self.plan.num_batches)
         position.advance(self.place(self._num_done))
 
 
 class _Indices(Iterator[_ITEM]):
-    """Iterate a sampler. Begins with the first ``next``; superseded, it raises, as the loader's iterator does."""
+    """Iterate over a sampler. Begins at the first ``next``; once superseded, it raises like the loader's iterator."""
 
     def __init__(
         self, sampler: DeviceMeshSampler, num_substitutes: int, make: Callable[[Int64Array, Int64Array], _ITEM]
@@ -481,7 +480,7 @@ class _Indices(Iterator[_ITEM]):
         self._num_left = 0
 
     def __next__(self) -> _ITEM:
-        """Return what the sampler gives for the next batch."""
+        """Return the sampler's item for the next batch."""
         run = self._run
         if run is not None and not self._num_left:
             if not run.is_followed:
@@ -511,7 +510,7 @@ def with_substitutes(rows: Int64Array, others: Int64Array) -> list[tuple[int, tu
 
 
 def _mesh_of(device_mesh: Any, num_replicas: int | None, rank: int | None) -> Any:
-    """Return the mesh that torch's names describe, or the one given."""
+    """Return the mesh that torch's arguments describe, or the given one."""
     if num_replicas is None and rank is None:
         return device_mesh
     if device_mesh is not None:
@@ -526,10 +525,12 @@ def _mesh_of(device_mesh: Any, num_replicas: int | None, rank: int | None) -> An
 
 
 def _agree_on_length(mesh: DeviceMesh, epoch: int, num_samples: int, name: str) -> None:
-    """Compare a length that has changed over the ranks of the job, if they can ask each other.
+    """Compare a changed length over the ranks of the job, if they can communicate.
+
+    Absent ranks cause a warning, since the length may not have changed for them.
 
     Raises:
-        AgreementError: They differ. Ranks that do not come are a warning: for them it may not have changed.
+        AgreementError: The lengths differ.
     """
     if not 1 < mesh.world_size <= job_world_size():
         return

@@ -1,4 +1,4 @@
-"""Hold what the loops over ordinary torch datasets share: their options, and how samples become a batch."""
+"""Hold the common parts of loops over torch datasets: options, worker processes, and collation."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from streaming.run.options.loader_options import RULES, LoaderOptions
 from streaming.run.replicas.options import Broadcast
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
-"""How an iterable dataset is divided into parts (``ordinary.worker_parts``), or dealt out (``ordinary.dispatch``)."""
+"""How an iterable dataset is divided into parts (``worker_parts``), or dealt by one rank (``dispatch``)."""
 
 _log = logging.getLogger(__name__)
 
 _PRELOAD = "streaming.others.torch_datasets.map_style"
-"""Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
+"""Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all workers."""
 _FILES_OF_WORKER = 4
-"""Files that this process opens for each worker: its connection, its sentinel, and both ends of its queue. Each tensor
-in transit is one more, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
+"""Number of files that this process opens per worker: its connection, its sentinel, and both ends of its queue. Each
+tensor in transit takes another one, unless it has a name (``torch.multiprocessing.set_sharing_strategy``)."""
 _FEEDER_S = 5.0  # for a daemon thread that has finished its work
 
 
@@ -88,7 +88,8 @@ class OrdinaryDataset:
         max_bad_samples: For map-style datasets (default 0.001).
         sharding: How an iterable dataset is divided: ``"auto"`` (the default), ``"worker_info"`` or ``"self"``. If it
             cannot be divided (a cursor, a socket): ``"dispatch"``; only rank 0 iterates, itself or in one worker, and
-            sends every rank its rows (docs/dispatch.md); ``DataLoader(…, replicate=Broadcast(…))`` then configures how.
+            sends every rank its rows (docs/dispatch.md); ``DataLoader(…, replicate=Broadcast(…))`` then configures the
+            sending.
         multiprocessing_context: Start method of the ``num_workers`` torch worker processes.
         persistent_workers: Whether the worker processes of a map-style dataset are kept for the next epoch (default
             True).
@@ -113,7 +114,7 @@ class OrdinaryDataset:
         """Return the options of a loop over this dataset.
 
         Args:
-            options: The loader's options; some may be given here or there.
+            options: The loader's options; some may be given in either place.
             shape: Shape of the batches.
             mesh: The mesh, including this process's place in it.
             iterable: Whether the dataset is iterable.
@@ -145,19 +146,19 @@ class OrdinaryDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryConfig:
-    """Options of a loop over an ordinary dataset; those of ``OrdinaryDataset`` with their defaults filled in.
+    """Options of a loop over an ordinary dataset, with the defaults of ``OrdinaryDataset`` filled in.
 
     Attributes:
         shape: Shape of the batches.
         mesh: The mesh, including this process's place in it.
         num_workers: Number of torch worker processes; 0: this process.
         prefetch_factor: Batches requested ahead, per worker.
-        pin_memory: Page-lock batches, if CUDA is available.
+        pin_memory: Whether to page-lock batches, if CUDA is available.
         collate_fn: Function of the list of samples of a batch. None: ``streaming.build.batches.collate`` for dicts,
             else torch's.
         jagged: Fields of such dicts whose values are concatenated, and the form of each.
         broadcast: How the reading rank sends batches to the others, with ``sharding="dispatch"``.
-        says_sharding: Whether ``sharding`` was chosen by the user.
+        says_sharding: Whether the user chose ``sharding``.
     """
 
     shape: Shape
@@ -207,11 +208,11 @@ class OrdinaryConfig:
 
 
 class Workers:
-    """Start the worker processes of one loop. Making one immediately starts the server that they are forked from.
+    """Start the worker processes of one loop. The constructor immediately starts the server that forks them.
 
     Args:
         config: Options of the loop.
-        num_workers: How many there will be.
+        num_workers: Number of worker processes.
     """
 
     def __init__(self, config: OrdinaryConfig, num_workers: int) -> None:
@@ -220,7 +221,7 @@ class Workers:
         if num_workers:
             by_file = _sharing_strategy() == "file_descriptor"
             check_open_files("num_workers", num_workers, _FILES_OF_WORKER + config.prefetch_factor * by_file)
-        linux = sys.platform == "linux"  # elsewhere there is no such server
+        linux = sys.platform == "linux"  # other systems have no such server
         self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
         self._server: ForkServer | None = SHARED.borrow() if self._from_server else None
         self._context: ServerContext | None = None
@@ -228,9 +229,9 @@ class Workers:
         self._end = weakref.finalize(self, _give_back, self._server)
 
     def torch_options(self, begin: BeginWorker) -> dict[str, Any]:
-        """Return arguments for a new ``torch.utils.data.DataLoader``, whose workers ``begin``.
+        """Return arguments for a new ``torch.utils.data.DataLoader``, with ``begin`` as its ``worker_init_fn``.
 
-        Workers are forked, with a warning, where something cannot be sent to another process.
+        If an object cannot be sent to another process, workers are forked instead, with a warning.
         """
         self.forget()
         shared = (begin.dataset, self._config.collate_fn)
@@ -242,7 +243,7 @@ class Workers:
                     (one for one in shared if one is not None), preload=_PRELOAD, surroundings=self._surroundings
                 )
             except Exception as error:  # a user's object may raise anything
-                if cure := cure_of_refusal(error):  # it is not the object's fault
+                if cure := cure_of_refusal(error):  # not the object's fault
                     error.add_note(cure)
                     raise
                 _log.warning(
@@ -263,7 +264,7 @@ class Workers:
         }
 
     def lag_behind(self) -> bool:
-        """Return whether settings of this process have changed since workers were started, or since the last call."""
+        """Return whether settings of this process have changed since workers started, or since the last call."""
         before, now = self._surroundings, Surroundings.taken()
         if before is None or self._context is None:  # another context, such as fork, starts the workers
             return False
@@ -272,10 +273,10 @@ class Workers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Replace torch's error over an ended worker process by one that says how it ended, with cures."""
+        """Replace torch's error about an ended worker process by one that explains how it ended, with cures."""
         try:
             yield
-        except OSError as error:  # of this process, at the start of workers; their own errors arrive without a number
+        except OSError as error:  # raised in this process when workers start; errors of workers arrive without an errno
             if self._context is not None and error.errno is not None and (cure := cure_of_refusal(error)):
                 error.add_note(cure)
             raise
@@ -286,17 +287,17 @@ class Workers:
             raise why from why.__cause__ or error
 
     def close(self) -> None:
-        """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
+        """Release the server once the workers are gone; starting more workers acquires it again."""
         self.forget()
         self._end()
 
     def leave_behind(self) -> None:
-        """Let go in a forked child: all of it is the parent's."""
+        """Release everything in a forked child, because it belongs to the parent."""
         self._end.detach()
         self._context = self._server = self._surroundings = None
 
     def forget(self) -> None:
-        """Let go of what was sent to workers that are gone."""
+        """Release the objects that were sent to workers that are gone."""
         context, self._context, self._surroundings = self._context, None, None
         if context is not None:
             context.close()
@@ -313,7 +314,7 @@ def _give_back(server: ForkServer | None) -> None:
 
 
 class TorchLoader(DataLoader[Any]):
-    """torch's loader, made to work under any default device: torch draws its seed there, with a CPU generator."""
+    """torch's loader, usable under any default device, on which torch would draw its seed with a CPU generator."""
 
     def __iter__(self) -> Any:
         """Begin an iteration."""
@@ -328,7 +329,7 @@ class Collate:
         self._collate_fn, self._jagged = config.collate_fn, config.jagged
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """Return the batch of ``samples``; of a ``NoRow`` alone it is the batch of none."""
+        """Return the batch of ``samples``; for a single ``NoRow``, the batch of no rows."""
         if samples and isinstance(samples[0], NoRow):
             return without_rows(self, samples[0].sample)
         if self._collate_fn is not None:
@@ -342,7 +343,7 @@ class Collate:
             )
         try:
             return collate_as_torch(list(samples), collate_fn_map=_by_rule())
-        except RuntimeError as error:  # torch says that sizes differ, or the system has no shared memory, and no cure
+        except RuntimeError as error:  # torch reports unequal sizes or a lack of shared memory, without a cure
             error.add_note(
                 cure_of_refusal(error)
                 or "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
@@ -352,9 +353,9 @@ class Collate:
 
 
 def _by_rule() -> dict[Any, Callable[..., Any]]:
-    """Return torch's functions that collate numbers and tensors, each behind our rule for values of unlike types.
+    """Return torch's collate functions for numbers and tensors, with our rule for values of different types first.
 
-    Torch's own result depends on which value comes first, and on whether a worker process collates.
+    Torch's own result depends on the first value, and on whether a worker process collates.
     """
     return {kind: partial(_collate_values, function) for kind, function in default_collate_fn_map.items()}
 
@@ -368,7 +369,7 @@ def with_valid(batch: Any, valid: torch.Tensor) -> Any:
     """Return ``batch`` with its mask.
 
     Raises:
-        ConfigError: It is no dict, so there is no place for one.
+        ConfigError: The batch is not a dict, so it cannot hold a mask.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
@@ -380,18 +381,18 @@ def with_valid(batch: Any, valid: torch.Tensor) -> Any:
 
 
 def leave_behind(iterator: object) -> None:
-    """Keep an iterator of torch's ``DataLoader`` in a forked child from ending its parent's worker processes."""
+    """Keep an iterator of torch's ``DataLoader`` in a forked child from ending the parent's worker processes."""
     if hasattr(iterator, "_shutdown"):
         iterator._shutdown = True
 
 
 def shut_down(iterator: object) -> None:
     """Stop the worker processes behind an iterator of torch's ``DataLoader`` now, not when it is collected."""
-    stop = getattr(iterator, "_shutdown_workers", None)  # torch has no public way; without it, collection does it
+    stop = getattr(iterator, "_shutdown_workers", None)  # private; otherwise collection stops them
     if stop is None:
         return
     stop()
-    for queue in getattr(iterator, "_index_queues", ()):  # their threads close descriptors as they end
+    for queue in getattr(iterator, "_index_queues", ()):  # their threads close descriptors when they end
         thread = getattr(queue, "_thread", None)
         if thread is not None:
             thread.join(timeout=_FEEDER_S)

@@ -6,11 +6,11 @@
     loader = torch.utils.data.DataLoader(sampler.dataset, batch_sampler=sampler, num_workers=8)
     for batch in sampler.follow(loader):
         ...
-    sampler.bad        # what was replaced, and why
+    sampler.bad        # the replaced samples, with reasons
 
 A sample is fetched once, by the worker that puts it into its batch. The sampler attaches possible substitutes to each
-index, and ``sampler.dataset`` uses them only if the dataset raises or returns None. In all else that wrapper is the
-dataset: its attributes, also those that ``worker_init_fn`` sets, its class and its text.
+index, and ``sampler.dataset`` uses them only if the dataset raises or returns None. In all other respects that wrapper
+behaves like the dataset: its attributes, including those that ``worker_init_fn`` sets, its class and its ``repr``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _BATCH = TypeVar("_BATCH")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 _MAX_REASON = 300  # characters
 _LISTED = 5
-_OWN = "_retries_of_shardstream"  # the one attribute that is not the dataset's
-_NEAR = 8  # single indices looked ahead and back
-_jitter = random.Random()  # noqa: S311  not a secret; the generator that all share is the training's
+_OWN = "_retries_of_shardstream"  # the only attribute that is not the dataset's
+_NEAR = 8  # number of single indices to look ahead and back
+_jitter = random.Random()  # noqa: S311  not a secret; the global generator belongs to the training
 _FATES = {
     "substitute": "Another one takes the place of each, and so appears twice",
     "skip": "Each is left out of its batch",
@@ -65,7 +65,7 @@ class MapStyle(Protocol):
 
 
 class Candidates(int):
-    """An index that also carries substitutes. To any other code it is just the index."""
+    """An index that also carries substitutes. Other code sees only the index."""
 
     substitutes: tuple[int, ...]
 
@@ -80,14 +80,14 @@ class Candidates(int):
 
 
 class StandIn(Candidates):
-    """An index in place of a row that this rank does not have: its sample shows what a row looks like."""
+    """An index instead of a row that this rank does not have; its sample shows the form of a row."""
 
 
 class Brought(list[Any]):
-    """The indices of a batch, and the state that the dataset has before it reads them.
+    """The indices of a batch, and the state of the dataset before it reads them.
 
     Attributes:
-        state: What ``load_state_dict`` is called with.
+        state: Argument for ``load_state_dict``.
     """
 
     def __init__(self, indices: Iterable[Any], state: Any) -> None:
@@ -106,7 +106,7 @@ class NoRow:
 class RetrySampler(Sampler[Any]):
     """Wrap a sampler and its dataset so that invalid samples do not stop the iteration.
 
-    Give ``sampler.dataset`` to torch's ``DataLoader`` in place of ``dataset``. A sample is invalid if ``dataset[i]``
+    Give ``sampler.dataset`` to torch's ``DataLoader`` instead of ``dataset``. A sample is invalid if ``dataset[i]``
     raises or returns None. It is fetched again only after errors that may be transient (``OSError`` other than "not
     found" and "permission denied"; this includes ``streaming.errors.TransferError``). Then another sample takes its
     place:
@@ -116,7 +116,7 @@ class RetrySampler(Sampler[Any]):
     - over any other sampler: a neighbor in the same batch (for single indices, one of the nearby ones), so that no
       sample comes from outside that sampler's selection.
 
-    Wrapper and dataset are sent to worker processes as they are (by fork, or pickled). Use it from one thread.
+    Wrapper and dataset are sent to worker processes unchanged (by fork, or pickled). Use the sampler from one thread.
 
     Args:
         sampler: A sampler or batch sampler, which yields indices or lists of them.
@@ -128,18 +128,19 @@ class RetrySampler(Sampler[Any]):
         on_error: ``"substitute"``: as above. ``"skip"``: leave the sample out of its batch, which becomes smaller, once
             ``max_substitutes`` others have failed too; this is not possible with torch's ``batch_size=None``, and a
             batch that becomes empty is an error. ``"raise"``: raise its error after the retries.
-        max_bad_samples: Stop the iteration when there are more bad samples than this number (int) or fraction of the
-            epoch (float, rounded up, at least 2 unless it is 0), counted over all ranks. If torch.distributed is not
-            initialized, each rank counts for itself, and a fraction is one of its own part of the epoch.
-        metrics: Where to count ``bad_samples``; default: a new ``Metrics``.
+        max_bad_samples: Number of bad samples (int), or fraction of the epoch (float, rounded up, at least 2 unless it
+            is 0), above which the iteration stops, counted over all ranks. If torch.distributed is not initialized,
+            each rank counts its own bad samples, and a fraction refers to its own part of the epoch.
+        metrics: Metrics that count ``bad_samples``; default: a new ``Metrics``.
 
     Attributes:
-        dataset: The dataset for the ``DataLoader``. Attributes are read from and set on the dataset that was given, in
-            ``worker_init_fn``, too, and ``isinstance`` tells that one's class.
+        dataset: The dataset for the ``DataLoader``. Its attributes are read from and set on the given dataset, also in
+            ``worker_init_fn``, and ``isinstance`` sees the class of the given dataset.
 
     Raises:
         ConfigError: An argument is invalid, or the first two are swapped.
-        TooManyBadSamplesError: From the loop, once ``max_bad_samples`` is exceeded; the message lists the latest ones.
+        TooManyBadSamplesError: Raised in the loop once ``max_bad_samples`` is exceeded; the message lists the latest
+            ones.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class RetrySampler(Sampler[Any]):
 
     def __len__(self) -> int:
         """Return the length of the sampler."""
-        return len(self.sampler)  # type: ignore[arg-type]  # samplers without a length raise TypeError, as torch's do
+        return len(self.sampler)  # type: ignore[arg-type]  # samplers without a length raise TypeError, as in torch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the sampler's indices (or lists of them), each with its substitutes."""
@@ -196,7 +197,7 @@ class RetrySampler(Sampler[Any]):
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
         if self._tally is not None:
             self._tally.begin()
-        num_ranks = 1 if mesh is None or self._tally is not None else mesh.data_world_size  # whose samples are counted
+        num_ranks = 1 if mesh is None or self._tally is not None else mesh.data_world_size  # ranks that are counted
         self._allowed = most_bad(self._limit, num_samples / num_ranks)
         return Lasting(self._indices())
 
@@ -221,7 +222,7 @@ class RetrySampler(Sampler[Any]):
             self._log.finish(len(self._dataset) // num_ranks)
 
     def check(self) -> None:
-        """Collect what workers have reported so far.
+        """Collect the reports of workers so far.
 
         Raises:
             TooManyBadSamplesError: There are more bad samples than ``max_bad_samples``.
@@ -249,7 +250,7 @@ class RetrySampler(Sampler[Any]):
     def bad(self) -> list[dict[str, Any]]:
         """The bad samples of this epoch on this rank, each once.
 
-        ``number`` is the index, ``reason`` its error, ``substitute`` the index used in its place (None: it was a
+        ``number`` is the index, ``reason`` its error, ``substitute`` the index used instead (None: the sample was a
         substitute itself).
         """
         self._take_reports()
@@ -290,7 +291,8 @@ class RetrySampler(Sampler[Any]):
     def _check_unfollowed(self) -> None:
         """Check between two batches of indices, unless ``follow`` does so between two batches.
 
-        torch's loader asks for the first indices while it starts its workers; an error there would leave these behind.
+        torch's loader requests the first indices while it starts its workers; an error there would leave workers
+        behind.
         """
         if not self._is_followed:
             self.check()
@@ -337,10 +339,10 @@ def _index(given: Any) -> int:
 
 
 class RetryingDataset(Dataset[Any]):
-    """Stand for a map-style dataset: its samples are retried, all else is the dataset's. Made by ``RetrySampler``.
+    """Stand for a map-style dataset, whose samples are retried. Made by ``RetrySampler``.
 
     torch's loader shows it to functions in workers, as ``get_worker_info().dataset``. It has no attributes of its own:
-    they are read from, set on and deleted from the dataset, and ``isinstance`` tells the dataset's class.
+    they are read from, set on and deleted from the dataset, and ``isinstance`` sees the dataset's class.
     """
 
     __slots__ = (_OWN,)
@@ -349,15 +351,15 @@ class RetryingDataset(Dataset[Any]):
         object.__setattr__(self, _OWN, retries)
 
     def __len__(self) -> int:
-        """Return that of the dataset."""
+        """Return the length of the dataset."""
         return len(_retries(self).dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the sample, or one in its place."""
+        """Return the sample, or a substitute."""
         return _retries(self).one(index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return many samples; fewer than asked for, where some are to be skipped."""
+        """Return many samples; fewer than requested if some are skipped."""
         return _retries(self).many(indices)
 
     def __getattr__(self, name: str) -> Any:
@@ -385,7 +387,7 @@ class RetryingDataset(Dataset[Any]):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         own: Any = type(_retries(self).dataset)
-        return RetryingDataset if issubclass(own, MapDataPipe) else own  # torch's loader wraps those once more
+        return RetryingDataset if issubclass(own, MapDataPipe) else own  # torch's loader wraps those again
 
 
 def _retries(dataset: RetryingDataset) -> Retries:
@@ -407,7 +409,7 @@ class Retries:
         self._max_retries, self._backoff_s, self._reports, self._skips = max_retries, backoff_s, reports, skips
 
     def one(self, index: int) -> Any:
-        """Return a sample, or one in its place."""
+        """Return a sample, or a substitute."""
         if isinstance(index, StandIn):
             return NoRow(self.one(Candidates(int(index), index.substitutes)))
         sample, error = self._found(index)
@@ -416,12 +418,12 @@ class Retries:
         return sample
 
     def many(self, indices: Sequence[int]) -> list[Any]:
-        """Return many samples, at once where the dataset can; one by one where that fails or gives None.
+        """Return many samples, together if the dataset can; one by one where that fails or returns None.
 
-        Fewer than asked for, where some are to be skipped.
+        Returns fewer than requested if some are skipped.
         """
         if isinstance(indices, Brought):
-            self.dataset.load_state_dict(indices.state)  # type: ignore[attr-defined]  # only sets that have it get one
+            self.dataset.load_state_dict(indices.state)  # type: ignore[attr-defined]  # sent only to sets with it
         if any(isinstance(index, StandIn) for index in indices):
             return [self.one(index) for index in indices]
         many = getattr(self.dataset, "__getitems__", None)
@@ -431,7 +433,7 @@ class Retries:
             samples = list(many([int(index) for index in indices]))
         except MemoryError:
             raise
-        except Exception:  # noqa: BLE001  a user's dataset may raise anything; then each sample is on its own
+        except Exception:  # noqa: BLE001  a user's dataset may raise anything; then samples are read one by one
             return self._kept(indices, [None] * len(indices))
         if len(samples) != len(indices):
             raise DataError(
@@ -441,7 +443,7 @@ class Retries:
         return self._kept(indices, samples)
 
     def _kept(self, indices: Sequence[int], samples: Sequence[Any]) -> list[Any]:
-        """Return ``samples``, those that are None read one by one; what is to be skipped is left out."""
+        """Return ``samples``, reading those that are None one by one; skipped ones are left out."""
         kept: list[Any] = []
         last_error: Exception | None = None
         for index, sample in zip(indices, samples, strict=True):
@@ -459,7 +461,7 @@ class Retries:
         return kept
 
     def _found(self, index: int) -> tuple[Any, Exception | None]:
-        """Return the sample, or one in its place, and None; or None and the sample's own error."""
+        """Return (sample or substitute, None), or (None, the sample's own error)."""
         number = int(index)
         sample, error = self._attempt(number)
         if error is None:
@@ -478,7 +480,7 @@ class Retries:
         return None, error
 
     def _attempt(self, index: int) -> tuple[Any, Exception | None]:
-        """Return the sample and None, or None and why there is none."""
+        """Return (sample, None), or (None, the reason for the failure)."""
         for attempt in range(self._max_retries + 1):
             try:
                 sample = self.dataset[index]
@@ -494,10 +496,10 @@ class Retries:
 
 
 class SharedLog:
-    """Lines that a process and its child processes append to, in memory that all of them share.
+    """Lines that a process and its child processes append to, in shared memory.
 
-    Nobody ever waits for anybody, and nothing has to be cleaned up after a kill. A copy pickled for anything but a
-    child process is a log of its own.
+    No process ever waits for another, and nothing needs cleaning up after a kill. A copy pickled for anything but a
+    child process is a new log.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -507,31 +509,31 @@ class SharedLog:
         self._close = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
 
     def begin(self) -> None:
-        """Have a log of this process; a forked child that runs a loop of its own does not share its parent's."""
+        """Begin a log of this process; a forked child that runs its own loop does not share its parent's."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self.close()
         self.open()
 
     def open(self) -> int:
-        """Return the descriptor of the log; to be opened before there are child processes."""
+        """Return the descriptor of the log, opening it; must be called before child processes start."""
         if self._descriptor is None:
             self._descriptor, self._taken_bytes = _open_log(), 0
             self._close = weakref.finalize(self, os.close, self._descriptor)
         return self._descriptor
 
     def close(self) -> None:
-        """Forget what was not taken. It can be opened again."""
+        """Discard records that were not taken. The log can be opened again."""
         self._descriptor = None
         if self._close is not None:
             self._close()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a JSON-able record after all that are there."""
-        os.write(self.open(), json.dumps(record).encode() + b"\n")  # appended whole: one write, O_APPEND
+        """Append a JSON-serializable record."""
+        os.write(self.open(), json.dumps(record).encode() + b"\n")  # one write with O_APPEND is atomic
 
     def take(self) -> list[dict[str, Any]]:
-        """Return what was appended since the last call here."""
+        """Return the records appended since the last call in this process."""
         if self._descriptor is None:
             return []
         data = b""
@@ -558,7 +560,7 @@ class Reports(SharedLog):
 
 
 def may_pass(error: Exception) -> bool:
-    """Tell whether another attempt may succeed: transfers and the like, not "not found" or a value that is wrong."""
+    """Return whether another attempt may succeed: after a failed transfer, but not after "not found" or a bad value."""
     return isinstance(error, OSError) and not isinstance(error, _FINAL)
 
 
@@ -573,7 +575,7 @@ def _open_log() -> int:
 
 
 def _with_neighbors(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
-    """Yield each item of a sampler (an index, or a list of them) with the indices of items near it, next ones first."""
+    """Yield each item of a sampler (an index, or a list of them) with the indices of nearby items, next ones first."""
     items = iter(sampler)
     first = next(items, None)
     if first is None:
@@ -590,7 +592,7 @@ def _with_neighbors(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
 
 
 def _others(rows: Sequence[int], place: int, near: list[int], count: int) -> tuple[int, ...]:
-    """Return up to ``count`` indices other than that at ``place``: the rows after it, before it, then those near."""
+    """Return up to ``count`` indices besides that at ``place``: the rows after it, before it, then nearby items."""
     own = int(rows[place])
     others = dict.fromkeys(int(index) for index in (*rows[place + 1 :], *rows[:place], *near))
     others.pop(own, None)

@@ -1,10 +1,11 @@
-"""Decide what ``torch.utils.data.get_worker_info()`` returns to the functions of users.
+"""Control the result of ``torch.utils.data.get_worker_info()`` in users' functions.
 
-torch's loader gets a dataset of ours, around the user's. Here its place in ``get_worker_info().dataset`` is given back
-to the user's, before ``worker_init_fn`` is called: the same object that is indexed or iterated in that worker.
+torch's loader gets a dataset of ours that wraps the user's. Before ``worker_init_fn`` is called,
+``get_worker_info().dataset`` is set back to the user's dataset: the same object that is indexed or iterated in that
+worker.
 
 After a resume, the worker that delivers next is started first. Therefore torch's numbers are replaced, too: a worker
-has the number of its part, so that ``worker_init_fn`` sets the part up that this worker continues.
+has the number of its part, so ``worker_init_fn`` sets up the part that this worker continues.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 from streaming.errors import ConfigError
 from streaming.others.torch_datasets.kinds import Again
 
-_torch: Any = torch_worker  # there is no public way to change what ``get_worker_info`` returns
+_torch: Any = torch_worker  # torch has no public way to change the result of ``get_worker_info``
 _PLAIN = (bool, int, float, str, bytes)
 
 
@@ -32,12 +33,12 @@ class BeginWorker:
     """The ``worker_init_fn`` of torch's loader: shows the user's dataset, then calls the user's function.
 
     Args:
-        dataset: The dataset that the loop reads; in the worker, the same object as in the dataset around it.
-        numbers: The number of the worker in each process, in the order in which torch starts them.
-        num_workers: How many workers there are, of all ranks if ``numbers`` count over all ranks.
+        dataset: The dataset that the loop reads; in the worker, the same object as in the wrapping dataset.
+        numbers: The worker number of each process, in the order in which torch starts them.
+        num_workers: Number of workers, over all ranks if ``numbers`` count over all ranks.
         then: The user's ``worker_init_fn``.
-        is_shared_out: The loop keeps a share of the samples, without an option that asks for it. A function that
-            divides the dataset, too, would lose samples.
+        is_shared_out: Whether the loop keeps only a share of the samples although no option requested it. If the user's
+            function divided the dataset as well, samples would be lost.
     """
 
     dataset: Any
@@ -54,7 +55,7 @@ class BeginWorker:
         """
         number = self.numbers[process]
         seed = _torch._worker_info.seed - process + number
-        if number != process:  # as torch seeds worker ``number``
+        if number != process:  # torch's seed for worker ``number``
             random.seed(seed)
             torch.manual_seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  the generator that users' functions may draw from
@@ -89,7 +90,7 @@ def worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
 
 
 def shown(dataset: Any) -> Any:
-    """Return what users gave as ``dataset``: the function, of iterators that are made anew for each pass."""
+    """Return the user's ``dataset`` argument: the function, if it makes a new iterator for each pass."""
     return dataset.make if isinstance(dataset, Again) else dataset
 
 

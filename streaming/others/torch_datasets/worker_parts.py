@@ -1,17 +1,18 @@
-"""Shard iterable datasets in the worker: which samples belong to this part, and its position.
+"""Shard iterable datasets in the worker: select the samples of its part, and track its position.
 
-With R data-parallel ranks and W workers each, the dataset is divided into R * W *parts*. How, best first:
+With R data-parallel ranks and W workers each, the dataset is divided into R * W *parts*, by the first of these ways
+that applies:
 
 1. ``dataset.shard(num_shards=, index=)``, as in Hugging Face's datasets, if there are enough shards; or a
    ``sharding_filter`` in a graph of torch's DataPipes. A part reads its own shards and nothing else.
 2. ``sharding="worker_info"``: the dataset shards itself by ``torch.utils.data.get_worker_info()``, as torch's
-   documentation shows. It sees itself as worker r * W + w of R * W, so that ranks are treated like workers.
-3. ``sharding="self"``: the dataset knows ranks and workers by itself (webdataset's splitters); all samples are taken.
-4. Otherwise every (R * W)-th sample. Every part reads everything, and in the same order: therefore the random numbers
-   of Python, NumPy and torch are the same in all parts while they read.
+   documentation shows. It sees itself as worker r * W + w of R * W, so ranks are treated like workers.
+3. ``sharding="self"``: the dataset detects ranks and workers itself (webdataset's splitters); all samples are taken. 4.
+Otherwise every (R * W)-th sample. Every part reads everything in the same order, so the random numbers of Python,
+   NumPy and torch are the same in all parts while they read.
 
-In cases 1 and 4 the dataset does not see that it runs in a worker, so that it cannot be sharded twice. What the other
-functions of users see is decided in ``ordinary.worker_info``.
+In cases 1 and 4 the dataset does not see that it runs in a worker, so it cannot be sharded twice. ``worker_info``
+controls the view of users' other functions.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from streaming.others.torch_datasets.worker_info import seen, worker_info
 from streaming.types import LastBatch
 
 _FIRST_KEYS = frozenset({"worker", "pass_number", "num_items", "state", "ended"})
-"""What every cursor in a state has; states of earlier days have no more."""
+"""Entries that every cursor in a state has; states of earlier versions have only these."""
 _BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two states
 
 
@@ -47,18 +48,18 @@ _BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two s
 class Cursor:
     """Position of one worker's part.
 
-    To continue from it, load ``state``, read ``again`` samples for nothing, and restore ``draws``.
+    To continue from it, load ``state``, read and discard ``again`` samples, and restore ``draws``.
 
     Attributes:
         worker: Number of the worker, from 0.
         pass_number: Pass over the dataset.
         num_items: Number of samples taken from the dataset in this pass, including those of other parts.
-        state: The ``state_dict`` of the dataset or its iterator at that point, or of both, or ``again`` samples before;
-            that of the dataset alone at the beginning of the pass, or behind its end. None if they have none.
-        ended: The part has no more samples in this pass, and no other pass follows.
-        again: Samples before this point that are read again, where random numbers were drawn for them; without a state
-            those are all.
-        draws: States of the generators drawn from in this pass, where the dataset or its iterator has a state.
+        state: The ``state_dict`` of the dataset or its iterator, or of both, at a point ``again`` samples earlier; that
+            of the dataset alone at the start of the pass, or after its end. None if neither has a state.
+        ended: Whether the part has no more samples in this pass, and no other pass follows.
+        again: Number of samples before this point to read again because random numbers were drawn for them; without a
+            state, all samples before it.
+        draws: States of the generators drawn from in this pass, if the dataset or its iterator has a state.
         first: First states of own generators that have been drawn from; see
             ``streaming.others.torch_datasets.generators``.
     """
@@ -74,14 +75,14 @@ class Cursor:
 
     @property
     def num_skipped(self) -> int:
-        """Samples to read for nothing after the state was loaded."""
+        """Number of samples to read and discard after loading the state."""
         return self.num_items if self.state is None else self.again
 
     @property
     def in_next_pass(self) -> Cursor:
-        """The beginning of the next pass, from what the dataset was like behind the end of this one.
+        """Return the start of the next pass, with the state of the dataset after the end of this one.
 
-        If the pass has not ended, only the first states of its generators are handed on.
+        If the pass has not ended, only the first states of its generators are passed on.
         """
         state = self.state if self.ended else None
         return Cursor(worker=self.worker, pass_number=self.pass_number + 1, state=state, first=self.first)
@@ -110,7 +111,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsState(LoaderState):
-    """The state of one rank, with what its worker processes hold.
+    """The state of one rank, including the positions of its worker processes.
 
     Attributes:
         cursors: Position of each worker's part, in the order in which they deliver next.
@@ -123,7 +124,7 @@ class PartsState(LoaderState):
     data_world_size: int = 1
 
     def other_place(self, data_rank: int, data_world_size: int, num_workers: int) -> str:
-        """Say how the place of a rank differs from the one where this was saved; "" if it does not."""
+        """Describe how a rank and its workers differ from those that saved this state; "" if they do not."""
         was = (self.data_rank, self.data_world_size, len(self.cursors))
         if was == (data_rank, data_world_size, num_workers):
             return ""
@@ -168,8 +169,8 @@ class Packet:
 
     Attributes:
         batch: The collated batch; page-locked by torch if requested.
-        after: Position of the worker's part after it.
-        is_end: There is no batch: it only tells the position behind the part's end.
+        after: Position of the worker's part after the batch.
+        is_end: Whether there is no batch, only the position after the part's end.
     """
 
     batch: Any
@@ -182,8 +183,8 @@ class Packet:
 
 
 def pinned(batch: Any) -> Any:
-    """Page-lock a batch as torch's ``DataLoader`` does."""
-    from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
+    """Page-lock a batch like torch's ``DataLoader``."""
+    from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private; only needed with CUDA
 
     return pin_memory(batch)  # type: ignore[no-untyped-call]
 
@@ -197,10 +198,10 @@ class ShareSettings:
         num_parts: Number of parts over all ranks and workers.
         batch_size: Samples in a full batch of this rank.
         last_batch: What to do with samples that do not fill the last batch of a pass.
-        endless: Passes follow each other without an end, and batches span them.
+        endless: Whether passes follow each other without an end, with batches that span them.
         seed: Seed of the random numbers that the dataset draws.
         sharding: How the dataset is divided.
-        goes_on: The dataset of this process has itself read the pass before, and is where that left it.
+        goes_on: Whether the dataset in this process has itself read the previous pass, and is still at its end.
     """
 
     first_part: int
@@ -214,12 +215,12 @@ class ShareSettings:
 
 
 class SharedStream(IterableDataset[Packet]):
-    """Iterate over the packets of the part of the worker that iterates.
+    """Iterate over the packets of the calling worker's part.
 
     Args:
         dataset: The user's dataset.
         settings: Settings of the rank.
-        cursors: Positions to begin at, one per worker process; ``worker`` says which part that process has.
+        cursors: Positions to begin at, one per worker process; their ``worker`` is the part of that process.
         collate: Collates samples.
     """
 
@@ -240,7 +241,7 @@ class SharedStream(IterableDataset[Packet]):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The number of the worker in each process, as users see it; under "worker_info" counted over all ranks."""
+        """The worker number of each process, as users see it; under "worker_info", counted over all ranks."""
         first = self.settings.first_part if self.settings.sharding == "worker_info" else 0
         return tuple(first + cursor.worker for cursor in self.cursors)
 
@@ -269,9 +270,9 @@ class _Part:
         self._samples = self._open(cursor)
 
     def take(self, count: int) -> tuple[list[Any], Cursor]:
-        """Return the next samples, at most ``count``, and the position behind them.
+        """Return the next samples, at most ``count``, and the position after them.
 
-        Fewer come only at the end of a pass, never if passes are endless.
+        There are fewer only at the end of a pass, and never if passes are endless.
         """
         samples: list[Any] = []
         with self._generators.drawing(), self._seen():
@@ -289,7 +290,7 @@ class _Part:
             return samples, self._cursor()
 
     def _seen(self) -> AbstractContextManager[None]:
-        """Make ``get_worker_info`` return, inside the block, what the dataset shall see."""
+        """Make ``get_worker_info`` return the view for the dataset inside the block."""
         settings, info = self._settings, get_worker_info()
         if settings.sharding == "auto":
             return seen(None)
@@ -299,10 +300,10 @@ class _Part:
         return seen(worker_info(self._number, settings.num_parts, seed, self._dataset))
 
     def _look_back(self) -> None:
-        """Note where the last sample of a batch begins, if it may draw random numbers.
+        """Record the position before the last sample of a batch, if the sample may draw random numbers.
 
-        A run that continues behind the batch reads this sample again. Draws at the beginning of a pass then come from
-        the numbers of that beginning, and later draws from those of this sample.
+        A run that continues after the batch reads this sample again. Draws at the start of a pass then use the numbers
+        of that start, and later draws the numbers of this sample.
         """
         if self._iterator is not None:
             self._before = (self._num_items, self._state()) if self._has_state and self._generators.drawn() else None
@@ -326,14 +327,14 @@ class _Part:
         return has_state(self._iterator) or has_state(self._dataset)
 
     def _state(self) -> Any:
-        """Return a copy of the state of the iterator or the dataset; of both, if they are two."""
+        """Return a copy of the state of the iterator or the dataset; of both, if they are separate objects."""
         one, other = self._iterator, self._dataset
         if has_state(one) and has_state(other) and one is not other:
             return copy.deepcopy({_BOTH: [other.state_dict(), one.state_dict()]})
         return next((copy.deepcopy(each.state_dict()) for each in (one, other) if has_state(each)), None)
 
     def _state_of_set(self) -> Any:
-        """Return a copy of the state of the dataset, between two of its iterators."""
+        """Return a copy of the state of the dataset between two iterators."""
         return copy.deepcopy(self._dataset.state_dict()) if has_state(self._dataset) else None
 
     def _open(self, cursor: Cursor) -> Iterator[Any]:
@@ -356,7 +357,7 @@ class _Part:
     def _begun(self, state: Any, *, is_handed_on: bool) -> Any:
         """Return an iterator over the dataset that continues from ``state``.
 
-        Behind the end of a pass, the first iterator after ``load_state_dict`` is the one of that pass, which has ended.
+        After the end of a pass, the first iterator after ``load_state_dict`` belongs to that pass, which has ended.
         """
         is_both = isinstance(state, Mapping) and set(state) == {_BOTH}
         of_dataset, of_iterator = state[_BOTH] if is_both else (state, state)
@@ -369,7 +370,7 @@ class _Part:
         if state is not None and not is_handed_on and has_state(self._dataset):
             self._dataset.load_state_dict(of_dataset)
         iterator = iter(self._dataset)
-        begins_anew = iterator is self._dataset  # and may have forgotten its state in ``iter``
+        begins_anew = iterator is self._dataset  # ``iter`` may have dropped its state
         is_of_iterator = begins_anew or is_both or not has_state(self._dataset)
         if state is not None and not is_handed_on and is_of_iterator and has_state(iterator):
             iterator.load_state_dict(of_iterator)
@@ -378,14 +379,14 @@ class _Part:
     def _items(self, *, is_handed_on: bool) -> Iterator[Any]:
         """Yield the rest of the pass.
 
-        A generator that was given a state behind the end of a pass finds only now that nothing is left to read. Then
-        the next iterator is the one of this pass.
+        A generator with a state from after the end of a pass finds only now that nothing is left. Then the next
+        iterator belongs to this pass.
         """
         item = next(self._iterator, _END)
         if item is _END and is_handed_on:
             self._iterator = iter(self._dataset)
             item = next(self._iterator, _END)
-        while item is not _END:  # "for" would begin an iterator again that is the dataset itself
+        while item is not _END:  # "for" would restart an iterator that is the dataset itself
             yield item
             item = next(self._iterator, _END)
 
@@ -406,7 +407,7 @@ def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, 
     """Return the dataset of a part, and whether it holds only that part (otherwise take every n-th sample)."""
     if settings.num_parts == 1:
         return dataset, True
-    if has_sharding_filter(dataset):  # torch's loader does so, too, whatever else divides them
+    if has_sharding_filter(dataset):  # torch's loader also does, whatever else divides them
         apply_sharding(dataset, settings.num_parts, part)
         return dataset, True
     if settings.sharding in {"worker_info", "self"}:
@@ -417,19 +418,19 @@ def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, 
 
 
 def has_state(one: object) -> bool:
-    """Tell whether ``one`` saves and loads its position, as torchdata's ``Stateful`` does."""
+    """Return whether ``one`` saves and loads its position, like torchdata's ``Stateful``."""
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def has_sharding_filter(dataset: Any) -> bool:
-    """Tell whether ``dataset`` is a graph of DataPipes with a ``sharding_filter`` in it."""
+    """Return whether ``dataset`` is a graph of DataPipes with a ``sharding_filter`` in it."""
     if not isinstance(dataset, IterDataPipe):
         return False
     return any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(traverse_dps(dataset)))
 
 
 def num_shards(dataset: Any) -> int | None:
-    """Return the number of shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
+    """Return the number of shards that ``dataset.shard`` can divide; None if it cannot, or the number is unknown."""
     for name in ("num_shards", "n_shards"):
         count = getattr(dataset, name, None)
         if is_whole(count):
@@ -438,10 +439,7 @@ def num_shards(dataset: Any) -> int | None:
 
 
 def can_shard(dataset: Any, num_parts: int) -> bool:
-    """Tell whether ``dataset.shard`` can make ``num_parts`` parts.
-
-    If it does not say how many shards it has, assume so.
-    """
+    """Return whether ``dataset.shard`` can make ``num_parts`` parts; True if the number of shards is unknown."""
     if not callable(getattr(dataset, "shard", None)):
         return False
     count = num_shards(dataset)
@@ -449,7 +447,7 @@ def can_shard(dataset: Any, num_parts: int) -> bool:
 
 
 class _End:
-    """Marks that there are no more samples."""
+    """Mark the end of the samples."""
 
 
 _END = _End()

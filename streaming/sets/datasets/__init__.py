@@ -1,1 +1,1 @@
-"""Provide the datasets that users name: shards, mixtures, tables. Not here: how chunks are read (``catalog``)."""
+"""Provide the datasets that users name: shards, mixtures, tables. No chunks are read here (see ``catalog``)."""

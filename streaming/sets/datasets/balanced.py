@@ -23,7 +23,7 @@ from streaming.sets.sources.mixed import Quotas
 
 MAX_CLASSES = 10_000
 """Maximum number of classes. Each is a source and costs about 1 ms of CPU when an epoch starts (docs/design/0030)."""
-_UNIT = 2**32  # weights computed from power are rounded to this grid, so that they are the same on every machine
+_UNIT = 2**32  # weights computed from power are rounded to this grid, so every machine gets the same
 _SHOWN = 8
 _ELSEWHERE = ELSEWHERE | {
     "num_samples": ELSEWHERE["epoch_size"],
@@ -52,15 +52,15 @@ class Balanced(GroupedSet):
     Args:
         dataset: A ``StreamingDataset`` with an index, filtered or not. Its order settings are used.
         by: Column that holds the class, in the sample tables or late: integers, text or booleans.
-        weights: ``"balanced"``: every class equally often. Or the share of each class: a dict by the values of the
-            column (0 leaves a class out), or a ``Schedule`` of such dicts.
+        weights: ``"balanced"``: every class equally often; or the share of each class, as a dict by the values of the
+            column (0 leaves a class out) or a ``Schedule`` of such dicts.
         power: A class of n samples gets the weight ``n ** power``: 0 equals ``"balanced"``, 1 keeps the natural
             proportions, 0.5 lies between. A sampling temperature t is ``power=1 / t``. Not together with ``weights``.
-        nulls: Samples without a class: ``"error"``, or ``"drop"`` them.
+        nulls: What to do with samples without a class: ``"error"``, or ``"drop"`` them.
         quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per class and lane, with the memory of
             a single dataset. ``"exact"``: at every row; memory grows with the number of classes. See ``Mixture``.
-        name_sources: Whether ``batch["__source__"]`` names the class. By default there is no such entry, and within a
-            mixture it is the name of this set there.
+        name_sources: Whether ``batch["__source__"]`` names the class. By default the entry is absent; within a mixture
+            it holds the name of this set there.
 
     Raises:
         ConfigError: An argument is invalid; the column does not exist; or there are more than 10,000 classes.
@@ -101,11 +101,11 @@ class Balanced(GroupedSet):
 
     @property
     def by(self) -> str:
-        """The column that holds the class: ``dataset[0][balanced.by]`` where it is also a field."""
+        """The column that holds the class: ``dataset[0][balanced.by]`` if it is also a field."""
         return self._by
 
     def shares_in_words(self) -> str:
-        """Describe the classes, the smallest and largest, and their first shares: ``print(mix.shares_in_words())``."""
+        """Describe the smallest and largest classes and their initial shares: ``print(mix.shares_in_words())``."""
         first = self._source.blend.at(0)
         sizes, total = self.sizes, sum(first.values())
         by_size = sorted(sizes, key=sizes.__getitem__)
@@ -171,7 +171,7 @@ class _Classes:
         return Schedule.steps({0: dict(zip(self.names, shares, strict=True))})
 
     def by_name(self, weights: Any) -> Any:
-        """Return what a user gave to ``set_weights`` by the names of the sources, as far as it is known here.
+        """Return the argument of ``set_weights`` by source name; other values are returned unchanged.
 
         Raises:
             ConfigError: A dict does not name exactly the classes of the column.
@@ -184,7 +184,7 @@ class _Classes:
         """Return weights by the values of the column as weights by source name.
 
         Raises:
-            ConfigError: They do not name exactly the classes of the column.
+            ConfigError: ``weights`` does not name exactly the classes of the column.
         """
         given = {_name(label): weight for label, weight in weights.items()}
         unknown, missing = [sorted(some) for some in (given.keys() - set(self.names), set(self.names) - given.keys())]

@@ -29,7 +29,7 @@ Buckets: TypeAlias = int | Sequence[float]
 MAX_CELLS = 1024
 """Maximum number of cells in the grid of several metrics. Each is a source of the mixture: a few ms of planning."""
 _UNIT = 2**32  # differences of shares below this do not count: 0.3 is three tenths
-_WHOLE = 2**53  # floats below it that are whole numbers are just these
+_WHOLE = 2**53  # floats below it represent whole numbers exactly
 _LINES = 6
 _ELSEWHERE = ELSEWHERE | {
     "curriculum_type": 'write by="percentile" or "value", and the shape as Schedule.linear, .root, .steps or .custom',
@@ -52,8 +52,8 @@ class Curriculum(GroupedSet):
 
     A curriculum is itself a dataset, for a ``DataLoader`` or a ``Mixture``, with all their promises. The samples are
     divided once into buckets by the metric. A bucket is open when its upper border is at most the scheduled difficulty;
-    the easiest bucket is always open. Each open bucket is drawn from in proportion to its size, so that all samples of
-    the pool come equally often; a bucket that opens gets its share from that row on. A curriculum has no end: count
+    the easiest bucket is always open. Samples are drawn from each open bucket in proportion to its size, so all samples
+    of the pool come equally often; a bucket that opens gets its share from that row on. A curriculum has no end: count
     steps, or give the loader an ``epoch_size``. ::
 
         short_first = Curriculum(web, metric="tokens", schedule=Schedule.root(0.1, 1.0, over=100_000))
@@ -73,12 +73,13 @@ class Curriculum(GroupedSet):
         buckets: Number of buckets with equally many samples (samples of equal value stay together), or the upper
             borders of the buckets in the schedule's unit. A dict if metrics differ. The pool matches the schedule
             exactly where its steps lie on borders; between two borders the lower one applies.
-        nulls: Samples without a value (NULL or NaN): ``"error"``, or ``"drop"`` them.
+        nulls: What to do with samples without a value (NULL or NaN): ``"error"``, or ``"drop"`` them.
         quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per bucket and lane, with the memory of
-            a single dataset. ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with
-            the number of buckets. See ``Mixture``; as a source of one, the curriculum follows the mixture's ``quotas``.
-        name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``. By default there is
-            no such entry, and within a mixture it is the curriculum's name there.
+            a single dataset. ``"exact"``: at every row, and no sample comes before the row at which its bucket opens;
+            memory grows with the number of buckets. See ``Mixture``; as a source of one, the curriculum follows the
+            mixture's ``quotas``.
+        name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``. By default the entry
+            is absent; within a mixture it holds the curriculum's name there.
 
     Raises:
         ConfigError: An argument is invalid; the column does not exist or is not numeric; or the pool would be empty.
@@ -98,15 +99,15 @@ class Curriculum(GroupedSet):
         name_sources: bool = False,
     ) -> None:
         check_dataset(dataset, "Curriculum")
-        asked = _asked(metric, schedule, by, buckets)
+        metrics = _checked_metrics(metric, schedule, by, buckets)
         made: list[_Grid] = []
 
         def coding(counted: Mapping[str, Counted]) -> _Grid:
             check_missing("Curriculum", counted, nulls)
-            made.append(_Grid(tuple(one.cut(counted[one.name]) for one in asked)))
+            made.append(_Grid(tuple(one.cut(counted[one.name]) for one in metrics)))
             return made[-1]
 
-        grouping = grouped(dataset.source, "Curriculum", "metric", [one.name for one in asked], coding)
+        grouping = grouped(dataset.source, "Curriculum", "metric", [one.name for one in metrics], coding)
         grid = self._grid = made[-1]
         sizes = grouping.groups.sizes
         cells = {int(cell): grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
@@ -127,7 +128,7 @@ class Curriculum(GroupedSet):
         self._pools = [(row, sum(shares.values())) for row, shares in weights.items()]
         self._source = GroupedSource(
             dataset.source, grouping, cells, Schedule.steps(weights), kind="Curriculum", name_sources=name_sources,
-            quotas=quotas, cure=resharding(dataset.source, asked[0].name), by_name=_as_given,
+            quotas=quotas, cure=resharding(dataset.source, metrics[0].name), by_name=_as_given,
         )  # fmt: skip
         self._dataset = dataset
         if is_first_process():
@@ -136,7 +137,7 @@ class Curriculum(GroupedSet):
     def pool(self, row: int) -> dict[str, int]:
         """Return the buckets that are open at a row of the run, by name, and the number of samples in each.
 
-        Example: ``sum(curriculum.pool(0).values())`` samples are drawn from at first.
+        Example: ``sum(curriculum.pool(0).values())`` samples form the first pool.
 
         Raises:
             ConfigError: ``row`` is not a non-negative integer.
@@ -147,12 +148,12 @@ class Curriculum(GroupedSet):
     def plan_in_words(self) -> str:
         """Describe how the size of the pool changes over the run: ``print(curriculum.plan_in_words())``."""
         total = sum(self.sizes.values())
-        told = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
-        said = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in told]
-        if len(told) < len(self._pools):
-            said.insert(-1, f"{len(self._pools) - len(told)} more")
+        shown = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
+        parts = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in shown]
+        if len(shown) < len(self._pools):
+            parts.insert(-1, f"{len(self._pools) - len(shown)} more")
         metrics = ", ".join(f"{one.name} by {one.by}" for one in self._grid.metrics)
-        return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(said)}"
+        return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(parts)}"
 
     @shows
     def __repr__(self) -> str:
@@ -164,7 +165,7 @@ class Curriculum(GroupedSet):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _MetricOptions:
     """The user's settings for one metric."""
 
     name: str
@@ -195,7 +196,7 @@ class _Asked:
             borders = list(zip(found, opens, strict=False))
         if total and values[-1] > borders[-1][0]:
             borders.append((float(values[-1]), 1.0 if self.by == "percentile" else float(values[-1])))
-        # Of several borders without a value between them, keep the first: it opens everything below.
+        # If no value lies between several borders, keep the first: it opens everything below.
         below = [0, *(int(np.searchsorted(values, upper, side="right")) for upper, _ in borders)]
         kept = [one for one, (before, here) in zip(borders, pairwise(below), strict=True) if here > before]
         least = float(values[0]) if total else math.nan
@@ -266,7 +267,7 @@ class _Grid:
 
     @property
     def num_groups(self) -> int:
-        """Cells."""
+        """Number of cells."""
         return math.prod(len(one.borders) for one in self.metrics)
 
     def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
@@ -287,12 +288,12 @@ class _Grid:
         return found[::-1]
 
     def name_of(self, cell: int) -> str:
-        """Name a cell as sources are named."""
+        """Return the name of a cell, in the form of a source name."""
         pairs = zip(self.metrics, self.buckets_of(int(cell)), strict=True)
         return ",".join(metric.name_of(bucket) for metric, bucket in pairs)
 
     def pools(self, cells: Sequence[int]) -> list[tuple[int, npt.NDArray[np.bool_]]]:
-        """Return rows at which the pool changes, and which of some cells are in it from there on."""
+        """Return the rows at which the pool changes, each with a mask of the ``cells`` in the pool from then on."""
         buckets = np.array([self.buckets_of(cell) for cell in cells])
         rows = sorted({row for metric in self.metrics for row, _ in metric.schedule.segments()})
         found: list[tuple[int, npt.NDArray[np.bool_]]] = []
@@ -313,11 +314,11 @@ def _as_given(weights: Any) -> Any:
     return weights
 
 
-def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
-    """Return the metrics, checked.
+def _checked_metrics(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_MetricOptions]:
+    """Return the validated settings of the metrics.
 
     Raises:
-        ConfigError: They cannot work.
+        ConfigError: A setting is invalid.
     """
     if isinstance(metric, Mapping):
         if schedule is not None:
@@ -340,7 +341,7 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
                 f"Curriculum: {what}: expected a dict with the keys of metric=, {', '.join(map(str, schedules))}, got "
                 f"the keys {', '.join(map(str, given)) or 'none'}"
             )
-    asked = []
+    metrics = []
     for name, own in schedules.items():
         kind = by[name] if isinstance(by, Mapping) else by
         parts = buckets[name] if isinstance(buckets, Mapping) else buckets
@@ -348,8 +349,8 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
             raise ConfigError(f"Curriculum: metric: expected names of columns without a slash, got {name!r}")
         check_choice("Curriculum: by", kind, get_args(By))
         _check_schedule(name, own, kind)
-        asked.append(_Asked(name=name, schedule=own, by=kind, buckets=_checked_buckets(parts, kind)))
-    return asked
+        metrics.append(_MetricOptions(name=name, schedule=own, by=kind, buckets=_checked_buckets(parts, kind)))
+    return metrics
 
 
 def _check_schedule(name: str, schedule: Any, by: By) -> None:
@@ -401,7 +402,7 @@ def _check_pools(grid: _Grid, pools: Sequence[tuple[int, npt.NDArray[np.bool_]]]
 def _warn_if_never_open(
     grid: _Grid, pools: Sequence[tuple[int, npt.NDArray[np.bool_]]], sizes: npt.NDArray[np.integer[Any]]
 ) -> None:
-    """Log a warning if a schedule of values stays below values that occur: perhaps it was meant in another unit."""
+    """Log a warning if a schedule of values never reaches the largest value: perhaps it was meant in another unit."""
     never = 1 - sizes[np.any([pool for _, pool in pools], axis=0)].sum() / sizes.sum()
     for metric in grid.metrics:
         values: list[Any] = [value for _, value in metric.schedule.segments()]

@@ -89,7 +89,7 @@ class StreamingDataset(DataSet[SampleSource]):
     """Read samples from WebDataset tar shards in a bucket or on disk.
 
     Opening a dataset reads its index (one file per directory of shards). Small sets without an index are indexed in
-    memory; large ones can only be streamed (docs/guide.md). Thread-safe and picklable: a copy reopens nothing but its
+    memory; large ones can only be streamed (docs/guide.md). Thread-safe and picklable: a copy reopens only its
     connections. ::
 
         dataset = StreamingDataset("s3://bucket/train/", fields=("jpg", "cls"), decode={"cls": int})
@@ -103,14 +103,14 @@ class StreamingDataset(DataSet[SampleSource]):
             are not even fetched if they are large (128 KiB, or 1 MiB in an object store).
         decode: ``"auto"``: by extension, with fields written by ``convert --tokenizer`` as arrays. None: raw bytes. A
             mapping such as ``{"jpg": "rgb8", "cls": int}``: these fields as given, the others as with ``"auto"``.
-        transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
-            is handled as ``on_error`` says. It runs on several threads. A function with a second argument, or with one
-            named ``rng``, gets a ``numpy.random.Generator`` that depends only on the seed, the epoch and the sample's
-            position in the epoch: its numbers are the same on any number of ranks, workers and threads, and after a
-            resume (docs/random.md).
+        transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; ``on_error``
+            decides what happens to a dropped sample. It runs on several threads. A function with a second argument, or
+            with one named ``rng``, gets a ``numpy.random.Generator`` that depends only on the seed, the epoch and the
+            sample's position in the epoch: its numbers are the same on any number of ranks, workers and threads, and
+            after a resume (docs/random.md).
         where: Condition over the columns of the sample tables and late columns (docs/filters.md), such as ``"tokens >=
-            512 and lang = 'en'"``, or a ``pyarrow.compute.Expression``: the set holds only the samples that match. It
-            is evaluated once, when the set is opened, by all ranks together.
+            512 and lang = 'en'"``, or a ``pyarrow.compute.Expression``: the set holds only the samples that match. All
+            ranks together evaluate it once, when the set is opened.
         view: Name of a filter saved beside the index (``shard_tools view save``). ``where`` and ``exclude`` narrow it
             further.
         subset: Range of samples in storage order: two fractions, ``(0.0, 0.8)``, or two numbers, ``(1000, 2000)``. The
@@ -131,32 +131,32 @@ class StreamingDataset(DataSet[SampleSource]):
             ``"error"``: refuse the set. ``"keep"``: adjacent members with the same key form one sample, and a later run
             of that key is another sample with the same ``__key__``, as in webdataset. Order, resume and ``dataset[i]``
             count samples and stay exact; a lookup by key finds the first.
-        allow_unfinished: Read what is there of a set that a command or a ``ShardWriter`` is still writing, or was
-            interrupted at. A warning says how much that is. Such a set is refused otherwise
+        allow_unfinished: Whether to read the finished part of a set that a command or a ``ShardWriter`` is still
+            writing, or did not finish. A warning reports the size of that part. By default such a set is refused
             (docs/reliability.md#unfinished-sets).
-        version: Number or name of a version of the set, such as ``3`` or ``"v3"`` (``shard_tools version list``): what
-            it held then, whatever was appended or deleted since. Default: the current one when it is opened.
-        max_gzip_ratio: Refuse a ``.tar.gz``, and a field such as ``json.gz``, that inflates to more than this many
-            times its size (and to more than 64 MiB).
-        on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbor
-            replaces it; ``"skip"``: likewise, but the replacement is False in ``batch["__valid__"]``; ``"raise"``:
-            raise the error.
-        max_bad_samples: Stop the run when there are more bad samples than this number (int) or fraction of the epoch
-            (float, rounded up, at least 2 unless it is 0), counted over all data-parallel ranks. If torch.distributed
-            is not initialized, each rank counts for itself, and a fraction is one of its own part of the epoch. 1.0: no
-            limit.
+        version: Number or name of a version of the set, such as ``3`` or ``"v3"`` (``shard_tools version list``): its
+            content then, whatever was appended or deleted since. Default: the current version when the set is opened.
+        max_gzip_ratio: Maximum ratio of inflated to compressed size. A ``.tar.gz``, or a field such as ``json.gz``,
+            that exceeds it and inflates to more than 64 MiB is refused.
+        on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: replace it by a readable
+            neighbor; ``"skip"``: also mark the replacement as False in ``batch["__valid__"]``; ``"raise"``: raise the
+            error.
+        max_bad_samples: Number of bad samples (int), or fraction of the epoch (float, rounded up, at least 2 unless it
+            is 0), above which the run stops, counted over all data-parallel ranks. If torch.distributed is not
+            initialized, each rank counts its own bad samples, and a fraction refers to its own part of the epoch. 1.0:
+            no limit.
         bad_samples_file: Path of a file to which bad samples are appended, one JSON object per line with the entries of
             ``loader.metrics()["bad"]``; ``{rank}`` is replaced by this process's rank. Each sample is written once per
             epoch. All processes of a machine may share one file; on a network file system give each its own.
             ``shard_tools verify --bad`` and ``reshard --drop`` read this file.
-        classes: What becomes of several sets, of a list or a parent directory, whose numbers mean other classes (their
-            ``schema.json`` has the names). None: they are refused. ``"union"``: numbers are translated by name as they
-            are decoded; the first set's classes keep their numbers, new names of further sets follow in order
-            (``dataset.class_names``). ``"own"``: each set keeps its own numbers, which a warning says.
+        classes: What to do if several sets, from a list or a parent directory, number their classes differently
+            (``schema.json`` has the names). None: refuse them. ``"union"``: translate numbers by name when decoding;
+            the first set's classes keep their numbers, new names of further sets follow in order
+            (``dataset.class_names``). ``"own"``: each set keeps its own numbers, and a warning is logged.
 
     Raises:
         NotFoundError, AccessDeniedError, TransferError: The shards cannot be listed or read.
-        UnfinishedError: The set is not whole: it is still being written, or that was interrupted.
+        UnfinishedError: The set is incomplete: it is still being written, or writing was interrupted.
         IndexMismatchError, IndexFormatError: The index does not match the shards, or is damaged.
         ConfigError: An argument is invalid.
     """
@@ -224,9 +224,9 @@ class StreamingDataset(DataSet[SampleSource]):
 
     @property
     def class_names(self) -> dict[str, tuple[str, ...]]:
-        """The names of classes by field, each at the place of its number: ``dataset.class_names["cls"][number]``.
+        """The class names of each field, indexed by class number: ``dataset.class_names["cls"][number]``.
 
-        ``"json:objects.label"`` is a number within a field. Empty if the set does not say.
+        A key such as ``"json:objects.label"`` means a number inside a field. Empty if the set declares no classes.
         """
         return self._source.meaning.schema.classes
 
@@ -242,18 +242,18 @@ class StreamingDataset(DataSet[SampleSource]):
     def __getitem__(self, index: Any) -> Any:
         """Return sample number ``index`` in storage order, decoded and transformed.
 
-        Negative numbers count from the end. ``dataset[[3, 5]]`` is a list of samples, in this order: several numbers in
-        a list, tuple, range, array or tensor.
+        Negative numbers count from the end. Several numbers (a list, tuple, range, array or tensor), as in
+        ``dataset[[3, 5]]``, return a list of samples in that order.
 
         ``dataset[a:b]`` is a view of a range, ``dataset[::n]`` of every nth sample, and a dataset in its own right: it
         can be given to a ``DataLoader``, shuffled, resumed, indexed and sliced again. Making a view reads nothing. A
-        chunk that crosses its border is fetched whole.
+        chunk that crosses the border of a view is fetched whole.
 
         ``transform`` gets the ``rng`` of position ``index`` in epoch 0, so the result is the same on every call.
 
-        Each sample costs one ranged GET, several of which share one if they lie close together. With a sample table, it
-        fetches the span that holds the sample (a run of records of about 64 KiB with one checksum, or a single large
-        record); without one, the whole chunk.
+        Each sample costs one ranged GET; samples that lie close together share one. With a sample table, it fetches the
+        span that holds the sample (a run of records of about 64 KiB with one checksum, or a single large record);
+        without one, the whole chunk.
 
         Raises:
             IndexError: There is no such sample.

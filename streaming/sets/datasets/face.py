@@ -1,4 +1,4 @@
-"""Show what users hold, whatever its kind: its source, its length, its samples by number and in their order."""
+"""Define the base class of every dataset: its source, its length, its samples by number and in storage order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NumberArray(Protocol):
     def __len__(self) -> int: ...
 
     def tolist(self) -> Any:
-        """Return the numbers as Python has them."""
+        """Return the numbers as Python integers, in nested lists if there are several dimensions."""
 
 
 Numbers: TypeAlias = Sequence[int] | NumberArray
@@ -29,7 +29,7 @@ Numbers: TypeAlias = Sequence[int] | NumberArray
 
 
 class Shown(Protocol):
-    """Interface of a source as users see it; see ``streaming.run.engine.source.Source`` for what loops ask.
+    """Interface of the part of a source that users see; ``streaming.run.engine.source.Source`` is what loops use.
 
     Attributes:
         shuffle: Whether epochs are shuffled.
@@ -45,11 +45,11 @@ class Shown(Protocol):
 
     @property
     def urls(self) -> Sequence[str]:
-        """The shards, as they are requested; they may contain secrets."""
+        """The URLs of the shards, as requested from the store; they may contain secrets."""
 
     @property
     def num_readable(self) -> int:
-        """How many samples ``read`` knows by number."""
+        """Number of samples that ``read`` can return."""
 
     def read(self, numbers: Int64Array) -> list[Sample]:
         """Return samples by number, in this order."""
@@ -65,10 +65,10 @@ ShownT = TypeVar("ShownT", bound=Shown)
 
 
 class DataSet(Generic[ShownT]):
-    """Hold a source, and show what users need of it.
+    """Hold a source, and expose the part of it that users need.
 
-    Loops, the engine and tools take ``source`` and nothing else, so that none of their questions is a method here. It
-    is what a ``DataLoader`` gets of a source of your own: ``DataLoader(DataSet(source), batch_size=256)``.
+    Loops, the engine and tools use only ``source``, so the methods that they call are not repeated here. Wrap a source
+    of your own in this class to give it to a ``DataLoader``: ``DataLoader(DataSet(source), batch_size=256)``.
 
     Args:
         source: The source, of any kind.
@@ -90,7 +90,7 @@ class DataSet(Generic[ShownT]):
 
     @property
     def source(self) -> ShownT:
-        """What loops and tools read: chunks, bytes and orders, as in ``dataset.source.chunk_samples``."""
+        """The source that loops and tools read: chunks, bytes and orders, as in ``dataset.source.chunk_samples``."""
         return self._source
 
     @property
@@ -105,7 +105,7 @@ class DataSet(Generic[ShownT]):
 
     @property
     def shuffle(self) -> bool:
-        """Whether epochs are shuffled: ``assert dataset.shuffle``; ``dataset[i]`` counts in storage order anyway."""
+        """Whether epochs are shuffled: ``assert dataset.shuffle``; ``dataset[i]`` always counts in storage order."""
         return self._source.shuffle
 
     @property
@@ -118,15 +118,15 @@ class DataSet(Generic[ShownT]):
         return self._source.num_readable
 
     def map(self, function: Transform) -> Self:
-        """Return the same data set that also calls ``function`` on each sample: ``dataset.map(resize)``.
+        """Return a data set of the same samples that also calls ``function`` on each: ``dataset.map(resize)``.
 
         Raises:
-            ConfigError: ``function`` is no function of a sample, or would not be called.
+            ConfigError: ``function`` is not a function of a sample, or this kind of set would not call it.
         """
         return reading(self, self._source.mapped(function))
 
     def _sliced(self, wanted: builtins.slice) -> Any:  # noqa: ARG002  some have ranges
-        """Return a range of the samples, or raise an error that says what to slice instead."""
+        """Return a range of the samples, or raise an error that names what to slice instead."""
         raise ConfigError(
             f"dataset[a:b]: a {type(self._source).__name__} has no ranges; write dataset[range(a, b)], which is a list "
             "of samples"
@@ -138,7 +138,7 @@ class DataSet(Generic[ShownT]):
         Raises:
             IndexError: There is no such sample.
             TypeError: ``index`` is neither a number, a range, nor numbers.
-            ConfigError: A mask, or a range that this kind of set does not have.
+            ConfigError: ``index`` is a mask, or a range that this kind of set does not support.
         """
         if isinstance(index, builtins.slice):
             return self._sliced(index)
@@ -147,9 +147,9 @@ class DataSet(Generic[ShownT]):
         return self._source.read(np.array([self._number(index)], np.int64))[0]
 
     def __getitems__(self, numbers: Numbers) -> list[Sample]:
-        """Return samples by number, in this order, as a list: what torch's ``DataLoader`` asks for a whole batch.
+        """Return a list of samples by number, in this order; torch's ``DataLoader`` calls this once per batch.
 
-        Samples that lie close together are read with one request, and several requests are made at a time.
+        Samples that lie close together are read with one request, and several requests run concurrently.
 
         Raises:
             IndexError: There is no such sample; the message has the number.
@@ -165,7 +165,7 @@ class DataSet(Generic[ShownT]):
         return self._source.read(np.array([self._number(one) for one in listed], np.int64))
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield all samples once, in storage order, reading chunk by chunk: for a look. ``DataLoader`` trains."""
+        """Yield all samples once, in storage order, reading chunk by chunk; to train, use a ``DataLoader``."""
         return self._source.scan()
 
     def _number(self, index: SupportsIndex) -> int:
@@ -176,7 +176,7 @@ DataSetT = TypeVar("DataSetT", bound=DataSet[Any])
 
 
 def reading(dataset: DataSetT, source: Any) -> DataSetT:
-    """Return a data set as it is over another source of the same kind; itself if that is its own."""
+    """Return the same data set over another source of the same kind; ``dataset`` itself if the source is its own."""
     if source is dataset.source:
         return dataset
     made = copy.copy(dataset)

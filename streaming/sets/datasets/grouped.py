@@ -1,4 +1,4 @@
-"""Show the groups of a dataset's samples: what ``Curriculum`` and ``Balanced`` have in common."""
+"""Draw from groups of a dataset's samples: the common base of ``Curriculum`` and ``Balanced``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ELSEWHERE = {
 
 
 class GroupedSet(MixedSet[GroupedSource]):
-    """Hold the groups of a dataset's samples, which are drawn from without end.
+    """Draw without end from the groups of a dataset's samples.
 
-    Samples have the numbers of the dataset: ``curriculum[i]`` is ``dataset[i]``.
+    Samples keep their numbers in the dataset: ``curriculum[i]`` is ``dataset[i]``.
     """
 
     _dataset: StreamingDataset
@@ -45,7 +45,7 @@ class GroupedSet(MixedSet[GroupedSource]):
         )
 
     def map(self, function: Transform) -> Self:
-        """Return the same with ``function`` called on each sample, after the functions of the data set.
+        """Return the same set that also calls ``function`` on each sample, after the functions of the data set.
 
         Example::
 

@@ -45,7 +45,7 @@ MixedT = TypeVar("MixedT", bound=MixedSource)
 
 
 class MixedSet(DataSet[MixedT]):
-    """Hold a source that is mixed of several, and show these."""
+    """Hold a source that mixes several others, and expose these."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,12 +54,12 @@ class MixedSet(DataSet[MixedT]):
 
     @property
     def class_names(self) -> dict[str, tuple[str, ...]]:
-        """The names of classes by field, each at the place of its number: ``mix.class_names["cls"]``."""
+        """The class names of each field, indexed by class number: ``mix.class_names["cls"]``."""
         return self._source.meaning.schema.classes
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of samples of each source: ``sum(mix.sizes.values())`` of all, however often they are read."""
+        """Number of samples of each source, however often it is read: ``sum(mix.sizes.values())`` is the total."""
         return self._source.sizes
 
     @property
@@ -80,7 +80,7 @@ class MixedSet(DataSet[MixedT]):
         """Return sample number ``index``, decoded and transformed; a list of samples for several numbers.
 
         Negative numbers count from the end. Sources follow each other in order of their names. A source that an epoch
-        reads several times appears as many times.
+        reads n times appears n times.
 
         Raises:
             IndexError: There is no such sample.
@@ -89,14 +89,14 @@ class MixedSet(DataSet[MixedT]):
         return super().__getitem__(index)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield the samples of an epoch, one source after the other, in storage order.
+        """Yield the samples of an epoch, source by source, in storage order.
 
         Raises:
             ConfigError: The set has no end.
         """
         if self.is_endless:
             raise ConfigError(
-                f"for sample in {type(self).__name__}: it has no end, so that nothing says when this is over. Write "
+                f"for sample in {type(self).__name__}: it has no end, so this loop would never stop. Write "
                 "DataLoader(…, epoch_size=…), or iterate over the data sets that it was made of"
             )
         return super().__iter__()
@@ -115,7 +115,7 @@ class Mixture(MixedSet[MixedSource]):
         loader = DataLoader(mix, batch_size=8)
         for step, batch in zip(range(100_000), loader): ...      # it has no end
 
-    How much of each source is read is given in exactly one of these ways:
+    Give the amount that is read of each source in exactly one of these ways:
 
     - neither ``weights`` nor ``repeats``: an epoch is one pass over all sources, with each sample exactly once;
     - ``repeats={"web": 1, "code": 2.5}``: the number of passes per epoch; the next epoch starts with the samples that a
@@ -149,17 +149,17 @@ class Mixture(MixedSet[MixedSource]):
             chunks, so that hundreds of sources fit into memory. A total such as ``"32MiB"`` is the sum of the sizes of
             one unit of each source, divided so that it takes the fewest requests; a dict gives sizes by name
             (``"text/en"`` for a source of a nested mixture), and sources that it does not name are read in whole
-            chunks. At least 64 KiB per source. The sample tables are read when the mixture is made. The sizes are part
-            of a run: a resumed one keeps those that it began with.
-        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; the own
-            limit of each source, and of each mixture within this one, applies to its samples as well. None: only the
-            sources' own limits and, over all ranks, their sum.
-        bad_samples_file: As for ``StreamingDataset``, for all sources. A source with a file of its own, or a mixture
-            within this one, also records its samples there.
+            chunks. At least 64 KiB per source. The sample tables are read when the mixture is made. A resumed run keeps
+            the sizes that it began with.
+        max_bad_samples: Number or fraction of bad samples in an epoch, over all sources and ranks, above which the run
+            stops. The limit of each source, and of each nested mixture, applies to its own samples as well. None: only
+            the limits of the sources apply and, over all ranks, their sum.
+        bad_samples_file: As for ``StreamingDataset``, for all sources. A source or nested mixture with a file of its
+            own also records its samples there.
 
-        classes: What becomes of sources whose numbers mean other classes, as for ``StreamingDataset``: None: they are
-            refused; ``"union"``: numbers are translated by name; ``"own"``: each source keeps its own, as for models
-            with a head for each.
+        classes: What to do if sources number their classes differently, as for ``StreamingDataset``. None: refuse them;
+            ``"union"``: translate numbers by name; ``"own"``: each source keeps its own numbers, as for models with one
+            head per source.
 
     Raises:
         ConfigError: An argument is invalid; the message lists source names that are unknown or missing.
@@ -216,9 +216,9 @@ class Mixture(MixedSet[MixedSource]):
             transforms: Functions, which a file cannot hold: the ``transform`` of sources by name (``"text/en"`` for a
                 source of a nested mixture).
             storage_options: For reading the file, and for sources that do not give their own.
-            trust: Options that the file may set beside those of data: names such as ``["endpoint_url",
-                "bad_samples_file"]``, or True: all. A file may come from a stranger; without trust it sets no keys, no
-                server that receives yours, and no file to be written (docs/security.md).
+            trust: Options that the file may set beyond those that describe data: names such as ``["endpoint_url",
+                "bad_samples_file"]``, or True for all. A file may come from a stranger: without trust it cannot set
+                credentials, a server that would receive yours, or a file to write (docs/security.md).
 
         Raises:
             ConfigError: The file is not a valid description, or sets an option it is not trusted with; the message

@@ -38,13 +38,13 @@ _HOMES = {
     "balanced": ("streaming.sets.datasets.balanced", "Balanced"),
     "curriculum": ("streaming.sets.datasets.curriculum", "Curriculum"),
 }
-"""The class of each kind, by module and name: like a decoder, it is named by the user and found when it is used. A
-mixture opens all kinds, some of which are made of mixtures."""
+"""The class of each kind, by module and name: it is imported when it is first used, because a
+mixture opens all kinds, and some kinds are mixtures themselves."""
 _AT_THE_MIXTURE = ("shuffle", "seed")
 """Options of a dataset that have no effect within a mixture, which has its own order."""
 _IN_CODE = "transform"
 _INSIDE = {"length": "packed", "padded": "packed", "by": "balanced", "metric": "curriculum", "schedule": "curriculum"}
-"""Options that people write beside the URL, and the object that they belong into."""
+"""Options that people write beside the URL, and the object in which they belong."""
 
 
 def read_description(
@@ -87,11 +87,11 @@ def open_described(
     Args:
         content: As :func:`read_description` returns it, or one of its sources.
         place: Name of the source, such as ``"text/en"``, for messages and ``transforms``; "" for the whole.
-        transforms: The ``transform`` of sources, by name.
+        transforms: The ``transform`` of each source, by name.
         storage_options: For sources that do not give their own.
 
     Raises:
-        ConfigError: The description cannot work; a note names the source.
+        ConfigError: The description is invalid; a note names the source.
     """
     if "sources" not in content:
         return _open_set(content, place, (transforms or {}).get(place), storage_options)
@@ -116,7 +116,7 @@ def _open_set(
     for name in options:
         if name in _INSIDE:
             raise ConfigError(
-                f'{name!r} belongs into {_INSIDE[name]!r}: write "{_INSIDE[name]}": {{"{name}": …}} beside "url"'
+                f'{name!r} belongs in {_INSIDE[name]!r}: write "{_INSIDE[name]}": {{"{name}": …}} beside "url"'
             )
     if len(kinds) > 1:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _open_set(
 
 
 def _made(kind: str, first: Any, options: Mapping[str, Any]) -> Any:
-    """Make a dataset of a kind from its first argument and options as JSON has them."""
+    """Make a dataset of a kind from its first argument and options, as parsed from JSON."""
     module, name = _HOMES[kind]
     cls: Any = getattr(import_module(module), name)
     taken = {"self", option_names(cls)[0]} & options.keys()
@@ -146,10 +146,10 @@ def _made(kind: str, first: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _value(option: str, given: Any) -> Any:
-    """Return a value of a file as the classes take it: schedules and the shuffling are objects there.
+    """Convert a value of the file for the classes: schedules and shuffle settings become objects.
 
     Raises:
-        ConfigError: A schedule or the shuffling is invalid.
+        ConfigError: A schedule or the shuffle settings are invalid.
     """
     if not isinstance(given, Mapping):
         return given
@@ -168,7 +168,7 @@ def _value(option: str, given: Any) -> Any:
 
 
 def _mixture(content: Any, place: str) -> Content:
-    """Validate a mixture's object as far as possible without its sources, and return it."""
+    """Return the object of a mixture, validated as far as possible without its sources."""
     if not isinstance(content, dict) or not isinstance(content.get("sources"), dict):
         hint = (
             ' For a single set write {"sources": {"NAME": …}}' if isinstance(content, dict) and "url" in content else ""

@@ -51,15 +51,15 @@ class Packed(DataSet[PackedDocuments]):
     - ``cu_seqlens``: int32 [n + 1], the offsets at which the n documents start in the batch flattened to [B * T], and
       its end; padding at the end of a pack is a sequence of its own. ``max_seqlen``: the length of the longest, an int;
     - ``num_tokens``, ``num_labels``: the number of tokens without padding, and of labels that are not -100, ints. Packs
-      that fill the last batch (``last_batch="pad"``) have no labels but -100, and neither number counts them;
+      that fill the last batch (``last_batch="pad"``) have only the label -100, and neither number counts them;
     - ``__key__``: for each pack, the list of its documents' keys; ``__url__``: the shard of each pack;
     - in a mixture also ``__source__``, and ``source_ids`` int64 [B]: the same as indices into the sorted names.
 
     With ``padded=True`` a pack is a whole batch, for models that take one sequence per row; a rank gets one pack at a
-    time (``DataLoader(packed, batch_size=1)``), or a list of several (``collate_fn=list``). For n documents, the
-    longest of which has L tokens: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: token, 0:
-    padding), int64 [n, L]; ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__``, lists of n; and
-    ``source_ids`` int64 [n]. A document that cannot be read leaves a row of padding with the key "".
+    time (``DataLoader(packed, batch_size=1)``), or a list of several (``collate_fn=list``). For n documents of at most
+    L tokens: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: token, 0: padding), int64 [n, L];
+    ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__``, lists of n; and ``source_ids`` int64
+    [n]. A document that cannot be read leaves a row of padding with the key "".
 
     With ``padded=True, field=None`` samples need not be text: a pack is a batch of whole samples of similar size, such
     as images by pixels or audio by frames, which are decoded, transformed and collated like those of any
@@ -70,15 +70,15 @@ class Packed(DataSet[PackedDocuments]):
         for batch in DataLoader(batches, batch_size=1, jagged=("flac",)):
             audio = batch["flac"].padded()                     # [n, frames of the longest]: at most ten minutes
 
-    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch. A batch of which
-    no sample is left becomes a single sample of another batch, so that none exceeds its budget. With ``alike`` the
-    samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
+    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch. If no sample of
+    a batch is left, a single sample of another batch takes its place, so no batch exceeds its budget. With ``alike``
+    the samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
     tensor.
 
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
     cannot be read counts as a bad sample of the dataset; with ``on_error="substitute"`` and ``"skip"`` it becomes
-    padding, and with ``"skip"`` a pack in which nothing could be read is False in ``__valid__``.
+    padding, and with ``"skip"`` a pack without any readable document is False in ``__valid__``.
 
     Args:
         documents: A ``StreamingDataset`` with an index, filtered or not; each sample is a document.
@@ -96,7 +96,7 @@ class Packed(DataSet[PackedDocuments]):
         shift_labels: False: ``labels[t]`` is ``input_ids[t]``, for models that shift labels themselves (Hugging Face).
             True: ``labels[t]`` is token t + 1, for losses that compare position by position (Megatron, TorchTitan).
         labels_across: Whether the first token of a document is predicted from the last token of the document before it.
-            If not, its label is -100 (with ``shift_labels``: the label of that last token), as it always is for the
+            If False, its label is -100 (with ``shift_labels``: the label of that last token), as it always is for the
             first token of a pack. With ``multiple``, this needs ``shift_labels``.
         pad_id: Value of ``input_ids`` at padding.
         max_docs: Maximum number of documents per pack. ``cu_seqlens`` then always has the shape int32 [B * (max_docs +
@@ -165,17 +165,17 @@ class Packed(DataSet[PackedDocuments]):
 
     @property
     def counts(self) -> PackCounts:
-        """What became of the documents, such as ``packed.counts.split`` and ``packed.counts.dropped``."""
+        """Numbers of documents and tokens by outcome, such as ``packed.counts.split`` and ``packed.counts.dropped``."""
         return self._source.counts
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all packs, padding not counted: ``packed.num_tokens / len(packed)`` is the mean of a pack."""
+        """Number of tokens in all packs, without padding: ``packed.num_tokens / len(packed)`` is the mean per pack."""
         return self._source.counts.packed
 
     @property
     def fill(self) -> float:
-        """Part of all places that holds tokens, 0 to 1: ``print(f"{packed.fill:.1%} filled")``."""
+        """Fraction of token positions that hold tokens, 0 to 1: ``print(f"{packed.fill:.1%} filled")``."""
         return self._source.fill
 
     @overload
@@ -188,19 +188,19 @@ class Packed(DataSet[PackedDocuments]):
     def __getitem__(self, index: builtins.slice) -> NoReturn: ...
 
     def __getitem__(self, index: Any) -> Any:
-        """Return pack ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T], or a batch.
+        """Return pack ``index`` in storage order, as laid out in epoch 0 by the set's seed: tensors [T], or a batch.
 
-        ``packed[[3, 5]]`` is a list of packs, as of samples.
+        ``packed[[3, 5]]`` returns a list of packs.
 
         Raises:
             IndexError: There is no such pack.
             DataError: One of its documents cannot be read.
-            ConfigError: A range is asked for.
+            ConfigError: ``index`` is a slice.
         """
         return super().__getitem__(index)
 
     def map(self, function: Transform) -> NoReturn:
-        """Raise an error: functions belong to the documents, ``Packed(documents.map(function), …)`` if these are whole.
+        """Raise an error: map the documents instead, ``Packed(documents.map(function), …)``, if they are whole samples.
 
         Raises:
             ConfigError: Always.
@@ -216,10 +216,10 @@ class Packed(DataSet[PackedDocuments]):
 
 
 def _check_documents(documents: Any) -> None:
-    """Check that documents are a ``StreamingDataset``.
+    """Check that ``documents`` is a ``StreamingDataset``.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: It is not.
     """
     if isinstance(documents, StreamingDataset):
         return

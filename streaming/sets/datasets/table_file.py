@@ -25,7 +25,7 @@ from streaming.storage import Storage, redact, scheme_of
 _BLOCK_BYTES = 8 << 20
 _REQUESTS = 16
 _GAP_BYTES = 64 << 10
-"""Two records of a batch that are at most this far apart are read with one request, gap included."""
+"""Maximum gap in bytes between two records of a batch that are read with one request, gap included."""
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 Row = dict[str, Any]
 
@@ -101,7 +101,7 @@ class TableDataset:
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
         """Return several rows by number; rows that lie close together are read with one request."""
         places = [self._place(index) for index in indices]
-        runs: list[list[int]] = []  # places in ``places``, of records that are near each other
+        runs: list[list[int]] = []  # indices into ``places`` of records that are near each other
         for number in sorted(range(len(places)), key=lambda number: places[number][:2]):
             file, begin, *_ = places[number]
             if runs and (last := places[runs[-1][-1]])[0] == file and begin - last[2] <= _GAP_BYTES:
@@ -127,7 +127,7 @@ class TableDataset:
         return f"TableDataset({redact(self.urls[0])}{more}, {len(self)} rows)"
 
     def _place(self, given: SupportsIndex) -> tuple[int, int, int, int]:
-        """Return the file of a row, its first byte, its end (exclusive), and its number."""
+        """Return the file of a row, its first byte, its end (exclusive), and its row number."""
         index = checked_number(given, len(self), "row", "the files have")
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         record = index - int(self._firsts[file]) + (self._headers[file] is not None)

@@ -1,8 +1,8 @@
 """Decide which options a file may set: those that describe data; others only if the caller trusts the file with them.
 
-A description of a mixture may come from a stranger, with the shards. Its options of data are checked like the shards.
-Its options of this machine (the server that gets your keys, a file to write) are refused, and so are files of any
-content that lie outside its own folder.
+A description of a mixture may come from a stranger, with the shards. Its options that describe data are checked like
+the shards. Its options that concern this machine (the server that gets your keys, a file to write) are refused, and so
+are files of arbitrary content outside its own folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streaming.storage import (
 )
 
 Trust: TypeAlias = "bool | Iterable[str]"
-"""True: a file may set all options; otherwise the names of those it may set beside options that describe data."""
+"""True: a file may set all options; otherwise the names of options that it may set beyond those that describe data."""
 
 DATA_OF_STORES: Final[Mapping[str, re.Pattern[str]]] = {
     "anon": re.compile("True|False|None"),
@@ -33,17 +33,17 @@ DATA_OF_STORES: Final[Mapping[str, re.Pattern[str]]] = {
     "region": re.compile(r"[a-z0-9-]{1,40}"),
     "account_name": re.compile(r"[a-z0-9]{3,24}"),
 }
-"""Storage options that describe data, with their safe values: a region with a slash would be another server."""
+"""Storage options that describe data, with their safe values: a region with a slash would name another server."""
 OF_THE_MACHINE: Final = {
     "bad_samples_file": "lines are appended to this file",
     "cache_dir": "files are written and deleted there",
     "cache_limit": "it bounds what a disk holds",
     "max_gzip_ratio": "it bounds what hostile shards may take",
 }
-"""Options of a set or a mixture that do not describe data, and why. All others do: a test lists them."""
+"""Options of a set or a mixture that do not describe data, and why. All others describe data: a test lists them."""
 FILES: Final = ("exclude",)
-"""Options whose text names a file of any content, which is read: it must lie in the description's own folder or below.
-Index, shards and mirrors are data wherever they lie: only files of their own formats are read there."""
+"""Options that name a file of arbitrary content to read: it must lie in the description's own folder or below.
+Index, shards and mirrors are data wherever they lie: only files of their formats are read there."""
 _OF_A_STORE: Final = {
     "endpoint_url": "your keys are sent there",
     **dict.fromkeys(("region", "account_name"), "with this value, another server would get your keys"),
@@ -52,12 +52,12 @@ _OF_A_STORE: Final = {
         "it chooses whose keys are used",
     ),
     "requester_pays": "it makes you pay",
-    "ca_file": "it chooses which servers are believed",
+    "ca_file": "it chooses which servers are trusted",
 }
 
 
 def checked_trust(trust: Trust) -> frozenset[str] | None:
-    """Return the options that a file is trusted with; None: all.
+    """Return the options that a file may set beyond those that describe data; None: all.
 
     Raises:
         ConfigError: A name is not an option that needs trust.
@@ -82,7 +82,7 @@ def refusable() -> frozenset[str]:
 
 
 def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] | None) -> None:
-    """Refuse a description that sets options beside those of data, unless it is trusted with them.
+    """Refuse a description that sets options beyond those that describe data, unless it is trusted with them.
 
     Args:
         content: The description of a mixture; each source is a dict.
@@ -109,7 +109,7 @@ def check_trusted(content: Mapping[str, Any], where: str, trust: frozenset[str] 
 
 
 def _beyond_data(content: Mapping[str, Any], place: str, where: str) -> Iterator[tuple[str, str, str]]:
-    """Yield source, name, and name in the file, of all options in a description that are not of data."""
+    """Yield the source, name, and name in the file of each option in a description that does not describe data."""
     for name, value in content.items():
         if name == "sources":
             for inner, one in value.items():
@@ -123,7 +123,7 @@ def _beyond_data(content: Mapping[str, Any], place: str, where: str) -> Iterator
 
 
 def _is_beside(name: str, where: str) -> bool:
-    """Tell whether a path or URL lies in the folder of a description or below it, however links lead there."""
+    """Return whether a path or URL lies in the folder of a description or below it, after resolving links."""
     if scheme_of(name) != scheme_of(where):
         return False
     if scheme_of(name) == "file":
@@ -134,7 +134,7 @@ def _is_beside(name: str, where: str) -> bool:
 
 
 def _of_store(options: Any) -> Iterator[tuple[str, str]]:
-    """Yield the storage options that are not of data, with their names in the file."""
+    """Yield the storage options that do not describe data, with their names in the file."""
     for shown, value in options.items() if isinstance(options, Mapping) else ():
         name = storage_option_name(shown)
         if name == "mirrors":

@@ -66,7 +66,7 @@ class Counted:
         values: Distinct values, sorted; int64, float64, text or booleans.
         counts: int64 [n], occurrences of each value.
         num_missing: Samples without a value; NaN counts as missing.
-        lacking: A shard with such samples, or "".
+        lacking: A shard with samples that lack a value, or "".
     """
 
     values: Values
@@ -76,7 +76,7 @@ class Counted:
 
 
 class Coding(Protocol):
-    """The mapping of values to groups: a pure function of what all ranks counted."""
+    """The mapping of values to groups: a pure function of the counts of all ranks."""
 
     @property
     def num_groups(self) -> int:
@@ -118,9 +118,9 @@ def group_samples(
         storage: Store of the index.
         shards: The shards.
         names: Names of columns, in the sample tables or late.
-        option: The option that asks for these columns, for messages.
+        option: The option that needs these columns, for messages.
         peers: The other ranks, or None.
-        keeps: Tells which samples of a shard count; the others are in no group.
+        keeps: Returns a mask of the samples of a shard that are grouped; the others are in no group.
         coding: Makes groups from the counts; the same on every rank.
 
     Raises:
@@ -207,7 +207,7 @@ class _OnePass:
         return made
 
     def codes(self, rank: int, world_size: int, coding: Coding) -> bytes:
-        """Return the groups of the samples in one rank's shards, as little-endian uint16."""
+        """Return the group of each sample in one rank's shards, as little-endian uint16."""
         found = []
         for shard in part_of(len(self.table.shards), rank, world_size):
             columns, _ = self._shard(shard)

@@ -55,11 +55,11 @@ class ColumnDocument:
     Attributes:
         name: Name of the column.
         type: Arrow's name of the values' type, such as ``double``.
-        column_version: Distinguishes it from every other column that ever had this name.
-        made_from: Where the values came from, for people.
-        num_shards: Shards that have values or NULLs.
-        num_samples: Samples in these shards.
-        num_missing: Samples without a value.
+        column_version: Distinguishes the column from every other one that ever had this name.
+        made_from: Origin of the values, in words.
+        num_shards: Number of shards that have values or NULLs.
+        num_samples: Number of samples in these shards.
+        num_missing: Number of samples without a value.
     """
 
     name: str
@@ -76,10 +76,10 @@ class ColumnDocument:
 
     @classmethod
     def from_bytes(cls, data: ReadBuffer, source: str) -> ColumnDocument:
-        """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
+        """Parse the output of :meth:`to_bytes`; members unknown to this release are ignored.
 
         Raises:
-            IndexFormatError: Not such a document, or one of a newer major version.
+            IndexFormatError: The document is damaged, of another kind, or of a newer major version.
         """
         try:
             content = document_of_kind(data, _KIND)
@@ -106,7 +106,7 @@ class LateColumn:
 
     @cached_property
     def version(self) -> str:
-        """Distinguishes it from every other column of this name."""
+        """Distinguishes the column from every other one of this name."""
         versions = [document.column_version for document in self.documents.values()]
         return versions[0] if len(versions) == 1 else hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
 
@@ -122,7 +122,7 @@ def homes_of(urls: Sequence[str], index: str | None) -> list[str]:
 
 
 def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -> dict[str, LateColumn]:
-    """Return those of ``names`` that are late columns.
+    """Return the late columns among ``names``.
 
     Raises:
         IndexMismatchError: A column exists for only some of the shards' directories.
@@ -180,7 +180,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
         column: The column.
 
     Raises:
-        IndexMismatchError: There are no values for this shard, or those of another version of the shard or column.
+        IndexMismatchError: This shard has no values, or values of another version of the shard or column.
     """
     home = home_of(url, index)
     name = shard_name(url, index)
@@ -207,7 +207,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
 
 
 def documents_as_json(columns: Mapping[str, LateColumn]) -> dict[str, Any]:
-    """Return late columns as JSON-able values, to send to other ranks."""
+    """Return late columns as JSON-serializable values, to send to other ranks."""
     return {
         name: {home: document.to_bytes().decode() for home, document in column.documents.items()}
         for name, column in columns.items()
@@ -215,7 +215,7 @@ def documents_as_json(columns: Mapping[str, LateColumn]) -> dict[str, Any]:
 
 
 def documents_of_json(content: Mapping[str, Mapping[str, str]]) -> dict[str, LateColumn]:
-    """Return the inverse of :func:`documents_as_json`."""
+    """Parse the output of :func:`documents_as_json`."""
     return {
         name: LateColumn(
             name=name,

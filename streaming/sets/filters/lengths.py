@@ -1,4 +1,4 @@
-"""Read the number of tokens of every sample, and whatever else packs budget, shard by shard; recent ones are kept."""
+"""Read the number of tokens and other budgeted sizes of every sample, shard by shard; recent shards are cached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streaming.types import Int64Array
 UNKNOWN = -1
 """Number of tokens of a sample without a value in the column."""
 _KEPT_BYTES = 256 << 20
-"""Columns kept of the most recently used shards: 32 million samples. Those of others are read again."""
+"""Memory for the columns of recently used shards: 32 million samples. The columns of other shards are read again."""
 _TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -30,8 +30,8 @@ class Lengths:
     Args:
         storage: Store of the index.
         shards: The shards.
-        columns: Names of the columns: tokens, and whatever else has a budget.
-        late: Those of them that are late columns.
+        columns: Names of the columns: the tokens, and other sizes with a budget.
+        late: The late columns among them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Lengths:
         return self._recent.of(shard, lambda: self._values(shard))
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """Limit the columns kept in memory to this many bytes; the latest one is kept whatever its size."""
+        """Limit the columns kept in memory to ``num_bytes``; the latest one is kept whatever its size."""
         self._recent.keep_at_most(num_bytes)
 
     def _values(self, shard: int) -> Int64Array:
@@ -87,7 +87,7 @@ class Lengths:
         values = columns[column]
         if str(values.type) not in _TYPES and len(values) != values.null_count:
             raise ConfigError(
-                f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the tokens "
-                "of each sample"
+                f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the number of "
+                "tokens of each sample"
             )
         return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)

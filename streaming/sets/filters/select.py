@@ -1,4 +1,4 @@
-"""Select the samples of a dataset that are kept: once, from sample tables and late columns, by all ranks together.
+"""Select the samples that a filter keeps: once, from sample tables and late columns, by all ranks together.
 
 A sample is kept if it lies in the ``subset``, satisfies ``where``, and its key is not excluded. All three refer to
 samples as stored, so the order in which they are applied does not matter.
@@ -73,15 +73,15 @@ from streaming.types import Int64Array, ReadBuffer
 Condition: TypeAlias = conditions.Condition
 Subset: TypeAlias = tuple[float, float]
 _Found: TypeAlias = tuple[Bits, list[str], list[str], Int64Array]
-"""Bits of a shard, the requested columns that it has, all columns that it has, and which excluded keys it has."""
+"""Kept bits of a shard, the requested columns it has, all columns it has, and the places of excluded keys it has."""
 _log = logging.getLogger(__name__)
 _REQUESTS = 16
 _FEW_SHARDS = 16
-"""Up to this many shards, sample tables are looked up one by one; for more, directories, which may hold others, are
+"""Maximum number of shards for which sample tables are looked up one by one; for more shards, whole directories are
 listed."""
 _NO_PLACES = np.zeros(0, np.int64)
 _KEPT_BYTES = 64 << 20
-"""Bits kept of the most recently evaluated filters: of half a billion samples."""
+"""Memory for the bits of recently evaluated filters: half a billion samples."""
 
 
 class NothingKeptError(ConfigError):
@@ -90,14 +90,14 @@ class NothingKeptError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """The filter that a user asked for.
+    """A user's filter.
 
     Attributes:
         where: A condition, or None.
         subset: Two shares (floats) or two sample numbers (ints), or None.
         excluded: Keys to leave out; sorted, without duplicates.
-        keys_file: Path or URL of the file that keys were read from, whose content is not shown; "": of none.
-        versions: Required versions of late columns, by name: those of a saved view.
+        keys_file: Path or URL of the file that the keys came from, whose content messages do not show; "": no file.
+        versions: Required versions of late columns by name, from a saved view.
         view: Name and hash of the view, or "".
     """
 
@@ -110,12 +110,12 @@ class Filter:
 
     @property
     def is_range(self) -> bool:
-        """Whether it is a mere range, which needs no sample table."""
+        """Whether the filter is only a range, which needs no sample table."""
         return self.where is None and not self.excluded
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it filters nothing out."""
+        """Whether the filter keeps all samples."""
         return self.is_range and self.subset is None
 
     def bounds(self, num_samples: int) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def checked_subset(subset: Any) -> Subset | None:
     """Return ``subset`` as two floats or two ints.
 
     Raises:
-        ConfigError: It is anything else.
+        ConfigError: It is not a range.
     """
     if subset is None:
         return None
@@ -214,13 +214,13 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
     if not isinstance(exclude, (str, PathLike)):
         keys: list[Any] = [exclude]
         if not isinstance(exclude, (bytes, Mapping)):
-            with suppress(TypeError):  # not iterable, though an array without dimensions looks as if it were
+            with suppress(TypeError):  # an array without dimensions has __iter__ but cannot be iterated
                 keys = list(exclude)
         odd = [key for key in keys if not isinstance(key, str)]
         if odd:
             raise ConfigError(f"exclude: expected keys (str), or the path of a file of them, got {odd[0]!r}")
         return tuple(sorted(set(keys)))
-    lines = bytes(storage.read(fspath(exclude))).splitlines()  # of bytes: text also breaks at characters such as U+2028
+    lines = bytes(storage.read(fspath(exclude))).splitlines()  # bytes: text also splits at, e.g., U+2028
     found = set()
     for number, raw in enumerate(lines, start=1):
         line = (raw.removeprefix(BOM_UTF8) if number == 1 else raw).decode("utf-8", "surrogateescape")
@@ -240,12 +240,12 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 def narrowed(
     storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None, *, tells: bool = True
 ) -> Selection | None:
-    """Return the samples that a filter keeps; None: all, of shards without an index.
+    """Return the samples that a filter keeps; None: there is nothing to filter and no index.
 
-    With ``tells``, one INFO line has their number, which is the same on all ranks.
+    With ``tells``, one INFO line logs their number, which is the same on all ranks.
 
     Raises:
-        IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.
+        IndexMissingError, ConfigError, IndexMismatchError: As for :func:`select`.
     """
     if asked is not None and not asked.is_range:
         return select(storage, shards, asked, peers, tells=tells)
@@ -259,12 +259,12 @@ def narrowed(
 def select(
     storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None, *, tells: bool = True
 ) -> Filtered:
-    """Return what a filter keeps; with peers, each rank evaluates a part of the shards.
+    """Return the samples that a filter keeps; with peers, each rank evaluates a part of the shards.
 
     Raises:
         IndexMissingError: There is no index, or a shard has no sample table.
         ConfigError: The condition cannot be evaluated, or keeps nothing.
-        IndexMismatchError: A late column does not belong to these shards, or is not of the version that the view saw.
+        IndexMismatchError: A late column does not belong to these shards, or its version is not the one of the view.
     """
     table = shards.table
     if table is None:
@@ -296,7 +296,7 @@ def select(
 
 
 def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, Any]:
-    """Return the columns that the condition asks for, and which of them are late."""
+    """Return the columns that the condition uses, and the late ones among them."""
     homes = homes_of(shards.urls, shards.index)
     late: dict[str, LateColumn] = {}
     names: frozenset[str] = frozenset()
@@ -329,7 +329,7 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
 def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
     """Return a digest of the versions of the sample tables that a filter reads; "" if they are unknown.
 
-    The same condition on the same tables gives the same bits, which need not be computed again.
+    The same condition on the same tables yields the same bits, so they can be cached under this digest.
     """
     if shards.scanned is not None or asked.is_range or (asked.where is not None and asked.where.names is None):
         return ""  # a pyarrow expression's text may show only a part of it
@@ -353,10 +353,10 @@ def versions_of(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str
 
 
 def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> None:
-    """Reject a late column whose name also exists in the sample tables; checks the first shard's.
+    """Reject a late column whose name also exists in the sample table of the first shard.
 
     Raises:
-        DataError: There is one.
+        DataError: There is such a column.
     """
     twice = sorted(_Lifted(storage, shards, 0).columns(late)[0]) if late and shards.urls else []
     if twice:
@@ -384,12 +384,12 @@ def key_column(
         storage: Reads the sample table.
         shards: The shards of the dataset.
         shard: Number of the shard.
-        only: If given, only those of the samples from one number to before another.
+        only: Range of samples, [first, stop); None: all.
         turns: Held while keys are unpacked (see :class:`_Work`).
 
     Raises:
         IndexMissingError: The shard has no sample table.
-        IndexMismatchError: Its sample table is that of another shard.
+        IndexMismatchError: The sample table belongs to another shard.
     """
     found, facts = _Lifted(storage, shards, shard, turns).columns([KEY], only=only)
     check_is_of(facts, shards.chunks, shard, shards.urls[shard])
@@ -400,7 +400,7 @@ def check_is_of(facts: Mapping[str, Any], table: ChunkTable, shard: int, url: st
     """Reject a sample table, by the metadata of its file, that does not match the shard in the chunk table.
 
     Raises:
-        IndexMismatchError: It is that of another shard, or of another version of it.
+        IndexMismatchError: The table belongs to another shard, or to another version of this one.
     """
     if not facts:
         return
@@ -416,7 +416,7 @@ def check_is_of(facts: Mapping[str, Any], table: ChunkTable, shard: int, url: st
 
 
 def reading_threads(shards: OpenShards) -> int:
-    """Return the number of threads that read sample tables: few for files, since each thread has a heap of its own."""
+    """Return the number of threads that read sample tables: few for local files, as each thread has its own heap."""
     homes = shards.urls if shards.index is None else (shards.index,)
     is_local = all(scheme_of(url) == "file" for url in homes)
     return min(_REQUESTS, num_cores() + 1) if is_local else _REQUESTS
@@ -435,9 +435,12 @@ class _Lifted:
     def columns(
         self, names: Iterable[str], *, coded: bool = False, only: tuple[int, int] | None = None
     ) -> tuple[dict[str, Values], Mapping[str, Any]]:
-        """Return those of ``names`` that exist, and the metadata of the file; with ``coded``, texts as dictionaries.
+        """Return the columns among ``names`` that exist, and the metadata of the file.
 
-        With ``only``, of the samples from one number to before another; for keys alone.
+        Args:
+            names: Names of columns.
+            coded: Return columns of text dictionary-encoded.
+            only: Range of samples, [first, stop), for keys alone; None: all.
 
         Raises:
             IndexMissingError: The shard has no sample table.
@@ -475,7 +478,7 @@ class _Work:
     """Compute the bits of kept samples, shard by shard; ranks exchange their parts as bytes.
 
     Attributes:
-        seen: Digest of the tables that the bits follow from; "": unknown, so that they are always computed anew.
+        seen: Digest of the tables from which the bits are computed; "": unknown, so they are never cached.
         turns: Held by the thread that unpacks and compares. Many requests are in progress at once, but threads beyond
             the number of cores contend for the interpreter lock: 16 on two cores took twice the CPU in total.
     """
@@ -536,19 +539,19 @@ class _Work:
                 bits.append(np.frombuffer(part, np.uint8, num_bytes, at))
                 at += num_bytes
             left_out |= np.frombuffer(part, np.uint8, len(left_out), at)
-        self._tell_unknown(left_out)
+        self._warn_of_unknown(left_out)
         missing = sorted(self.names - found - self.late.keys())
         if missing and any(self._is_asked(shard) for shard in range(len(self._sizes))):
             raise unknown_column(missing[0], {*there, KEY, *_late_names(self.storage, self._homes())})
         return Kept(self.table, bits)
 
-    def _tell_unknown(self, left_out: Bits) -> None:
-        """Warn of excluded keys that no shard has, given the bits of those that one has, if all shards were read."""
+    def _warn_of_unknown(self, left_out: Bits) -> None:
+        """Warn about excluded keys that no shard has, if all shards were read; ``left_out`` marks the keys found."""
         excluded = self.asked.excluded
         unknown = np.flatnonzero(np.unpackbits(left_out, count=len(excluded)) == 0).tolist()
         if not unknown or not all(self._is_asked(shard) or not size for shard, size in enumerate(self._sizes)):
             return
-        shown = f"they stand in {redact(self.asked.keys_file)}"  # which may be any file, if a stranger named it
+        shown = f"they stand in {redact(self.asked.keys_file)}"  # a stranger may have named any file
         if not self.asked.keys_file:
             shown = ", ".join(repr(excluded[place]) for place in unknown[:3]) + (", …" if len(unknown) > 3 else "")
         _log.warning(
@@ -561,7 +564,7 @@ class _Work:
         return homes_of(self.shards.urls, self.shards.index)
 
     def _is_asked(self, shard: int) -> bool:
-        """Tell whether a shard has samples in the subset."""
+        """Return whether a shard has samples in the subset."""
         first, (low, high) = self._firsts[shard], self._samples
         return bool(self._sizes[shard]) and first < high and first + self._sizes[shard] > low
 
@@ -580,7 +583,7 @@ class _Work:
         return bits & np.packbits(inside, bitorder="little"), names, there, places
 
     def _fitting(self, shard: int) -> _Found:
-        """Return the same for all samples of a shard, ignoring the subset."""
+        """Return what :meth:`_shard` does, but for all samples of a shard, ignoring the subset."""
         count = self._sizes[shard]
         bits: Bits = np.packbits(np.ones(count, np.bool_), bitorder="little")
         columns, there = self._columns(shard)
@@ -625,7 +628,7 @@ class _Work:
 def late_columns_of(
     storage: Storage, shards: OpenShards, names: Iterable[str], peers: Peers | None
 ) -> dict[str, LateColumn]:
-    """Return those of ``names`` that are late columns; with peers, rank 0 looks on behalf of all.
+    """Return the late columns among ``names``; with peers, rank 0 reads them for all.
 
     Raises:
         IndexMismatchError: A column exists for only some of the shards' directories.
@@ -657,10 +660,11 @@ def _tell_of_others(shards: OpenShards, late: Mapping[str, LateColumn]) -> None:
 def column_reader(
     storage: Storage, shards: OpenShards, table: ChunkTable, names: Iterable[str], late: Mapping[str, LateColumn]
 ) -> Callable[[int], tuple[dict[str, Values], list[str]]]:
-    """Return a thread-safe function that reads those of the columns ``names`` that a shard has.
+    """Return a thread-safe function from a shard number to the columns among ``names`` that the shard has.
 
-    It also returns the names of the columns in the shard's sample table. It raises ``IndexMissingError`` if the shard
-    has no sample table, and ``IndexMismatchError`` if the files belong to another version of the shard or column.
+    The function also returns the names of all columns in the shard's sample table. It raises ``IndexMissingError`` if
+    the shard has no sample table, and ``IndexMismatchError`` if the files belong to another version of the shard or
+    column.
     """
     return _Work(storage, shards, table, Filter(), frozenset(names), late)._columns
 

@@ -1,4 +1,4 @@
-"""Save views: filters with a name, in a small file beside the index (``docs/format.md``)."""
+"""Save and load views: named filters, each in a small file beside the index (``docs/format.md``)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class View:
         name: Name of the view.
         where: A condition as text, or None.
         subset: As ``StreamingDataset`` takes it, or None.
-        excluded: Keys that it leaves out; sorted, without duplicates.
+        excluded: Keys to leave out; sorted, without duplicates.
         columns: Versions of the late columns that the condition uses.
-        num_kept: Samples that it kept when it was saved.
-        num_samples: Samples of the dataset when it was saved.
+        num_kept: Number of samples that the view kept when it was saved.
+        num_samples: Number of samples in the dataset when the view was saved.
     """
 
     name: str
@@ -46,7 +46,7 @@ class View:
 
     @property
     def hash(self) -> str:
-        """Identifies what the view keeps; 16 hex digits. Part of the fingerprint."""
+        """Identifies the filter of the view; 16 hex digits. Part of the fingerprint."""
         parts = {"where": self.where, "subset": self.subset, "excluded": self.excluded, "columns": dict(self.columns)}
         return filter_hash(parts)
 
@@ -58,7 +58,7 @@ class View:
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON-able form."""
+        """Return the JSON-serializable form."""
         return {**asdict(self), "hash": self.hash}
 
     def to_bytes(self) -> bytes:
@@ -67,10 +67,10 @@ class View:
 
     @classmethod
     def from_bytes(cls, data: ReadBuffer, source: str) -> View:
-        """Return the inverse of :meth:`to_bytes`; members unknown to this release are ignored.
+        """Parse the output of :meth:`to_bytes`; members unknown to this release are ignored.
 
         Raises:
-            IndexFormatError: Not a view, one of a newer major version, or its hash does not match its content.
+            IndexFormatError: It is not a view, has a newer major version, or its hash does not match its content.
         """
         try:
             content = document_of_kind(data, _KIND)
@@ -108,8 +108,8 @@ def load_view(storage: Storage, home: str, name: str) -> View:
     """Return the view of this name beside the index in ``home``.
 
     Raises:
-        ConfigError: There is none.
-        IndexFormatError: It is damaged.
+        ConfigError: There is no such view.
+        IndexFormatError: The view is damaged.
     """
     url = join_url(home, view_path(checked_name(name, "view")))
     try:
@@ -118,7 +118,7 @@ def load_view(storage: Storage, home: str, name: str) -> View:
         try:
             there = ", ".join(view.name for view in list_views(storage, home)) or "none"
         except StorageError:
-            there = "nobody knows which: the store cannot list"
+            there = "unknown, because the store cannot list"
         raise ConfigError(
             f"view: no view {name!r} beside the index in {redact(home) or '.'}; there are: {there}. Save one with "
             f"`shard_tools view save`"
@@ -142,7 +142,7 @@ def asked_filter(
     exclude: str | PathLike[str] | Iterable[str] | None,
     peers: Peers | None,
 ) -> Filter | None:
-    """Return the filter that a dataset's options ask for; None: all samples. With peers, rank 0 reads the files.
+    """Return the filter that a dataset's options describe; None: all samples. With peers, rank 0 reads the files.
 
     ``where`` and ``exclude`` narrow a view further.
 
@@ -150,7 +150,7 @@ def asked_filter(
         ConfigError: An option is invalid, or both a view and ``subset`` name a range.
     """
     path = fspath(exclude) if isinstance(exclude, (str, PathLike)) else None
-    # Keys passed as values are never exchanged: rank 0 alone may open another dataset, whose keys must not be taken.
+    # Keys passed as values are never exchanged: rank 0 may be opening another dataset, alone.
     keys = excluded_keys(storage, exclude) if exclude is not None and path is None else ()
     own = Filter(where=as_where(where), subset=checked_subset(subset), excluded=keys, keys_file=path or "")
     if view is None and path is None:

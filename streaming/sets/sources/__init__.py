@@ -1,4 +1,4 @@
-"""Open what loops, the engine and tools read of the datasets that users hold. Not here: what users see (``datasets``).
+"""Provide the sources behind the datasets: what loops, the engine and tools read. Users see only ``datasets``.
 
 Each kind of dataset has one object here, a ``streaming.run.engine.source.Source``: its ``source``.
 """

@@ -1,4 +1,4 @@
-"""Say what a run draws of the sources of a mixture, and when, by the ledger of the run: ``Drawing``."""
+"""Compute what a run draws from the sources of a mixture, and when, from the ledger of the run: ``Drawing``."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from streaming.sets.sources.packs import PackedDocuments
 from streaming.sets.sources.samples import SampleSource
 
 Leaf: TypeAlias = SampleSource | PackedDocuments
-"""What holds samples of a mixture itself."""
+"""A source of a mixture that holds samples itself."""
 _MOST_LAID = 2**12
-"""Maximum of numbers in a state about sources that may be dropped: one per lane and source, about 30 KB of JSON."""
+"""Maximum count of numbers that a state records about sources without weight: one per lane and source, about 30 KB of
+JSON."""
 _log = logging.getLogger("streaming")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drawing:
-    """What is drawn of sources: the ledgers of runs over them, and what follows from one. A value.
+    """Make and read the ledgers of runs over the sources of a mixture. Immutable.
 
     Attributes:
         leaves: The sources, by name, sorted.
-        deal: How shares are dealt.
-        blend: What is drawn of each.
+        deal: Granularity at which shares are dealt.
+        blend: Amounts drawn from each source.
         fetch_bytes: Size of the fetch units of the sources that are cut.
     """
 
@@ -55,7 +56,7 @@ class Drawing:
     # --- ledgers ---
 
     def begun(self, settings: OrderSettings, global_batch_size: int | None = None) -> Ledger:
-        """Return the ledger of a run that begins now; batches of one source must have a size.
+        """Return the ledger of a run that begins now; batches of one source require ``global_batch_size``.
 
         Raises:
             ConfigError: A source has too few samples for such batches.
@@ -76,8 +77,8 @@ class Drawing:
         """Return the ledger of a run that continues at ``row``; log once what changes.
 
         Raises:
-            StateError: It cannot continue: a source is a different one, or its chunks are needed for what was drawn
-                before.
+            StateError: The run cannot continue: a source is a different one, or is missing although its chunks
+                determine the earlier rows.
         """
 
         @cache
@@ -104,17 +105,17 @@ class Drawing:
     def changed(
         self, ledger: Ledger, weights: WeightSchedule, start: int, orders: EndlessOrder
     ) -> Ledger:  # fmt: skip
-        """Return the ledger with other weights from a row on; ``orders`` are those of the run, which get them, too."""
+        """Return the ledger with other weights from a row on; ``orders``, those of the run, are updated as well."""
         made, lanes = ledger.changed(weights, start), orders.settings.lanes
         orders.append(*(Weights(start=-(-row // lanes), weights=one) for row, one in made.segments_from(start)))
         return self._with_laid(made, lambda: orders)
 
     def _with_laid(self, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
-        """Record in a ledger's last entry what sources without weight have laid out, so that they can be dropped later.
+        """Record in the ledger's last entry how far sources without weight are laid out, so they can be dropped later.
 
         Args:
             ledger: Ledger of the run.
-            orders: Returns its orders; called only if something is missing.
+            orders: Returns the orders of the run; called only if something is missing.
         """
         last, names = ledger.last, sorted(self.deal.unweighed(ledger) & self.leaves.keys())
         if not names:
@@ -134,18 +135,18 @@ class Drawing:
     # --- whether a run can continue ---
 
     def needed(self, ledger: Ledger) -> list[str]:
-        """Return sources that are missing here but needed, because the ledger says too little about their chunks.
+        """Return the sources that are missing here although the run needs their chunks.
 
-        If shares are dealt in chunks, the positions of the other sources follow from theirs, unless what they laid is
-        recorded.
+        If shares are dealt in chunks, the positions of the other sources depend on the chunks of each source, unless
+        the ledger records how far that source is laid out.
         """
         return sorted(granularity_in(ledger.last).needed(ledger, set(ledger.sources) - set(self.leaves)))
 
     def check(self, ledger: Ledger) -> None:
-        """Check that the run of a ledger can continue with these sources, apart from changes that are allowed.
+        """Check that the run of a ledger can continue with these sources; some changes are allowed.
 
         Raises:
-            StateError: Chunks of a source that is missing are needed for what was drawn before.
+            StateError: A missing source's chunks determine the earlier rows.
         """
         missing = self.needed(ledger)
         if missing:
@@ -157,9 +158,10 @@ class Drawing:
             )
 
     def tell_overlapping(self, ledger: Ledger, settings: OrderSettings) -> None:
-        """Say which sources are repeated so fast from now on that passes overlap: how a source is dealt never changes.
+        """Log the sources that repeat so fast from now on that their passes overlap.
 
-        They are dealt in chunks, and the last weights of the ledger go through them too fast for even passes.
+        These sources are dealt in chunks, which never changes during a run, and the last weights of the ledger go
+        through them too fast for even passes.
         """
         last = ledger.last
         fast = self._even(last.blend.largest_shares(last.start), settings).keys() & self.deal.in_chunks(last)
@@ -172,23 +174,23 @@ class Drawing:
             )  # fmt: skip
 
     def grown(self, ledger: Ledger) -> list[str]:
-        """Return the sources that have the shards of the ledger and more after them."""
+        """Return the sources to which shards were appended since the ledger was written."""
         own, shards = self.fingerprints, ledger.shards
         changed = {name: was for name, was in ledger.sources.items() if own.get(name, was) != was}
         return [name for name, was in changed.items() if self._chunks_when(name, was, shards) is not None]
 
     def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
-        """Return, for each source of the ledger, how many of its chunks it has from which pass on; see ``Sources``.
+        """Return for each source of the ledger: (pass, number of chunks from that pass on), …; see ``Sources``.
 
         Raises:
-            StateError: A source is neither the one of the ledger nor that one with more shards after it.
+            StateError: A source is neither the one of the ledger nor that one with shards appended.
         """
         found: dict[str, list[tuple[int, int]]] = {}
         known: dict[tuple[str, str], int | None] = {}
         for entry in ledger.entries:
             for name, fingerprint in entry.sources.items():
                 if name not in self.leaves:
-                    continue  # dropped since
+                    continue  # dropped since then
                 key = name, fingerprint
                 if key not in known:
                     known[key] = self._chunks_when(name, fingerprint, entry.shards)
@@ -208,10 +210,10 @@ class Drawing:
     def _chunks_when(self, name: str, fingerprint: str, shards: Mapping[str, int]) -> int | None:
         return self.leaves[name].chunks_when(fingerprint, shards.get(name))
 
-    # --- what is drawn when ---
+    # --- forecasts and orders ---
 
     def forecast(self, ledger: Ledger) -> Forecast:
-        """Forecast what is due of each source, by the shares of a ledger and with the shards that it had."""
+        """Forecast the rows due from each source, by the shares of a ledger and with the shards that it had."""
         eras, found = self.eras(ledger), {}
         for name, one in self.leaves.items():
             samples = sums(one.chunk_samples)
@@ -220,7 +222,7 @@ class Drawing:
         return Forecast(ledger, found)
 
     def orders(self, settings: OrderSettings, ledger: Ledger) -> Orders:
-        """Return the orders of all passes, or of the one without an end."""
+        """Return the orders of all passes, or of the single endless one."""
         sources = Sources(
             {name: one.chunk_samples for name, one in self.leaves.items()}, settings,
             absent=sorted(set(ledger.sources) - set(self.leaves)), laid=ledger.laid, eras=self.eras(ledger),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arith
 
 FetchBytes: TypeAlias = int | str | Mapping[str, int | str]
 LEAST_UNIT_BYTES = SPAN_BYTES
-"""A unit is a run of whole spans, each of which has a checksum."""
+"""Minimum size of a unit, which is a run of whole spans; each span has a checksum."""
 _UNITS_HELD = 6
 
 
@@ -27,11 +27,11 @@ def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocu
     """Return the size of the units of each source that is cut, in bytes.
 
     Args:
-        given: Sizes by the names of sources, or the sum of the sizes over all sources; then a source with the share s
-            of the bytes read has a size proportional to the square root of s, and at least ``LEAST_UNIT_BYTES``: for
-            this sum, that takes the fewest requests.
+        given: Sizes by source name, or the sum of the sizes over all sources. The sum is divided so that a source with
+            the share s of the bytes read has a size proportional to the square root of s, and at least
+            ``LEAST_UNIT_BYTES``, which takes the fewest requests.
         leaves: The sources.
-        blend: What is drawn from them. The share of a source is its largest one, if shares change.
+        blend: Amounts drawn from them. If shares change, the largest share of each source counts.
 
     Raises:
         ConfigError: A size is invalid, a source is unknown, or its chunks cannot be cut.
@@ -52,16 +52,16 @@ def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocu
     if total < least:
         raise ConfigError(
             f"fetch_bytes: expected at least {shown_total(least)} for {len(leaves)} sources, {shown_total(SPAN_BYTES)} "
-            f"each, which is what one checksum covers, got {format_bytes(total)}"
+            f"each (one checksum covers that much), got {format_bytes(total)}"
         )
     return divided(total, _byte_shares(leaves, blend))
 
 
 def fitting_total(room_bytes: int, lanes: int, num_sources: int) -> int | None:
-    """Return a total of ``fetch_bytes`` with which so many sources fit into ``room_bytes``; None: none does.
+    """Return a total of ``fetch_bytes`` with which ``num_sources`` fit into ``room_bytes``; None: no total does.
 
-    In each of a rank's ``lanes``, a source has the units that a window of two units touches, five, and the next one. A
-    unit is larger than its size by half a span and a page at most, on average.
+    In each of a rank's ``lanes``, a source holds the five units that a window of two units touches, and the next one. A
+    unit exceeds its nominal size by at most half a span and a page, on average.
     """
     total = int(room_bytes / (_UNITS_HELD * lanes)) - num_sources * (SPAN_BYTES // 2 + PAGE_BYTES)
     least = num_sources * LEAST_UNIT_BYTES
@@ -78,8 +78,8 @@ def _checked(size: int | str, name: str) -> int:
     found = parse_bytes(size, name=f"fetch_bytes of {name!r}")
     if found < LEAST_UNIT_BYTES:
         raise ConfigError(
-            f"fetch_bytes of {name!r}: expected at least {format_bytes(LEAST_UNIT_BYTES)}, which is what one checksum "
-            f"covers, got {format_bytes(found)}"
+            f"fetch_bytes of {name!r}: expected at least {format_bytes(LEAST_UNIT_BYTES)} (one checksum covers "
+            f"that much), got {format_bytes(found)}"
         )
     return found
 
@@ -104,7 +104,7 @@ def _byte_shares(leaves: Mapping[str, SampleSource | PackedDocuments], blend: Bl
 
 
 def divided(total: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Divide ``total`` by the square roots of the shares; one that would get less than the least size gets that."""
+    """Divide ``total`` in proportion to the square roots of the shares, with at least the least unit size for each."""
     sizes: dict[str, int] = {}
     roots = {name: math.sqrt(share) for name, share in shares.items()}
     while roots:

@@ -1,4 +1,4 @@
-"""Mix the groups of a set's samples: what loops see of a ``Curriculum`` and a ``Balanced``."""
+"""Mix the groups of a set's samples: the source behind a ``Curriculum`` or a ``Balanced``."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class GroupedSource(MixedSource):
     Args:
         dataset: The set.
         grouping: The group of each sample.
-        names: Names of the groups that are sources, by number.
+        names: Names by group number; groups without a name are not drawn from.
         weights: Weights of the groups.
-        kind: What users hold, for messages.
+        kind: Name of the user's class, for messages.
         name_sources: Whether batches name the group in ``__source__``.
         cure: A command that places the samples of a group next to each other.
         quotas: See ``Mixture``.
-        by_name: Turns weights as users write them into weights by the names of the groups.
+        by_name: Converts weights as users write them to weights by group name.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GroupedSource(MixedSource):
 
     @property
     def num_readable(self) -> int:
-        """See ``MixedSource``: those of the set."""
+        """See ``MixedSource``: the number of samples of the set."""
         return self.dataset.num_readable
 
     def read(self, numbers: Int64Array) -> list[Sample]:
@@ -91,13 +91,13 @@ class GroupedSource(MixedSource):
         return [self._group_names.get(group, "") for group in groups]
 
     def mapped(self, function: Transform) -> Self:
-        """Return the same with ``function`` called on each sample, after the functions of the set."""
+        """Return the same source that also calls ``function`` on each sample, after the functions of the set."""
         made = super().mapped(function)
         made.dataset = self.dataset.mapped(function)
         return made
 
     def named_weights(self, weights: Any) -> dict[str, float]:
-        """See ``MixedSource``: also what ``by_name`` understands.
+        """See ``MixedSource``; also accepts the weights that ``by_name`` converts.
 
         Raises:
             ConfigError: The weights do not name exactly the groups.
@@ -143,8 +143,8 @@ class GroupedSource(MixedSource):
     def read_amplification(self) -> float:
         """Approximate number of bytes read per byte used, over a pass of all groups.
 
-        Computed from the chunk table if whole chunks would cost little; otherwise from a sample of pieces of some
-        shards.
+        Computed from the chunk table if reading whole chunks would cost little; otherwise estimated from pieces of a
+        few shards.
         """
         whole, chunks = self.dataset.shards.table, self._piece_chunks
         if whole is None:
@@ -160,7 +160,7 @@ class GroupedSource(MixedSource):
         return float(self.unit_bytes(rows).sum() / used[rows].sum())
 
     def words(self) -> str:
-        """Describe the groups, and what they are groups of."""
+        """Describe the set and its groups."""
         said = [f"StreamingDataset({self.dataset.words()})", f"{len(self.names)} groups"]
         if self.read_amplification > LARGE_AMPLIFICATION:
             said.append(f"about {self.read_amplification:.1f} bytes read for each one used")
@@ -193,7 +193,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
     """Refuse samples without a value, or log how many are left out.
 
     Raises:
-        ConfigError: There are some, and ``nulls`` is ``"error"``.
+        ConfigError: Samples lack a value, and ``nulls`` is ``"error"``.
     """
     check_choice(f"{owner}: nulls", nulls, get_args(Nulls))
     for name, column in counted.items():
@@ -207,7 +207,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
 
 
 def resharding(dataset: SampleSource, column: str) -> str:
-    """Return the command that writes samples of similar values next to each other."""
+    """Return a hint with the command that writes samples of similar values next to each other."""
     url = shell_place(f"{redact(dataset.urls[0]).rpartition('/')[0] or '.'}/")
     return (
         f"Shards that are sorted by the column, which then lies in their sample tables, are read about once: "

@@ -1,4 +1,4 @@
-"""Read the keys of a source's samples, by shard: what ``shard_tools plan`` names samples by, and finds them with."""
+"""Read the keys of a source's samples, shard by shard; ``shard_tools plan`` names and finds samples by them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from streaming.storage import Storage
 
 
 class KeysOfShards(Protocol):
-    """The keys of all samples of some shards, numbered as the ``urls`` of a source are. Thread-safe."""
+    """The keys of all samples of some shards, which are numbered like the ``urls`` of a source. Thread-safe."""
 
     @property
     def home(self) -> object:
-        """Identifies the shards: the same object for sources that read other samples of the same ones."""
+        """Identifies the shards: sources that read different samples of the same shards share this object."""
 
     @property
     def filled(self) -> list[int]:
@@ -24,7 +24,7 @@ class KeysOfShards(Protocol):
 
     @property
     def num_threads(self) -> int:
-        """How many columns are worth reading at a time."""
+        """Number of columns worth reading concurrently."""
 
     def column(
         self, shard: int, only: tuple[int, int] | None = None, turns: AbstractContextManager[Any] | None = None
@@ -33,17 +33,17 @@ class KeysOfShards(Protocol):
 
         Args:
             shard: Number of the shard.
-            only: If given, only those of the samples from one number to before another.
+            only: Range of samples, [first, stop); None: all.
             turns: Held while keys are unpacked.
 
         Raises:
-            IndexMissingError: They are not known.
+            IndexMissingError: The keys are unknown.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableKeys:
-    """Keys as the sample tables of shards have them. ``KeysOfShards``."""
+    """Keys from the sample tables of shards. Implements ``KeysOfShards``."""
 
     storage: Storage
     shards: OpenShards

@@ -49,29 +49,29 @@ Quotas: TypeAlias = Literal["chunks", "exact"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
 _CURE = (
     'Write Mixture(…, classes="union"), which translates the numbers by name, or classes="own", which keeps those of '
-    "each source, as for heads of their own by __source__"
+    "each source, as for models with one head per __source__"
 )
 _DEALING = {"shuffle": True, "seed": 0, "quotas": "chunks", "batches": "mixed", "fetch_bytes": None}
-"""Options that say how samples are dealt out, and their defaults."""
+"""Options that set how samples are dealt, and their defaults."""
 _log = logging.getLogger("streaming")
 
 
 class MixedSource(JoinedSource):
-    """Mix several sources into one, each with a given share: what loops, the engine and tools see of a ``Mixture``.
+    """Mix several sources into one, each with a given share: the source behind a ``Mixture``.
 
     Its options are those of ``Mixture``, which has their defaults.
 
     Attributes:
-        sources: What is mixed, by name.
-        leaves: Those that hold samples, also of mixtures within this one, in their fetch units.
+        sources: The mixed sources, by name.
+        leaves: The sources that hold samples, including those of nested mixtures, cut into their fetch units.
         fetch_bytes: Size of the fetch units of the sources that are cut.
-        deal: How shares are dealt.
-        blend: What is drawn of each leaf.
-        weighing: What weights mean.
+        deal: Granularity at which shares are dealt.
+        blend: Amounts drawn from each leaf.
+        weighing: Converts weights of the mixture to numbers of samples.
     """
 
     is_reweighed = False
-    """Whether the weights are those that ``set_weights`` gave, unlike the arguments."""
+    """Whether the weights come from ``set_weights`` instead of the arguments."""
 
     def __init__(  # noqa: PLR0913  the options of Mixture
         self,
@@ -100,7 +100,7 @@ class MixedSource(JoinedSource):
         self.fetch_bytes: dict[str, int] = {}
         _check_packs(_leaves(sources))
         self.classes = classes
-        self._meet()
+        self._combine_schemas()
         self._read_leaves()
         self._order_by(shuffle, seed)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
@@ -113,7 +113,7 @@ class MixedSource(JoinedSource):
         self.blend: Blend = self.weighing.blend(self.sizes, weights=weights, repeats=repeats, ends=ends)
         if fetch_bytes is not None:
             self._cut(unit_sizes(fetch_bytes, self.leaves, self.blend), job_peers(agent_store()))
-        _tell_unused(self.sources, self.dealing)
+        _warn_of_unused(self.sources, self.dealing)
 
     @property
     @override
@@ -134,14 +134,13 @@ class MixedSource(JoinedSource):
 
     @property
     def num_readable(self) -> int:
-        """How many samples :meth:`read` knows by number."""
+        """Number of samples that :meth:`read` can return."""
         return sum(self.blend.readable(self.sizes).values())
 
     def read(self, numbers: Int64Array) -> list[Sample]:
         """Return samples by number, int64 [n], which must exist, in this order.
 
-        Sources follow each other in order of their names. A source that an epoch reads several times appears as many
-        times.
+        Sources follow each other in order of their names. A source that an epoch reads n times appears n times.
 
         Raises:
             DataError: A sample cannot be read.
@@ -173,24 +172,24 @@ class MixedSource(JoinedSource):
         """Return the same mixture of other sources that have the same names and sizes."""
         made = copy.copy(self)
         made.sources = dict(sources)
-        made._speak(made.meaning.schema.classes)
+        made._translate_classes(made.meaning.schema.classes)
         made._read_leaves()
         return made
 
-    def _meet(self) -> None:
-        """Compare what the sources mean, and translate numbers of classes where this is wanted.
+    def _combine_schemas(self) -> None:
+        """Compare the schemas of the sources, and translate class numbers with ``classes="union"``.
 
         Raises:
-            ConfigError: They contradict each other.
+            ConfigError: The schemas contradict each other.
         """
         meanings = {_place_of(name, one): one.meaning for name, one in sorted(self.sources.items())}
         sets = {place: one.schema for place, one in meanings.items()}
         unknown = {place: one.unknown for place, one in meanings.items()}
         self.meaning = met(sets, classes=self.classes, cure=_CURE, unknown=unknown)
-        self._speak(self.meaning.schema.classes)
+        self._translate_classes(self.meaning.schema.classes)
 
-    def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
-        """Let each source translate the numbers of classes that it says to those of these lists."""
+    def _translate_classes(self, classes: Mapping[str, tuple[str, ...]]) -> None:
+        """Make each source translate its class numbers to those of these lists."""
         for name, one in self.sources.items():
             own = one.meaning.schema.classes
             wanted = {part: names for part, names in classes.items() if part in own and own[part] != names}
@@ -198,18 +197,18 @@ class MixedSource(JoinedSource):
                 self.sources[name] = one.speaking(wanted)
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
-        """Return the same mixture with its numbers of classes translated to those of these lists."""
+        """Return the same mixture with its class numbers translated to those of these lists."""
         made = copy.copy(self)
         made.sources = dict(self.sources)
-        made._speak(classes)
+        made._translate_classes(classes)
         made._read_leaves()
         return made
 
     def _read_leaves(self) -> None:
-        """Read the leaves of ``sources`` from now on, cut as before, and take over their options.
+        """Read the leaves of ``sources`` from now on, cut as before, and combine their options.
 
-        They are set together for callers that do not ask each source: ``decode`` and ``transform`` are compared between
-        ranks; ``on_error`` is the most tolerant one.
+        The combined options serve callers that do not look at each source: ranks compare ``decode`` and ``transform``;
+        ``on_error`` is the most tolerant one.
         """
         self.leaves = _leaves(self.sources)
         for name, table in self._units.items():
@@ -227,13 +226,13 @@ class MixedSource(JoinedSource):
         self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
 
     def _cut(self, sizes: Mapping[str, int], peers: Peers | None) -> None:
-        """Cut the chunks of some sources into units of these sizes; those of others stay whole."""
+        """Cut the chunks of some sources into units of these sizes; the chunks of others stay whole."""
         self.leaves = _leaves(self.sources)
         cuts = []
         for name in sizes:
             one = _documents(self.leaves[name])
             cuts.append(Cut(storage=one.storage, shards=one.shards, table=one.selection.whole, unit_bytes=sizes[name]))
-        # Tables that stay as they are would only be copied.
+        # Skip unchanged tables, which would only be copied.
         self._units = {
             name: table for name, table, cut in zip(sizes, cut_tables(cuts, peers), cuts, strict=True)
             if table is not cut.table
@@ -242,7 +241,7 @@ class MixedSource(JoinedSource):
         self._read_leaves()
 
     def cut_as(self, ledger: Ledger) -> Self:
-        """Return this mixture with the fetch units of a run's ledger; sources that are new there keep their own."""
+        """Return this mixture with the fetch units of a run's ledger; sources that the ledger lacks keep their own."""
         was = ledger.fetch_bytes
         known = {name: was.get(name, self.fetch_bytes.get(name)) for name in self.names}
         sizes = {name: size for name, size in known.items() if size is not None}
@@ -253,7 +252,7 @@ class MixedSource(JoinedSource):
         return made
 
     def words(self) -> str:
-        """Describe what is mixed."""
+        """Describe the mixture."""
         parts = [f"{len(self.names)} sources: {some_names(self.names)}"]
         parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]
         parts.append(self.blend.in_words())
@@ -265,7 +264,7 @@ class MixedSource(JoinedSource):
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         return ", ".join(parts)
 
-    # --- what the engine needs (streaming.run.engine.source.Source) ---
+    # --- for the engine (streaming.run.engine.source.Source) ---
 
     @override
     def pack_passes(self, passes: Int64Array) -> Int64Array:
@@ -282,12 +281,12 @@ class MixedSource(JoinedSource):
 
     @property
     def items(self) -> RowKind:
-        """What a row of a batch is: the same in all sources."""
+        """The kind of row of a batch, the same for all sources."""
         return next(iter(self.leaves.values())).items
 
     @property
     def recipe_parts(self) -> tuple[SourceRecipe, ...]:
-        """How the samples of each source are decoded and transformed."""
+        """The decoders and transforms of each source."""
         shown = self.shown_names
         return tuple(replace(part, name=shown[name]) for name in self.names for part in self.leaves[name].recipe_parts)
 
@@ -304,7 +303,7 @@ class MixedSource(JoinedSource):
 
     @property
     def numbered(self) -> dict[str, ChunkSource]:
-        """The set in which the samples of a leaf have their numbers, where that is not the leaf."""
+        """The set that numbers the samples of a leaf, for leaves that do not number them themselves."""
         return {
             f"{name}/{leaf}": numbered
             for name, one in self.sources.items() if isinstance(one, MixedSource)
@@ -316,10 +315,10 @@ class MixedSource(JoinedSource):
         found = super().order_settings(global_batch_size)
         return self.deal.settings(found, global_batch_size) if self.shuffle_config.lanes is None else found
 
-    # --- shares, and what the ledger of a run says of them ---
+    # --- shares, and the ledger of a run ---
 
     def named_weights(self, weights: Any) -> dict[str, float]:
-        """Return what a user gave to ``set_weights``, as plain numbers by the names of the sources.
+        """Return the argument of ``set_weights`` as plain numbers by source name.
 
         Raises:
             ConfigError: The mixture has an end, or the weights are not valid for its sources.
@@ -332,7 +331,7 @@ class MixedSource(JoinedSource):
         return {name: weight if isinstance(weight, int) else float(weight) for name, weight in weights.items()}
 
     def weighed_as(self, ledger: Ledger) -> Self:
-        """Return this mixture with the weights that apply at the end of a run's ledger; itself if they are its own."""
+        """Return this mixture with the weights at the end of a run's ledger; itself if they are its own."""
         last = ledger.last
         if last.blend == self.begun(last.batch_size).last.blend:
             return self
@@ -343,35 +342,35 @@ class MixedSource(JoinedSource):
 
     @property
     def drawing(self) -> Drawing:
-        """What runs draw of the leaves."""
+        """Makes and reads the ledgers of runs over the leaves."""
         return Drawing(leaves=self.leaves, deal=self.deal, blend=self.blend, fetch_bytes=self.fetch_bytes)
 
     def begun(self, global_batch_size: int | None = None, settings: OrderSettings | None = None) -> Ledger:
-        """Return the ledger of a run that begins now, under some order settings; None: those of this batch size.
+        """Return the ledger of a run that begins now, under ``settings``; None: the settings for this batch size.
 
         With ``batches="one_source"`` the global batch size must be given.
         """
         return self.drawing.begun(settings or self.order_settings(global_batch_size or 1), global_batch_size)
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
-        """Return the orders of all passes, or of the one without an end; ``ledger`` None: for a run that begins."""
+        """Return the orders of all passes, or of the single endless one; without ``ledger``, for a new run."""
         return self.drawing.orders(settings, ledger or self.begun(settings=settings))
 
     def check_ledger(self, ledger: Ledger) -> None:
-        """Check that the run of a ledger can continue with this mixture, apart from changes that are allowed.
+        """Check that the run of a ledger can continue with this mixture; some changes are allowed.
 
         Raises:
-            StateError: It cannot.
+            StateError: The run cannot continue.
         """
         self.drawing.check(ledger)
 
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
-        """Return what makes this mixture need less memory, for messages; "" if nothing does.
+        """Return advice for messages on how this mixture needs less memory; "" if nothing helps.
 
         Args:
-            lanes: Lanes of a rank.
+            lanes: Number of lanes of a rank.
             room_bytes: Memory for chunks.
-            resumed: A state was loaded, which says how chunks are cut.
+            resumed: Whether a state was loaded, which fixes how chunks are cut.
         """
 
         def smaller() -> str:
@@ -384,14 +383,14 @@ class MixedSource(JoinedSource):
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int, part: float = 1.0) -> dict[str, int]:
         """Return the number of bad samples allowed for each source, by its name in batches, in ``num_samples`` rows.
 
-        A mixture within this one has a number, too: its own limit, but no more than its sources have together. ``part``
-        of the samples are known to the one that counts.
+        A nested mixture has an entry, too: its own limit, but at most the sum over its sources. ``part`` is the
+        fraction of samples that the counting process sees.
         """
         drawn = self.drawing.forecast(ledger).drawn(row, num_samples)
         return self._limits_of({name: part * self.leaves[name].expected_samples(drawn[name]) for name in self.leaves})
 
     def _limits_of(self, expected: Mapping[str, float]) -> dict[str, int]:
-        """Return what ``bad_limits`` does, for so many samples of each leaf."""
+        """Return what ``bad_limits`` does, given the expected number of samples of each leaf."""
         limits: dict[str, int] = {}
         for name, one in self.sources.items():
             if not isinstance(one, MixedSource):
@@ -415,11 +414,11 @@ class MixedSource(JoinedSource):
 
 
 AnySource: TypeAlias = Leaf | MixedSource
-"""What is read of any data set that users hold."""
+"""The source of any data set that users hold."""
 
 
 def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the sources that hold samples, in whole chunks: how a mixture inside is dealt out has no effect."""
+    """Return the sources that hold samples, in whole chunks; how a nested mixture deals has no effect."""
     found: dict[str, Leaf] = {}
     for name, one in sources.items():
         if isinstance(one, MixedSource):
@@ -430,13 +429,13 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
 
 
 def _place_of(name: str, one: Leaf | MixedSource) -> str:
-    """Return how messages call a source."""
+    """Return the name of a source for messages."""
     places = [*one.meaning.sets]
     return f"source {name!r} ({places[0]})" if len(places) == 1 else f"source {name!r}"
 
 
-def _tell_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:
-    """Warn of settings of sources that have no effect, because all of them follow the order of the mixture."""
+def _warn_of_unused(sources: Mapping[str, Leaf | MixedSource], dealing: Mapping[str, object]) -> None:
+    """Warn about settings of sources that have no effect, because all sources follow the order of the mixture."""
     unused: dict[str, list[str]] = {}
     for name, one in sources.items():
         for option, value in one.dealing.items():
@@ -465,7 +464,7 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
     """Refuse sources that could not form one tensor in a batch: packs beside samples, or packs of several kinds.
 
     Raises:
-        ConfigError: The sources are such.
+        ConfigError: The sources cannot be combined.
     """
     packed = {name: one.items.options for name, one in leaves.items() if one.items.options}
     if not packed:

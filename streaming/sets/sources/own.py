@@ -1,4 +1,4 @@
-"""Read sets of kinds of your own: ``CustomSource`` answers what is the same for all of them."""
+"""Read custom kinds of sets: ``CustomSource`` implements the part that is common to all of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SampleRows(OneOrder):
         """Return the same set that also calls ``function``; see ``StreamingDataset.map``.
 
         Raises:
-            ConfigError: It is no function of a sample.
+            ConfigError: ``function`` is not a function of a sample.
         """
         made = copy.copy(self)
         before = as_chain(self.transform)
@@ -73,7 +73,7 @@ class SampleRows(OneOrder):
         return made
 
     def decoder_of(self, field: str, number: int) -> Decoder:
-        """Return the decoder of a field of one sample, with the random numbers of this place in epoch 0."""
+        """Return the decoder of a field of one sample, with the random numbers of this position in epoch 0."""
         decoder = self.decoders.decoder_for(field)
         return self._draws(number).bound(decoder) if draws_numbers(decoder) else decoder
 
@@ -81,7 +81,7 @@ class SampleRows(OneOrder):
         return BatchDraws(epoch_key(self.seed, 0), np.array([number]))
 
     def _changed(self, sample: Sample, number: int, source: str = "") -> Sample:
-        """Return a sample as ``transform`` leaves it, with the random numbers of this place in epoch 0.
+        """Return a sample after ``transform``, with the random numbers of this position in epoch 0.
 
         Args:
             sample: The sample.
@@ -103,13 +103,13 @@ class SampleRows(OneOrder):
 
 
 class CustomSource(SampleRows):
-    """Read chunks of samples from anywhere: a ``streaming.run.engine.source.Source`` that lacks what is its own.
+    """Read chunks of samples from anywhere: the base of a custom ``streaming.run.engine.source.Source``.
 
-    A kind says what chunks there are, and fetches them; the rest is as for shards without tables of their samples: a
-    chunk is read whole, with all fields, and lost if a part of it is. Override what it can do better: ``slices`` (parts
-    of chunks), ``unit_bytes`` (fewer bytes for fewer ``fields``), ``locate`` (keys without reading). It must be
-    thread-safe, and picklable for worker processes; ``DataSet(source)`` is what a ``DataLoader`` gets.
-    docs/extending.md has an example; ``streaming.testing.SourceTests`` is a battery of what loops rely on.
+    A subclass lists its chunks and fetches them; everything else works as for shards without sample tables: a chunk is
+    read whole, with all fields, and lost if a part of it is lost. Override what the subclass does better: ``slices``
+    (parts of chunks), ``unit_bytes`` (fewer bytes for fewer ``fields``), ``locate`` (keys without reading). A source
+    must be thread-safe, and picklable for worker processes; give it to a ``DataLoader`` as ``DataSet(source)``.
+    docs/extending.md has an example; ``streaming.testing.SourceTests`` tests everything that loops rely on.
 
     Args:
         fields, decode, transform, shuffle, seed, on_error, max_bad_samples, bad_samples_file: See ``StreamingDataset``.
@@ -134,7 +134,7 @@ class CustomSource(SampleRows):
         self.bad_samples_file = bad_samples_file
         self._counted: set[int] = set()
 
-    # --- what a kind says ---
+    # --- what a subclass defines ---
 
     @property
     @abstractmethod
@@ -144,7 +144,7 @@ class CustomSource(SampleRows):
     @property
     @abstractmethod
     def urls(self) -> Sequence[str]:
-        """See ``ShardSet``: any text that tells shards apart."""
+        """See ``ShardSet``: any distinct texts, one per shard."""
 
     @property
     @abstractmethod
@@ -157,21 +157,21 @@ class CustomSource(SampleRows):
 
     @abstractmethod
     def fill(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Put the bytes of a range into ``out``; return where its samples are, and which of them are damaged.
+        """Write the bytes of a range into ``out``; return where its samples are, and which of them are damaged.
 
-        If ``wanted`` has checksums, the bytes are compared with them afterwards.
+        If ``wanted`` has checksums, the bytes are verified afterwards.
 
         Raises:
             DataError: The chunk is lost.
         """
 
-    # --- what follows ---
+    # --- what follows from it ---
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Table``: the offsets, as nothing is left out.
+        """See ``Table``: the offsets themselves, since no sample is left out.
 
         Raises:
-            IndexMismatchError: ``chunk_samples`` counts more samples than ``chunk`` has: others would take their place.
+            IndexMismatchError: ``chunk_samples`` counts more samples than ``chunk`` has, so others would be delivered.
         """
         if new := set(np.unique(chunk_ids).tolist()) - self._counted:
             counts = self.chunk_samples
@@ -234,11 +234,11 @@ class CustomSource(SampleRows):
 
     @property
     def num_readable(self) -> int:
-        """How many samples :meth:`read` knows by number: all."""
+        """Number of samples that :meth:`read` can return: all."""
         return int(self.chunk_samples.sum())
 
     def read(self, numbers: Int64Array) -> list[Sample]:
-        """Return samples by number, which must exist, in this order; each chunk of them is read once.
+        """Return samples by number, which must exist, in this order; each chunk is read once.
 
         Raises:
             DataError: A sample cannot be read, or ``transform`` dropped it.
@@ -277,10 +277,10 @@ class CustomSource(SampleRows):
 
 
 def _check_filled(kind: str, wanted: FetchRange, layout: UnitLayout, room: int) -> None:
-    """Check that a layout is one of the samples of a range, in memory of ``room`` bytes.
+    """Check that a layout fits the samples of a range, in memory of ``room`` bytes.
 
     Raises:
-        IndexMismatchError: It is not: others' samples would be delivered under its keys.
+        IndexMismatchError: It does not fit: other samples would be delivered under these keys.
     """
     shape = (wanted.num_samples, len(layout.fields))
     if len(layout.keys) != wanted.num_samples or layout.starts.shape != shape or layout.sizes.shape != shape:
@@ -300,7 +300,7 @@ def _check_filled(kind: str, wanted: FetchRange, layout: UnitLayout, room: int) 
 
 
 class LocatedKeys:
-    """Keys as an ``CustomSource`` locates them, chunk by chunk. ``KeysOfShards``."""
+    """Keys that a ``CustomSource`` locates, chunk by chunk. Implements ``KeysOfShards``."""
 
     num_threads = 1
 
@@ -309,7 +309,7 @@ class LocatedKeys:
 
     @cached_property
     def _chunks(self) -> dict[str, list[int]]:
-        """The chunks of each shard that holds a sample, by its URL."""
+        """The chunks of each shard that holds a sample, by shard URL."""
         found: dict[str, list[int]] = {}
         for chunk in np.flatnonzero(self.home.chunk_samples).tolist():
             found.setdefault(self.home.chunk(chunk).url, []).append(chunk)

@@ -39,20 +39,20 @@ from streaming.types import Int64Array, Sample, Transform
 
 _REQUESTS = 16
 _LONG_ROW = 2**20
-"""Tokens of a row that a small set may be given, too: some 32 MiB."""
+"""Maximum length of a row, in tokens, if the whole set has fewer: about 32 MiB."""
 _FULL_ENOUGH = 0.75
-"""Mean fill of a padded batch; below this, a warning gives the reason and what helps."""
+"""Mean fill of padded batches below which a warning names the reason and a cure."""
 _log = logging.getLogger("streaming")
 _COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackCounts:
-    """Count what happened to the documents of a packed set.
+    """Counts of the documents of a packed set, by outcome.
 
     Attributes:
         documents: Documents in the dataset.
-        tokens: Their tokens, according to the column.
+        tokens: Tokens in these documents, according to the column.
         packed: Tokens that are in a pack.
         split: Documents longer than a pack that were split into pieces.
         truncated: Documents longer than a pack that were truncated.
@@ -75,15 +75,15 @@ class PackCounts:
 
 
 class PackedDocuments(PackedSource):
-    """Make packs of the documents of a set, as tensors: what loops, the engine and tools see of a ``Packed``.
+    """Make packs of the documents of a set, as tensors: the source behind a ``Packed``.
 
     Its options are those of ``Packed``, which has their defaults.
 
     Attributes:
         column: Column of lengths.
         alike: Columns in which all samples of a pack are equal.
-        counts: What happened to the documents.
-        items: What a row of a batch is.
+        counts: Counts of the documents by outcome.
+        items: The kind of row of a batch.
     """
 
     documents: SampleSource
@@ -146,10 +146,10 @@ class PackedDocuments(PackedSource):
                 "padded=True"
             )
         super().__init__(read, groups, lengths, rules, fits)
-        self.items = self.items.typed(lambda name: self._told_dtype(name, dtype, peers))
+        self.items = self.items.typed(lambda name: self._token_dtype(name, dtype, peers))
         self._lengths = lengths
         self._take_over()
-        self._tell()
+        self._log_counts()
 
     # --- what users read by number ---
 
@@ -160,7 +160,7 @@ class PackedDocuments(PackedSource):
 
     @property
     def unit(self) -> str:
-        """What lengths count, for people: tokens, or the column of whole samples."""
+        """Unit of lengths, for messages: tokens, or the column of whole samples."""
         return self.items.unit or self.column
 
     @property
@@ -170,15 +170,15 @@ class PackedDocuments(PackedSource):
 
     @property
     def fill(self) -> float:
-        """Part of all places that holds tokens, 0 to 1."""
+        """Fraction of token positions that hold tokens, 0 to 1."""
         return self.counts.packed / self.counts.places
 
     def read(self, numbers: Int64Array, sources: Sequence[str] = ()) -> list[Sample]:
-        """Return packs by number, which must exist, as epoch 0 of the set's own seed has them.
+        """Return packs by number, which must exist, as laid out in epoch 0 by the set's seed.
 
         Args:
             numbers: int64 [n], numbers of packs in storage order.
-            sources: The name of this set in a mixture, for each of them.
+            sources: For each number, the name of this set in a mixture.
 
         Raises:
             DataError: A document cannot be read.
@@ -203,7 +203,7 @@ class PackedDocuments(PackedSource):
         return self.items.alone(replace(self.recipe_parts[0], name=source), found, packs)
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
-        """Return the same packs, of documents whose numbers of classes are translated; packs of tokens have none."""
+        """Return the same packs of documents with translated class numbers; packs of tokens have no classes."""
         if self.items.fields:
             return self
         made = copy.copy(self)
@@ -225,24 +225,24 @@ class PackedDocuments(PackedSource):
         parts += [f"{self.num_readable} packs", f"{self.counts.packed} {self.unit}"]
         return ", ".join([*parts, f"{self.fill:.1%} filled"])
 
-    # --- what the engine needs ---
+    # --- for the engine ---
 
     def expected_samples(self, num_rows: float) -> float:
-        """See ``ShardSet``: the documents of that many packs, on average."""
+        """See ``ShardSet``: the mean number of documents in ``num_rows`` packs."""
         return num_rows * self.counts.documents / max(self.num_readable, 1)
 
     @property
     def recipe_parts(self) -> tuple[SourceRecipe, ...]:
-        """How documents become packs, for loops."""
+        """The recipe that makes packs of documents."""
         return self.documents.recipe_parts
 
     def keep_at_most(self, num_bytes: int) -> None:
-        """See ``RowSamples``: half is for packs, half for lengths."""
+        """See ``RowSamples``: half of the bytes are for packs, half for lengths."""
         super().keep_at_most(num_bytes // 2)
         self._lengths.keep_at_most(num_bytes // 2)
 
-    def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
-        """Return the type of tokens, as given or as found in the first documents; with peers, rank 0 looks."""
+    def _token_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
+        """Return the dtype of tokens, given or inferred from the first documents; with peers, rank 0 reads them."""
 
         def look() -> bytes:
             for shard in range(len(self.urls)):
@@ -269,8 +269,8 @@ class PackedDocuments(PackedSource):
                 )
             if found not in (0, width):
                 _log.warning(
-                    "Packed: field %r has %g bytes for each token of column %r, but dtype=%r has %d: of each document "
-                    "only as many tokens are read as the column says", field, found, self.column, dtype, width,
+                    "Packed: field %r has %g bytes for each token of column %r, but dtype=%r has %d: only as many "
+                    "tokens of each document are read as the column counts", field, found, self.column, dtype, width,
                 )  # fmt: skip
             return DTYPES[dtype]
         for one in DTYPES.values():
@@ -280,12 +280,12 @@ class PackedDocuments(PackedSource):
         raise ConfigError(
             f"dtype: it cannot be inferred for field {field!r}: {why}. If the field holds raw uint16 or uint32, give "
             'dtype="uint16" or "uint32": the column counts something else, or was made with another tokenizer. If it '
-            "holds anything else, such as int64 or arrays with a header, write it anew: `shard_tools convert URL "
+            "holds anything else, such as int64 or arrays with a header, rewrite it: `shard_tools convert URL "
             "TARGET --tokens-field FIELD`"
         )
 
     def _take_over(self) -> None:
-        """Take over the options of the documents, as those of a dataset of packs."""
+        """Copy the options of the documents to this source."""
         documents = self.documents
         self.meaning = documents.meaning
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
@@ -293,8 +293,8 @@ class PackedDocuments(PackedSource):
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
         self.max_bad_samples = documents.max_bad_samples
 
-    def _tell(self) -> None:
-        """Log what became of the documents, and whether groups are too small to be filled well."""
+    def _log_counts(self) -> None:
+        """Log the counts of documents by outcome, and whether groups are too small to be filled well."""
         counts, length = self.counts, self.rules.length
         said = {"split": counts.split, "truncated": counts.truncated, "dropped": counts.dropped}
         over = [
@@ -312,7 +312,7 @@ class PackedDocuments(PackedSource):
                 "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
             )  # fmt: skip
         if self.alike:
-            self._tell_kinds()
+            self._log_fill()
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
         if 2 * small > len(self.chunk_samples):
             _log.warning(
@@ -323,23 +323,23 @@ class PackedDocuments(PackedSource):
                 100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
             )  # fmt: skip
 
-    def _tell_kinds(self) -> None:
-        """Log how full batches of like samples are, which depends on the number of samples of a kind in a group."""
+    def _log_fill(self) -> None:
+        """Log how full batches of equal samples are, which depends on the number of samples of one kind in a group."""
         counts, rules = self.counts, self.rules
         room = counts.places / (self.num_readable * rules.length)
         if rules.max_docs is not None:
             held = counts.documents - counts.dropped - counts.empty
             room = max(room, held / (self.num_readable * rules.max_docs))
-        told = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
+        summary = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
         if room >= _FULL_ENOUGH:
             if is_first_process():
-                _log.info("%s", told)
+                _log.info("%s", summary)
             return
         _log.warning(
             "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "
             "kinds, a smaller length, or shards in which similar samples are adjacent (shard_tools reshard SOURCE "
             "TARGET --sort COLUMN)",
-            told, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
+            summary, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
         )  # fmt: skip
 
 
@@ -353,10 +353,10 @@ class _Work:
         self._fits = fits
 
     def of_all(self, peers: Peers | None) -> tuple[PackGroups, PackCounts]:
-        """Return all groups, and what became of the documents; with peers, each rank handles a range of the shards.
+        """Return all groups, and the counts of documents by outcome; with peers, each rank handles a range of shards.
 
         Raises:
-            ConfigError: There is nothing to pack.
+            ConfigError: No document can be packed.
         """
         name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
         totals, digest, rows = np.zeros(len(_COUNTS), np.int64), hashlib.sha256(), []
@@ -387,20 +387,21 @@ class _Work:
         return framed(head, rows.tobytes())
 
     def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
-        """Cut a shard into groups: first chunk, one past the last, packs; the counts of ``PackCounts``; a digest."""
+        """Cut a shard into groups; return (first chunk, stop chunk, packs) per group, the counts, and a digest."""
+        # A shard has C = high - low chunks with n samples; it becomes G groups of consecutive chunks.
         table, rules = self._documents.table, self._rules
         low, high = table.rows_of(shard)
         if low == high:
             return np.empty((0, 3), np.int64), [0] * len(_COUNTS), ""
         _, samples = samples_between(self._documents, low, high)
-        lengths = self._lengths(shard)[samples]
+        lengths = self._lengths(shard)[samples]  # int64 [n], or [n, columns] with budgets
         if lengths.min(initial=0) < 0:
             raise self._no_length(shard, samples, lengths)
         counted = tokens_of(lengths)
-        borders = sums(table.num_samples[low:high])
-        tokens = np.diff(sums(counted)[borders])
+        borders = sums(table.num_samples[low:high])  # [C + 1], first sample of each chunk
+        tokens = np.diff(sums(counted)[borders])  # [C], tokens of each chunk
         firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
-        stops = np.append(firsts[1:], high - low)
+        stops = np.append(firsts[1:], high - low)  # [G], like firsts: chunk numbers within the shard
         packs, places = [], 0
         for first, begin, end in zip(firsts.tolist(), borders[firsts], borders[stops], strict=True):
             found = self._fits.of(low + first, partial(fit, lengths[begin:end], rules))
@@ -414,7 +415,7 @@ class _Work:
         return rows, counts, digest.hexdigest()
 
     def _no_length(self, shard: int, samples: Int64Array, lengths: Int64Array) -> ConfigError:
-        """Make an error that names the sample and the column with the smallest length, which is missing or invalid."""
+        """Return an error that names the sample and column of the smallest length, which is missing or invalid."""
         row, place = divmod(int(lengths.argmin()), len(self._columns))
         least, column, number = int(lengths.min()), self._columns[place], int(samples[row])
         has = "no value" if least == UNKNOWN else f"{least} tokens"
@@ -426,23 +427,23 @@ class _Work:
 
 
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
-    """Count the places in the packs of documents of these lengths, including padding."""
+    """Return the number of token positions in the packs of documents of these lengths, including padding."""
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
 
 
 def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:
-    """Refuse tokens of two widths: those of a pack are read together.
+    """Refuse tokens of different widths, since all tokens of a pack are read together.
 
     Raises:
-        ConfigError: Sets that are read as one differ in it.
+        ConfigError: The widths of the combined sets differ.
     """
     for field in fields:
         widths = {schema.tokens[field].dtype: place for place, schema in documents.meaning.sets.items()
                   if field in schema.tokens}  # fmt: skip
         if len(widths) > 1:
-            told = ", ".join(f"{dtype} in {place}" for dtype, place in sorted(widths.items()))
+            shown = ", ".join(f"{dtype} in {place}" for dtype, place in sorted(widths.items()))
             raise ConfigError(
-                f"Packed: field {field!r} holds tokens of two widths ({told}), and those of a pack are read together. "
+                f"Packed: field {field!r} holds tokens of two widths ({shown}), but a pack is read with one width. "
                 "Write both as one set, which takes the wider one: `shard_tools reshard SET OTHER TARGET`"
             )
 
@@ -451,7 +452,7 @@ def _check_documents(documents: SampleSource, of_tokens: tuple[str, ...]) -> Non
     """Check that documents can be packed; ``of_tokens`` are the fields that are read as tokens, () for whole samples.
 
     Raises:
-        ConfigError, IndexMissingError: They cannot.
+        ConfigError, IndexMissingError: They cannot be packed.
     """
     if not documents.indexed:
         raise IndexMissingError(f"Packed needs an index; {documents.shards.missing_index}")

@@ -1,4 +1,4 @@
-"""Read the samples of shards as a user's options say: ``SampleSource``."""
+"""Read the samples of shards according to the user's options: ``SampleSource``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
 
 class SampleSource(ChunkSource, SampleRows):
-    """Open shards, and read their samples: what loops, the engine and tools see of a ``StreamingDataset``.
+    """Open shards, and read their samples: the source behind a ``StreamingDataset``.
 
     A ``streaming.run.engine.source.Source``, or without an index at least a ``ShardSet``. Thread-safe and picklable.
     Its options are those of ``StreamingDataset``, which checks them and has their defaults.
@@ -95,7 +95,7 @@ class SampleSource(ChunkSource, SampleRows):
             self.storage, urls, index, peers, duplicate_keys=duplicate_keys, allow_unfinished=allow_unfinished,
             version=version,
         )  # fmt: skip
-        self._meet(classes)
+        self._combine_schemas(classes)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         if isinstance(decode, Mapping):
@@ -110,17 +110,17 @@ class SampleSource(ChunkSource, SampleRows):
         self._recent = RandomAccess()
 
     def _narrow(self, asked: Filter | None, peers: Peers | None, *, tells: bool) -> None:
-        """Apply the filter; ``tells`` logs the number of samples it keeps."""
+        """Apply the filter; with ``tells``, log the number of samples that it keeps."""
         self._asked = "" if asked is None else asked.words
         if asked is not None and asked.where is not None:
             self.meaning.check_condition(asked.where.names, asked.where.text)
         self._selection = narrowed(self.storage, self.shards, asked, peers, tells=tells)
 
-    def _meet(self, classes: Classes) -> None:
-        """Find what the sets mean whose shards are read as one, by their directories, and decode by it.
+    def _combine_schemas(self, classes: Classes) -> None:
+        """Read the schema of each directory of shards, combine them, and set up decoding accordingly.
 
         Raises:
-            ConfigError: They contradict each other.
+            ConfigError: The schemas contradict each other.
         """
         sets: dict[str, Schema] = {}
         unknown: dict[str, Collection[str] | None] = {}
@@ -134,10 +134,10 @@ class SampleSource(ChunkSource, SampleRows):
         stated = list(self.decode) if isinstance(self.decode, Mapping) else []
         self.meaning = met(sets, classes=classes, stated=stated, unknown=unknown)
         self._undescribed = self.decoders
-        self._speak(self.meaning.schema.classes)
+        self._translate_classes(self.meaning.schema.classes)
 
-    def _speak(self, classes: Mapping[str, tuple[str, ...]]) -> None:
-        """Decode as the sets say, with numbers of classes as these lists number them.
+    def _translate_classes(self, classes: Mapping[str, tuple[str, ...]]) -> None:
+        """Set up decoding by the schemas of the sets, with class numbers translated to those of these lists.
 
         Raises:
             ConfigError: ``decode=`` does not decode the numbers.
@@ -158,11 +158,11 @@ class SampleSource(ChunkSource, SampleRows):
 
     @property
     def fingerprint(self) -> str:
-        """See ``Source``: the samples, and what their numbers and ids mean."""
+        """See ``Source``: identifies the samples, and the meaning of their class numbers and token ids."""
         return filter_fingerprint(super().fingerprint, {MEANING: self._stamp} if self._stamp else {})
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        """See ``Selection.rows_when``: None as well if a number means something else than then."""
+        """See ``Selection.rows_when``: also None if a class number or token id has changed its meaning."""
         samples, was = without_part(fingerprint, MEANING)
         return super().chunks_when(samples, num_shards) if self._spoken.continues(was) else None
 
@@ -177,18 +177,18 @@ class SampleSource(ChunkSource, SampleRows):
         return ""
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
-        """Return the same set with its numbers of classes translated to those of these lists.
+        """Return the same set with its class numbers translated to those of these lists.
 
         Raises:
             ConfigError: ``decode=`` does not decode the numbers.
         """
         made = copy.copy(self)
-        made._speak(dict(self.meaning.schema.classes) | dict(classes))
+        made._translate_classes(dict(self.meaning.schema.classes) | dict(classes))
         return made
 
     @property
     def num_readable(self) -> int:
-        """How many samples :meth:`read` knows by number: all.
+        """Number of samples that :meth:`read` can return: all.
 
         Raises:
             IndexMissingError: There is no index.
@@ -200,7 +200,7 @@ class SampleSource(ChunkSource, SampleRows):
 
         Args:
             numbers: int64 [n], numbers in storage order; any order, repeated or not.
-            sources: The name of this set in a mixture, for each of them.
+            sources: For each number, the name of this set in a mixture.
 
         Raises:
             DecodeError: A sample cannot be decoded, or ``transform`` dropped it.
@@ -233,11 +233,11 @@ class SampleSource(ChunkSource, SampleRows):
         self._recent = RandomAccess()
 
     def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
-        """Log a warning about fields named in ``option`` that no sample of the first shard has."""
+        """Warn about fields named in ``option`` that no sample of the first shard has."""
         check_decoded(self.storage, self.shards, names, option=option)
 
     def words(self) -> str:
-        """Describe what is read, without what may be secret in it."""
+        """Describe the set, without secrets."""
         numbers = sorted({*self.shards.versions.values()})
         parts = [self._spelt, *(f"version {number}" for number in numbers), f"{len(self.shards.urls)} shards"]
         if self.indexed:
@@ -262,7 +262,7 @@ def _spelt(urls: Urls) -> str:
 
 
 def num_data_ranks() -> int:
-    """Return the number of data-parallel ranks, as far as it is known; 1 otherwise."""
+    """Return the number of data-parallel ranks; 1 if it is unknown."""
     try:
         return MeshFinder().mesh.data_world_size
     except MeshError:  # the loader reports this in detail

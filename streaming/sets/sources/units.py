@@ -1,4 +1,4 @@
-"""Weigh the samples of datasets: what one counts on average if weights count tokens or bytes."""
+"""Weigh the samples of datasets: the mean number of tokens or bytes of a sample, if weights count these."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _log = logging.getLogger("streaming")
 
 
 class Weighing:
-    """What weights of a mixture mean: how many samples of each leaf.
+    """Convert weights of a mixture, in some unit, to weights in samples of each leaf.
 
     Args:
-        within: What is drawn within each source of the mixture.
-        leaves: Its leaves.
-        unit: What a weight counts.
+        within: Amounts drawn within each source of the mixture.
+        leaves: The leaves of the mixture.
+        unit: Unit that weights count.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Weighing:
 
     @cached_property
     def units_per_sample(self) -> dict[str, float]:
-        """What a sample of each leaf counts on average; logged once."""
+        """Mean number of units per sample of each leaf; logged once."""
         return _units_per_sample(self._leaves, self.unit)
 
     def blend(
         self, sizes: Mapping[str, int], *, weights: Mapping[str, float] | Schedule | None,
         repeats: Mapping[str, float] | None, ends: Ends | None,
     ) -> Blend:  # fmt: skip
-        """Return what the mixture draws of leaves of these sizes; for the options see ``Mixture``.
+        """Return the amounts that the mixture draws from leaves of these sizes; for the options see ``Mixture``.
 
         Raises:
             ConfigError: The options contradict each other, or are not valid for the sources.
@@ -71,10 +71,10 @@ class Weighing:
 
 
 def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], unit: Unit) -> dict[str, float]:
-    """Return what a sample of each source counts on average; values that are estimated are logged.
+    """Return the mean number of units per sample of each source; log estimated values.
 
     Raises:
-        ConfigError: Tokens are to be counted, but a source has no such column, or no tokens.
+        ConfigError: The unit is tokens, but a source has no column of tokens, or no tokens.
     """
     if unit == "samples":
         return dict.fromkeys(sources, 1.0)
@@ -86,7 +86,7 @@ def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], uni
 
 
 def _mean_bytes(dataset: SampleSource | PackedDocuments) -> float:
-    """Return the mean size from the chunk table; chunks include what a filter leaves out."""
+    """Return the mean size from the chunk table; chunks include samples that a filter leaves out."""
     stored = dataset.documents if isinstance(dataset, PackedDocuments) else dataset
     kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
     return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())

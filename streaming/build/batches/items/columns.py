@@ -1,4 +1,4 @@
-"""Lay the tokens of many packs out at once, and cut batches from them."""
+"""Lay out the tokens of many packs at once, and cut batches from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ else:
 
 
 class PackColumns:
-    """Make batches of packs, whose pieces are the rows: all of them are laid out at once. For one thread.
+    """Make batches of packs, whose pieces are the rows; all packs are laid out at once. For one thread.
 
     Args:
         rows: The pieces.
-        packs: The packs that they make up.
+        packs: The packs that the pieces form.
         shape: Shape of a batch.
         available: int64 [n], number of tokens of each piece's document; 0 if it cannot be read.
         allocate: Allocator for tensors [B, T]; None: fresh memory.
@@ -54,7 +54,7 @@ class PackColumns:
         return self._entries(low, high, list(pairwise(self._splits[low : high + 1])))
 
     def _laid_out(self, packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape, Int64Array | None]:
-        """Return what fills the rows of a batch, its form, and the width of each row; None: all have that form's."""
+        """Return the content of a batch's rows, their shape, and the width of each row (None: that of the shape)."""
         return packs, shape, None
 
     def _starts(self, field: str) -> Int64Array:
@@ -76,7 +76,7 @@ class PackColumns:
         return batch
 
     def _tensors(self, low: int, high: int) -> Batch:
-        """Return the entries that hold tokens, or the positions of documents."""
+        """Return the entries that hold tokens or positions of documents."""
         shape, filler, segments = self._shape, self._filler, self._segments
         width = shape.length if self._widths is None or low == high else int(self._widths[low])
         tensors = {name: self._allocate((high - low, width), torch.int64)

@@ -22,18 +22,18 @@ def checked_items(
     of_packs: Mapping[str, Any], of_tokens: Mapping[str, Any], *, column: Any, field: Any, dtype: Any,
     overlap_labels: Any,
 ) -> tuple[PackRules, PieceItems]:  # fmt: skip
-    """Return how rows are filled and what they are; the type of tokens may be found later.
+    """Return the rules that fill rows, and the kind of rows; the dtype of tokens may be inferred later.
 
     Args:
-        of_packs: The options of ``PackRules``, as ``Packed`` has them.
-        of_tokens: Those of ``PackShape`` that only apply to tokens.
+        of_packs: The options of ``PackRules``, as given to ``Packed``.
+        of_tokens: The options of ``PackShape`` that only apply to tokens.
         column: See ``Packed``.
         field: See ``Packed``; None: rows are made of whole samples.
         dtype: See ``Packed``.
         overlap_labels: See ``Packed``.
 
     Raises:
-        ConfigError: An option is invalid, or does not go with another one.
+        ConfigError: An option is invalid, or conflicts with another one.
     """
     if field is None:
         _check_whole({"dtype": dtype, "stride": of_packs["stride"], **of_tokens}, of_packs)
@@ -67,10 +67,10 @@ def checked_items(
 
 
 def _check_can_be_cut(of_packs: Mapping[str, Any]) -> None:
-    """Refuse options of packs that cannot be laid out in shorter rows.
+    """Refuse options whose packs cannot be laid out in shorter rows.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: Such an option is set.
     """
     why = {
         "padded": "a padded pack is a batch under a budget, whose rows are as long as its documents",
@@ -86,7 +86,7 @@ def _check_can_be_cut(of_packs: Mapping[str, Any]) -> None:
 
 
 def _checked_parts(lengths: list[tuple[int, Any]], rules: PackRules) -> Steps:
-    """Return the number of rows that a pack makes while rows have these lengths, by row of the run.
+    """Return the number of rows per pack for these lengths of a row, by row of the run.
 
     Raises:
         ConfigError: A pack cannot be cut into rows of a length.
@@ -128,7 +128,7 @@ def checked_budgets(budgets: Any, column: str) -> dict[str, int]:
     """Return the limits of a pack, by column.
 
     Raises:
-        ConfigError: It is not such a mapping, or names the column of tokens.
+        ConfigError: ``budgets`` is not such a mapping, or names the column of tokens.
     """
     if budgets is None:
         return {}
@@ -143,7 +143,7 @@ def checked_alike(alike: Any) -> tuple[str, ...]:
     """Return the columns in which all documents of a batch are equal.
 
     Raises:
-        ConfigError: It is not a list of names.
+        ConfigError: ``alike`` is not a list of names.
     """
     if not is_list(alike) or not all(isinstance(name, str) and name for name in alike):
         raise ConfigError(f'alike: expected names of columns, such as ("height", "width"), got {alike!r}')
@@ -156,10 +156,10 @@ def _check_name(option: str, name: Any) -> None:
 
 
 def _refuse_encoded(option: str, field: str) -> None:
-    """Refuse a field whose name says that its bytes are not the items themselves: headers would become tokens.
+    """Refuse a field whose extension shows that its bytes are not plain items: headers would become tokens.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The field has such an extension.
     """
     extension = field.rpartition(".")[2].lower()
     if extension in _ENCODED:

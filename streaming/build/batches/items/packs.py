@@ -1,4 +1,4 @@
-"""Make rows of the tokens of documents: ``TokenPacks``, and ``PaddedDocuments``, of which each is a batch by itself."""
+"""Make rows of the tokens of documents: ``TokenPacks``; and ``PaddedDocuments``, whose rows are whole batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TokenPacks(PieceItems):
     Attributes:
         shape: The user's options for a batch; its length is that of a pack.
         balance: See ``RowKind``.
-        parts: Rows that a pack makes, by the row of the run at which its global batch begins; each divides the length.
+        parts: Number of rows per pack, by the row of the run at which its global batch begins; each divides the length.
     """
 
     shape: PackShape
@@ -69,7 +69,7 @@ class TokenPacks(PieceItems):
         self._check_labels()
 
     group_rows = 8_192
-    """More than of samples: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
+    """More than for samples: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
 
     @property
     @override
@@ -93,14 +93,14 @@ class TokenPacks(PieceItems):
     # --- which samples ---
 
     def order(self, stock: Stock, of: PlannedRows) -> Index:
-        """See ``RowKind``: with ``balance="local"`` from the most to the least expensive pack."""
+        """See ``RowKind``: with ``balance="local"``, from the most to the least expensive pack."""
         if self.balance is None or self.balance.how != "local":
             return slice(None)
         costs = self._costs(self.packs(stock, of), self.balance)
-        return order_local(costs.reshape(len(of.offsets), -1).sum(axis=1))  # a pack costs what its rows do
+        return order_local(costs.reshape(len(of.offsets), -1).sum(axis=1))  # a pack costs the sum of its rows
 
     def packs(self, stock: Stock, of: PlannedRows) -> PackRows:
-        """See ``PieceItems``; if packs are to be exchanged, with their costs. All are of batches with as many parts."""
+        """See ``PieceItems``; if packs are to be exchanged, with their costs. All batches have equally many parts."""
         packs = PieceItems.packs(self, stock, of)
         if not self.parts.is_constant:
             parts = self.parts.at(int(stock.begins(of)[0]))
@@ -113,7 +113,7 @@ class TokenPacks(PieceItems):
         return packs.costs_by(rules, self.shape.length // packs.parts)
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
-        """See ``GroupedRows``: never pack, or wait for a column of lengths, under the engine's lock."""
+        """See ``GroupedRows``; under the engine's lock, never packs or waits for a column of lengths."""
         if not stock.source.rows.has_packs(of.chunk_ids, of.passes, stock.seed):
             return None
         if not self.parts.is_constant:
@@ -131,7 +131,7 @@ class TokenPacks(PieceItems):
         available = self._tokens_there(builder, rows, packs)
         of, count, valid = self._marked(packs, valid, is_plain=recipe.collate_fn is None)
         mask = recipe.mask_of(count, valid)
-        if recipe.skips and mask is not None:  # under "skip", a row of which nothing could be read
+        if recipe.skips and mask is not None:  # under "skip", a row without any readable document
             mask &= (np.bincount(of[available > packs.starts], minlength=count) > 0) | (
                 np.bincount(of, minlength=count) == 0
             )
@@ -143,7 +143,7 @@ class TokenPacks(PieceItems):
         return builder.collate([self._as_row(one) for one in each], mask)
 
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:  # noqa: ARG002
-        """See ``RowKind``: its form follows from the options."""
+        """See ``RowKind``; the options determine its form."""
         nothing, recipe = np.empty(0, np.int64), replace(builder.recipe, finish=None)
         rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
         splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
@@ -171,7 +171,7 @@ class TokenPacks(PieceItems):
         return self._laid_out(recipe, rows, packs, packs.lengths, allocate)
 
     def exclude(self, batch: Batch, valid: npt.NDArray[np.bool_]) -> None:
-        """See ``RowKind``: their labels become -100, and no number counts them; what else a row holds stays."""
+        """See ``RowKind``: excluded rows get labels of -100 and are not counted; their other entries stay."""
         if valid.all():
             return
         counts, labels = torch.from_numpy(valid), batch["labels"]
@@ -202,18 +202,18 @@ class TokenPacks(PieceItems):
         return PackColumns(rows, packs, shape, available, allocate, [part.name for part in recipe.parts])
 
     def _marked(self, packs: PackRows, valid: Mask, *, is_plain: bool) -> tuple[Int64Array, int, Mask]:  # noqa: ARG002
-        """Return which entry of the mask each piece is under, how many entries it has, and which are valid."""
+        """Return the mask entry of each piece, the number of mask entries, and the mask of valid ones."""
         return packs.packs, packs.num_packs, None if valid is None else valid.repeat(packs.parts)
 
     def _as_row(self, batch: Batch) -> Sample:
-        """Return the only pack of a batch, as functions of samples see it."""
+        """Return the single pack of a batch in the form of a sample."""
         return {
             name: value[0] if isinstance(value, list | torch.Tensor) and name != "cu_seqlens" else value
             for name, value in batch.items()
         }
 
     def _is_token(self, batch: Batch) -> torch.Tensor:
-        """Tell of each place of a batch, or of a row, whether it holds a token: bool."""
+        """Return a bool mask of the positions of a batch, or of a row, that hold a token."""
         documents: Any = batch["document_ids"]
         is_token: torch.Tensor = documents != NO_DOCUMENT
         return is_token
@@ -221,7 +221,7 @@ class TokenPacks(PieceItems):
     def _tokens_there(self, builder: BatchBuilder, rows: Rows, packs: PackRows) -> Int64Array:
         """Return the number of tokens of each piece's document, int64 [n].
 
-        It is 0 for a document that cannot be delivered, which is reported.
+        It is 0 for a document that cannot be delivered, after reporting it.
         """
         shape = self.shape
         if as_planned(rows, packs, shape):
@@ -254,7 +254,7 @@ class TokenPacks(PieceItems):
 
     @property
     def lengths(self) -> Steps:
-        """Tokens of a row, by the row of the run at which its global batch begins."""
+        """Number of tokens per row, by the row of the run at which its global batch begins."""
         return Steps(tuple((row, self.shape.length // parts) for row, parts in self.parts.steps))
 
     @override
@@ -316,7 +316,7 @@ class TokenPacks(PieceItems):
         return replace(self, balance=rules)
 
     def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
-        """See ``RowKind``: documents lie end to end already."""
+        """See ``RowKind``: documents are already concatenated."""
         forms = checked_jagged(jagged, collate_fn)
         if forms:
             raise ConfigError(
@@ -336,14 +336,14 @@ class TokenPacks(PieceItems):
             )
 
     def check_sequence(self, wanted: SequenceSlice, least: int) -> None:
-        """See ``RowKind``: documents must be divisible; warn about labels whose tokens are on other ranks."""
+        """See ``RowKind``: documents must be divisible; warns about labels whose tokens are on other ranks."""
         if wanted.borders is not None:
             self._check_borders(wanted, least)
         elif not self.parts.is_constant:
             self._check_lengths(least)
         if "labels" in wanted.fields and not self.shape.shift_labels:
             _log.warning(
-                "sequence: labels are sliced as they are, with labels[t] = input_ids[t] (shift_labels=False). A model "
+                "sequence: labels are sliced unchanged, with labels[t] = input_ids[t] (shift_labels=False). A model "
                 "that shifts them itself sees one slice only, and compares the tokens at its borders with the wrong "
                 "labels: write Packed(…, shift_labels=True) and use a loss that compares position by position"
             )
@@ -368,7 +368,7 @@ class TokenPacks(PieceItems):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedDocuments(OneEach, TokenPacks):
-    """A row is a batch by a token budget: documents of similar length, one in each row, padded to the longest."""
+    """A row is a batch under a token budget: documents of similar length, one per line, padded to the longest."""
 
     @property
     @override
@@ -377,7 +377,7 @@ class PaddedDocuments(OneEach, TokenPacks):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """Maximum of documents times the longest, in tokens."""
+        """Maximum number of documents times the length of the longest, in tokens."""
         return self.shape.length
 
     def _check_labels(self) -> None:
@@ -419,12 +419,12 @@ class PaddedDocuments(OneEach, TokenPacks):
     def _check_borders(self, wanted: SequenceSlice, least: int) -> None:  # noqa: ARG002
         raise ConfigError(
             f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is one "
-            "document, so rows are cut as they are; leave borders out"
+            "document, so rows are cut directly; leave borders out"
         )
 
 
 def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
-    """Tell whether all documents can be read, and their tokens and masks have the lengths that the column says."""
+    """Return whether all documents can be read, with tokens and masks of the lengths in the column."""
     missing = np.full(len(rows.keys), -1)
     sizes = rows.fields[shape.field].sizes if shape.field in rows.fields else missing
     if rows.damage or not np.array_equal(sizes, packs.lengths * shape.token_bytes):
@@ -434,7 +434,7 @@ def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
 
 
 def _ignored(bad: BadSample) -> None:
-    """Ignore a bad sample: a document of another length is shown as it is."""
+    """Ignore a bad sample: a document of another length is shown unchanged."""
 
 
 def _no_tokens(rows: Rows, i: int, shape: PackShape, num_bytes: int, mask_bytes: int) -> DecodeError:

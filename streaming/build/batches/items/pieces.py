@@ -1,4 +1,4 @@
-"""Share what all rows of several samples have in common: ``PieceItems``."""
+"""Provide the common base of rows made of several samples: ``PieceItems``."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ class PieceItems(RowKind):
         "Packed: transform (or map) would not be called, since tokens go straight from the shards into the batch. "
         "Leave it out; change tokens when shards are written, or whole packs in the loader's collate_fn"
     )
-    """Words for people: what lengths count ("": as the column says), what they are lengths of, how full rows may be."""
+    """Words for messages: the unit of lengths ("": the column), the things that have lengths, a limit on full rows."""
 
     fields: tuple[str, ...] = ()
-    """Fields that are read as they are, in place of those that the documents' dataset reads; (): these."""
+    """Fields that are read raw, instead of the fields of the documents' dataset; (): the fields of the dataset."""
 
     def typed(self, look: Callable[[str], str]) -> PieceItems:  # noqa: ARG002
-        """Return the same with the type of tokens that ``look`` finds for their field; whole samples have none."""
+        """Return this kind with the dtype of tokens that ``look`` returns for their field; whole samples have none."""
         return self
 
     def rows(self, stock: Stock, of: PlannedRows, lost: Mapping[int, DataError]) -> Rows:
-        """See ``RowKind``: the pieces, which have the name of their sample even if they are damaged."""
+        """See ``RowKind``: the pieces; even damaged ones have the name of their sample."""
         packs = self.packs(stock, of)
         row_of = packs.planned
         damage = {piece: lost[row] for piece, row in enumerate(row_of.tolist()) if row in lost} if lost else {}
         chunk_ids = of.chunk_ids[row_of]
         rows = stock.rows(of.first_rows[row_of] + packs.samples, chunk_ids, damage)
-        for piece in rows.damage:  # by name if the sample table has it
+        for piece in rows.damage:  # named if the sample table has the key
             place = stock.source.locate(int(chunk_ids[piece]), int(packs.samples[piece]))
             rows.keys[piece] = rows.keys[piece] if place is None else place.key
         return replace(rows, packs=packs, positions=self.positions(of.positions, packs))
 
     def packs(self, stock: Stock, of: PlannedRows) -> PackRows:
-        """Return which pieces make these rows."""
+        """Return the pieces of these rows."""
         packs: PackRows = stock.source.rows.packs(of.chunk_ids, of.offsets, of.passes, stock.seed)
         return packs
 
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:  # noqa: ARG002
-        """Return the positions that random numbers derive from: of each row, or of each piece."""
+        """Return the positions from which random numbers derive, one per row or per piece."""
         return positions
 
     @override
@@ -64,21 +64,21 @@ class PieceItems(RowKind):
         return int(pieces_of(rows).planned[i])
 
     def first_numbers(self, chunk_samples: Int64Array) -> Int64Array | None:  # noqa: ARG002
-        """See ``RowKind``: they are not samples."""
+        """See ``RowKind``: rows are not samples."""
         return None
 
     def ahead(self, stock: Stock, chunk_id: int, pass_number: int) -> Callable[[], object] | None:
-        """See ``RowKind``: which pieces make the rows of a group."""
+        """See ``RowKind``: computes the pieces of the rows of a group."""
         group, offset, number = (np.array([value]) for value in (chunk_id, 0, pass_number))
         return partial(stock.source.rows.packs, group, offset, number, stock.seed)
 
     def budget(self, limit_bytes: int) -> Budget:
-        """See ``RowKind``: with a part for packs, and lengths of documents."""
+        """See ``RowKind``: a part is for packs and lengths of documents."""
         return Budget.of(limit_bytes, packs=True)
 
     @abstractmethod
     def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
-        """Return the only row of ``packs``, made of samples as their dataset gives them, by ``part``.
+        """Return the single row of ``packs``, made by ``part`` of samples as their dataset returns them.
 
         Raises:
             DataError: A sample cannot be used.
@@ -99,7 +99,7 @@ class OneEach(PieceItems):
         )
 
     def check_shape(self, shape: Shape, collate_fn: object) -> None:
-        """See ``RowKind``: several in one rank's batch would differ in shape."""
+        """See ``RowKind``: several packs in one rank's batch would differ in shape."""
         if collate_fn is not None or shape.sizes.most <= shape.num_ranks:
             return
         raise ConfigError(
@@ -111,7 +111,7 @@ class OneEach(PieceItems):
 
 
 def pieces_of(rows: Rows) -> PackRows:
-    """Return the pieces that rows of several samples are made of."""
+    """Return the pieces of rows of several samples."""
     if rows.packs is None:
         raise AssertionError("rows of several samples have packs")
     return rows.packs

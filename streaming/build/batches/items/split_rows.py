@@ -1,4 +1,4 @@
-"""Split batches of packs into rows, to send these to other ranks, and join them again."""
+"""Split batches of packs into rows, to send them to other ranks, and join them again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split_packs(batch: Batch) -> list[Batch]:
     """Split a batch of packs into its rows; ``cu_seqlens`` of each row begin at 0."""
     ids: Any = batch["input_ids"]
     num_packs, length = ids.shape
-    borders = np.unique(batch["cu_seqlens"].numpy())  # type: ignore[attr-defined]  # what fills a fixed shape up goes
+    borders = np.unique(batch["cu_seqlens"].numpy())  # type: ignore[attr-defined]  # drops the filling of a fixed shape
     cuts = np.searchsorted(borders, np.arange(num_packs + 1) * length)
     rows: list[Batch] = []
     for pack in range(num_packs):
@@ -39,7 +39,7 @@ def split_packs(batch: Batch) -> list[Batch]:
 
 
 def join_packs(rows: Sequence[Batch], max_docs: int | None, allocate: Allocate | None = None) -> Batch:
-    """Join rows of :func:`split_packs` into a batch; fields of tokens lie in memory from ``allocate``."""
+    """Join rows from :func:`split_packs` into a batch; fields of tokens lie in memory from ``allocate``."""
     batch: Batch = {}
     length = len(rows[0]["input_ids"])  # type: ignore[arg-type]
     for name, first in rows[0].items():
@@ -53,6 +53,7 @@ def join_packs(rows: Sequence[Batch], max_docs: int | None, allocate: Allocate |
             batch[name] = torch.stack(values)
         else:
             batch[name] = values
+    # Each row's cu_seqlens begin at 0: shift those of row k by k * T, and append the end B * T.
     starts: Any = batch["cu_seqlens"]
     places = len(rows) * length
     borders = np.concatenate([*(start.numpy() + pack * length for pack, start in enumerate(starts)), [places]])
@@ -73,6 +74,6 @@ def narrow_pack(row: Batch) -> Batch:
     narrow: Batch = dict(row)
     for name in _WIDE:
         value: Any = row[name]
-        if not value.numel() or int(value.max()) <= _MOST:  # negative tokens are those without loss
+        if not value.numel() or int(value.max()) <= _MOST:  # negative values mark tokens without loss
             narrow[name] = value.to(torch.int32)
     return narrow

@@ -18,12 +18,12 @@ from streaming.order.packing.layout import PackRows
 from streaming.types import Int64Array, Sample, override
 
 _MOST_OF_PACK = 2**24
-"""Maximum number of samples in a pack: their random numbers derive from the pack's position times this, plus their
-index.
+"""Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
+sample's index.
 """
 _FATE = (
-    "Another sample of its batch takes the place of each; a batch of which none is left becomes one sample of another "
-    "batch, so that no batch exceeds its budget"
+    "Another sample of its batch takes the place of each; a batch without samples becomes one sample of another batch, "
+    "so that no batch exceeds its budget"
 )
 
 
@@ -32,7 +32,7 @@ class WholeSamples(OneEach, Samples):
     """A row is a batch of whole samples of similar size, decoded, transformed and collated like any other.
 
     Attributes:
-        length: Maximum of samples times the largest, in the unit of the column.
+        length: Maximum number of samples times the largest size, in the unit of the column.
         multiple: Sizes are rounded up to a multiple of this.
         max_docs: Maximum number of samples; None: no maximum.
     """
@@ -57,7 +57,7 @@ class WholeSamples(OneEach, Samples):
         return positions[packs.packs] * _MOST_OF_PACK + packs.places
 
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        """See ``RowKind``: samples are marked one by one."""
+        """See ``RowKind``: each sample has its own entry in the mask."""
         return Samples.build(self, builder, rows, None if valid is None else valid[pieces_of(rows).packs])
 
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
@@ -71,10 +71,10 @@ class WholeSamples(OneEach, Samples):
         return builder.collate(samples, None if mask is None else mask[kept])
 
     def _batch_of(self, builder: BatchBuilder, rows: Rows, span: tuple[int, int], mask: Mask) -> dict[int, Sample]:
-        """Return the samples of one batch by row; those that are lost are replaced by others of it.
+        """Return the samples of one batch by row; lost ones are replaced by others of the same batch.
 
-        A row is left out if a transform drops all of these, too. A batch of which nothing can be delivered becomes a
-        single sample of another one: several of these could take more room than the budget allows.
+        A row is left out if a transform also drops all of its replacements. A batch without any deliverable sample
+        becomes a single sample of another batch: several of these could exceed the budget.
         """
         found: dict[int, Sample] = {}
         for i in range(*span):
@@ -95,7 +95,7 @@ class WholeSamples(OneEach, Samples):
         return default_collate([one | named for one in samples])
 
     def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:  # noqa: ARG002
-        """See ``RowKind``: samples are concatenated within a batch, of which ``collate_fn`` gets a list."""
+        """See ``RowKind``: samples are concatenated within a batch; ``collate_fn`` gets a list of such batches."""
         return checked_jagged(jagged, None)
 
     @override
@@ -112,7 +112,7 @@ class WholeSamples(OneEach, Samples):
 
 
 def _others(rows: Rows, i: int, span: tuple[int, int]) -> Iterator[Rows]:
-    """Yield single rows that may replace row i: intact ones of its batch, of similar size, starting with the next."""
+    """Yield single rows that may replace row i: intact rows of its batch, which have a similar size, next one first."""
     low, high = span
     for other in (*range(i + 1, high), *range(low, i)):
         if other not in rows.damage:

@@ -1,4 +1,4 @@
-"""What bytes say of a stream of sound: where its links, pages and frames lie, and what comes before a moment.
+"""Parse streams of sound: find their links, pages and frames, and the context needed to decode from a moment on.
 
-Nothing here decodes, or calls a library that does: ``streaming/build/decode/sound.py`` does, as told here.
+Nothing here decodes or calls a library that does; ``streaming/build/decode/sound.py`` decodes by these results.
 """

@@ -1,6 +1,6 @@
-"""Read encoded streams from bytes or from a file, for libraries that call back for them.
+"""Read encoded streams from bytes or from a file, for libraries that read through callbacks.
 
-An exception in such a call would be printed or lost, so ``WatchedFile`` keeps it for whoever called the library.
+An exception in a callback would be printed or lost, so ``WatchedFile`` keeps it for the caller of the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 from streaming.types import ReadBuffer
 
 _SEARCHED_BYTES: Final = 4 << 20
-"""What is read at a time of a file that is searched."""
+"""Size of each read while a file is searched."""
 
 
 class SeekableFile(Protocol):
@@ -24,18 +24,18 @@ class SeekableFile(Protocol):
         """Return up to ``size`` bytes, none only at the end."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to ``offset`` from the start, from here or from the end; return the place."""
+        """Move to ``offset`` from the start, from the current position or from the end; return the new position."""
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
+        """Return the position of the next byte."""
 
 
 Encoded: TypeAlias = ReadBuffer | SeekableFile
-"""What decoders of streams take: bytes, or a file of which they read what they need."""
+"""Input of stream decoders: bytes, or a file from which they read the ranges that they need."""
 
 
 class WatchedFile:
-    """Read bytes as a file, and keep what goes wrong: the caller of the library raises it, see :func:`opened`."""
+    """Read bytes as a file, and keep the errors of reads: the caller of the library raises them, see :func:`opened`."""
 
     def __init__(self, data: Encoded) -> None:
         self._file = None if isinstance(data, bytes | bytearray | memoryview) else data
@@ -47,11 +47,11 @@ class WatchedFile:
             self._file.seek(0)
 
     def __repr__(self) -> str:
-        return "the stream"  # as libraries name it in their errors
+        return "the stream"  # libraries show this in their errors
 
     @property
     def in_memory(self) -> bool:
-        """Whether all bytes are at hand, so that looking at each costs next to nothing."""
+        """Whether all bytes are in memory, so that scanning them is cheap."""
         return self._file is None
 
     def read(self, size: int = -1) -> bytes:
@@ -66,16 +66,16 @@ class WatchedFile:
             else:
                 found = bytes(self._file.read(size))
                 self._at = self._file.tell()
-        except BaseException as error:  # noqa: BLE001  raised by ``opened``: here C code would drop it
+        except BaseException as error:  # noqa: BLE001  raised by ``opened``; C code would drop it here
             self.failure = error
             return b""
         return found
 
     def readinto(self, room: bytearray | memoryview) -> int:
-        """Read into ``room``; return how many bytes."""
+        """Read into ``room``; return the number of bytes."""
         out = memoryview(room).cast("B")
         found: bytes | memoryview
-        if self._file is None:  # libraries call this some thousand times
+        if self._file is None:  # libraries call this thousands of times
             found = self._view[self._at : self._at + len(out)]
             self._at += len(found)
         else:
@@ -84,7 +84,7 @@ class WatchedFile:
         return len(found)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; return it."""
+        """Move to a position; return it."""
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
         self._at = max(0, origin + offset)
         if self._file is not None and self.failure is None:
@@ -95,14 +95,14 @@ class WatchedFile:
         return self._at
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
+        """Return the position of the next byte."""
         return self._at
 
     def peek(self, start: int, size: int) -> bytes:
-        """Return up to ``size`` bytes from ``start`` on, and stay where it was.
+        """Return up to ``size`` bytes from ``start`` on, without moving.
 
         Raises:
-            BaseException: What reading raised.
+            BaseException: The error of a read.
         """
         at = self._at
         self.seek(start)
@@ -113,16 +113,16 @@ class WatchedFile:
         return found
 
     def part(self, start: int, stop: int, head: bytes = b"") -> Encoded:
-        """Return bytes ``[start, stop)`` behind those of ``head``, as a stream that :func:`opened` takes."""
+        """Return ``head`` followed by bytes ``[start, stop)``, as a stream for :func:`opened`."""
         if self._file is None and not head:
             return self._view[start:stop]
         return _Window(self, start, stop, head)
 
     def places_of(self, pattern: re.Pattern[bytes], longest: int) -> list[int]:
-        """Return where ``pattern``, at most ``longest`` bytes of it, begins: of a file, all bytes are read.
+        """Return all positions of ``pattern``, whose matches have at most ``longest`` bytes; reads a file completely.
 
         Raises:
-            BaseException: What reading raised.
+            BaseException: The error of a read.
         """
         if self._file is None:
             return [match.start() for match in pattern.finditer(self._view)]
@@ -134,7 +134,7 @@ class WatchedFile:
 
 
 class _Window:
-    """A part of a watched file as a file, behind bytes that it lacks."""
+    """A part of a watched file as a file, after extra bytes that begin it."""
 
     def __init__(self, whole: WatchedFile, start: int, stop: int, head: bytes) -> None:
         self._whole, self._start, self._head, self._at = whole, start - len(head), head, 0
@@ -152,22 +152,22 @@ class _Window:
         return found
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a place of the part."""
+        """Move to a position in the part; return it."""
         self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence] + offset)
         return self._at
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
+        """Return the position of the next byte."""
         return self._at
 
 
 @contextmanager
 def opened(data: Encoded) -> Iterator[WatchedFile]:
-    """Give ``data`` as a file to a library, and raise what went wrong in it, also where the library did not notice.
+    """Yield ``data`` as a file for a library, and raise errors of its reads, even if the library ignored them.
 
     Raises:
         ValueError: There are no bytes.
-        BaseException: What reading raised.
+        BaseException: The error of a read.
     """
     stream = WatchedFile(data)
     if not stream.num_bytes:

@@ -1,7 +1,7 @@
-"""Read the heads of FLAC (RFC 9639): how many samples there are, where they end, and where another FLAC begins.
+"""Read the headers of FLAC (RFC 9639): the number of samples, the end of the stream, and the start of the next.
 
-What is written to a pipe states no length: then the last frame says it. What ends early, and FLAC behind FLAC, are seen
-by a last frame that is not the one that the head states.
+FLAC that was written to a pipe states no length: then the last frame shows it. Truncated FLAC, and FLAC followed by
+FLAC, are detected because the last frame differs from the one that the header states.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _BEGIN: Final = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")
 _FRAME: Final = re.compile(rb"\xff[\xf8\xf9]")
 _INFO_BYTES: Final = 42  # the magic word and STREAMINFO
 _MOST_BLOCKS: Final = 1 << 10
-"""Blocks of metadata that are looked at."""
+"""Maximum number of metadata blocks that are read."""
 _TAIL_BYTES: Final = 1 << 16
-"""Where the last frame is looked for first, unless the head says that frames are longer."""
-_TAG_BYTES: Final = 128  # of ID3, behind the last frame
-_HEAD_BYTES: Final = 16  # the longest head of a frame
+"""Number of bytes at the end that are first searched for the last frame, unless the header states longer frames."""
+_TAG_BYTES: Final = 128  # of ID3, after the last frame
+_HEAD_BYTES: Final = 16  # longest header of a frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """What a stream says of its frames.
+    """The facts about frames in the header of a stream.
 
     Attributes:
-        frames: Where they begin.
-        least_block: Samples of the shortest, except of the last.
-        most_block: Samples of the longest.
-        most_bytes: Bytes of the longest; 0: not said.
-        num_samples: Of all; 0: not said.
+        frames: First byte of the frames.
+        least_block: Number of samples in the shortest frame, except the last.
+        most_block: Number of samples in the longest frame.
+        most_bytes: Number of bytes in the longest frame; 0: unknown.
+        num_samples: Total number of samples; 0: unknown.
     """
 
     frames: int
@@ -47,21 +47,21 @@ class _Head:
 
     @property
     def most(self) -> float:
-        """How many bytes all frames have at most, and a tag behind them: more are of another stream."""
+        """Return the maximum size of all frames and a tag after them; further bytes belong to another stream."""
         if not self.most_bytes or not self.least_block:
             return math.inf
         return -(-self.num_samples // self.least_block) * self.most_bytes + _TAG_BYTES
 
 
 def links_of_flac(stream: WatchedFile, at: int) -> list[Link]:
-    """Return the links of a file of FLAC whose first one begins at a byte.
+    """Return the links of a FLAC file whose first link begins at byte ``at``.
 
     Raises:
-        ValueError: The last frame of one is not there, or not the one its head states.
+        ValueError: The last frame of a link is missing, or differs from the one that its header states.
     """
     head = _head(stream, at)
     if not stream.in_memory and head.num_samples and stream.num_bytes - head.frames <= head.most:
-        with suppress(ValueError):  # it may be a chain, of which the first head states less than there is
+        with suppress(ValueError):  # it may be a chain, whose first header states fewer samples
             return [_link(stream, at, stream.num_bytes)]
     starts = [at, *(place for place in stream.places_of(_BEGIN, 8) if place >= head.frames)]
     stops = [*starts[1:], stream.num_bytes]
@@ -73,20 +73,20 @@ def _link(stream: WatchedFile, start: int, stop: int) -> Link:
     found = _num_samples(stream, head, stop)
     if found is None:
         stated = f"its head states {head.num_samples} samples, and " if head.num_samples else ""
-        raise ValueError(f"{stated}its last frame is not there: the FLAC is truncated or damaged")
+        raise ValueError(f"{stated}its last frame is missing: the FLAC is truncated or damaged")
     if head.num_samples:
         return Link(start=start, stop=stop, num_samples=found)
-    # Without a length, libFLAC does not find some places; behind the 36 bits of it are 128 of a checksum.
+    # Without a length, libFLAC cannot seek to some positions. The 36 bits of the length precede a checksum of 128.
     info = stream.peek(start, _INFO_BYTES)
     filled = info[:21] + (int.from_bytes(info[21:26], "big") | found).to_bytes(5, "big") + info[26:]
     return Link(start=start + _INFO_BYTES, stop=stop, num_samples=found, head=filled)
 
 
 def _head(stream: WatchedFile, start: int) -> _Head:
-    """Read the head of a stream.
+    """Read the header of a stream.
 
     Raises:
-        ValueError: It is none.
+        ValueError: There is no header.
     """
     info = stream.peek(start, _INFO_BYTES)
     if len(info) < _INFO_BYTES or _BEGIN.match(info) is None:
@@ -107,7 +107,7 @@ def _head(stream: WatchedFile, start: int) -> _Head:
 
 
 def _num_samples(stream: WatchedFile, head: _Head, stop: int) -> int | None:
-    """Return how many samples there are up to the end of the last frame; None: it is not there."""
+    """Return the number of samples up to the end of the last frame; None: the frame is missing."""
     if head.frames >= stop:
         return 0 if not head.num_samples and head.frames == stop else None
     tail_bytes = max(_TAIL_BYTES, head.most_bytes + _HEAD_BYTES + _TAG_BYTES)
@@ -126,7 +126,7 @@ def _num_samples(stream: WatchedFile, head: _Head, stop: int) -> int | None:
 
 
 def _end_of(data: bytes, most_block: int) -> int | None:
-    """Return up to which sample a frame goes, by its head; None: it is none."""
+    """Return the end of a frame, as a sample number, from its header; None: it is not a frame."""
     if len(data) < 6 or data[2] >> 4 == 0 or data[2] & 15 == 15 or data[3] & 1:
         return None
     count = 8 - (data[4] ^ 0xFF).bit_length()  # ones before the first zero, as in UTF-8
@@ -149,7 +149,7 @@ def _end_of(data: bytes, most_block: int) -> int | None:
 
 
 def _is_last(frame: bytes) -> bool:
-    """Tell whether a frame goes up to the end, or up to an ID3 tag there: by its checksum."""
+    """Return whether a frame extends to the end, or to an ID3 tag there, according to its checksum."""
     if frame[-_TAG_BYTES:][:3] == b"TAG" and _crc(frame[:-_TAG_BYTES], 16, 0x8005) == 0:
         return True
     return _crc(frame, 16, 0x8005) == 0
@@ -157,7 +157,7 @@ def _is_last(frame: bytes) -> bool:
 
 @cache
 def _table(bits: int, polynomial: int) -> tuple[int, ...]:
-    """Return a checksum of each byte."""
+    """Return the checksum of each byte."""
     found = []
     for byte in range(256):
         value = byte << bits - 8

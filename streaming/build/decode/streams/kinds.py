@@ -1,4 +1,4 @@
-"""Tell a kind of sound by its first bytes, before a library sees it, and return its links."""
+"""Recognize a kind of sound by its first bytes, before a library sees it, and return its links."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GSM_BLOCK: Final = 65  # bytes, of 320 samples
 
 
 def links_of(stream: WatchedFile) -> list[Link]:
-    """Return the links of a file of sound; refuse other files, and those cut off, which libsndfile takes for shorter.
+    """Return the links of a sound file; refuse other files, and truncated ones, which libsndfile reads as shorter.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The file is of another kind, or truncated.
     """
     head = stream.peek(0, 12)
     if _is_wav(head):
@@ -40,10 +40,10 @@ def _is_wav(head: bytes) -> bool:
 
 
 def _links_of_wav(stream: WatchedFile) -> list[Link]:
-    """Return the links of a file of WAV.
+    """Return the links of a WAV file.
 
     Raises:
-        ValueError: One is shorter than it states.
+        ValueError: A link is shorter than it states.
     """
     links: list[Link] = []
     at = 0
@@ -52,7 +52,7 @@ def _links_of_wav(stream: WatchedFile) -> list[Link]:
         order: Literal["little", "big"] = "big" if head[:4] == b"RIFX" else "little"
         size = int.from_bytes(head[20:28], order) if head[12:16] == b"ds64" else int.from_bytes(head[4:8], order)
         stop = stream.num_bytes
-        # Programs that write to a pipe leave 0 or the largest number.
+        # Programs that write to a pipe leave 0 or the largest number as the size.
         if 0 < size < 2**32 - 1 - 64 or head[:4] == b"RF64":
             missing = size + 8 - (stream.num_bytes - at)
             if missing > 1 or (missing == 1 and not _lacks_pad(stream, at, order)):
@@ -66,7 +66,7 @@ def _links_of_wav(stream: WatchedFile) -> list[Link]:
 
 
 def _lacks_pad(stream: WatchedFile, at: int, order: Literal["little", "big"]) -> bool:
-    """Tell whether the WAV ends with an odd chunk that is whole: the byte that pads it is often left out."""
+    """Return whether the WAV ends with a complete chunk of odd size, whose padding byte is often left out."""
     at, num_data_bytes = at + 12, 0
     for _ in range(_MOST_CHUNKS):
         head = stream.peek(at, 24)
@@ -83,9 +83,9 @@ def _lacks_pad(stream: WatchedFile, at: int, order: Literal["little", "big"]) ->
 
 
 def _num_samples_of_gsm(stream: WatchedFile, at: int, stop: int, order: Literal["little", "big"]) -> int | None:
-    """Return how many samples the blocks of GSM in a WAV hold: libsndfile takes a byte that pads for a block.
+    """Return the number of samples in the GSM blocks of a WAV; None: it is not GSM.
 
-    None: it is not GSM.
+    libsndfile mistakes a padding byte for a block.
     """
     at, is_gsm = at + 12, False
     for _ in range(_MOST_CHUNKS):

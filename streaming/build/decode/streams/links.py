@@ -1,7 +1,7 @@
-"""Say of which links a file of sound consists, and what is decoded before a moment so that the moment is right.
+"""Describe the links of a sound file, and the context that must be decoded before a moment.
 
-A file may hold several streams one behind the other, a *chain* of *links*: a recording of a radio station, or what
-``cat a.ogg b.ogg`` makes. libsndfile reads the first alone and says nothing.
+A file may hold several streams in sequence, a *chain* of *links*: a recording of a radio station, or the result of
+``cat a.ogg b.ogg``. libsndfile reads only the first link, without a warning.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from streaming.build.decode.streams.files import WatchedFile
 
 
 def _lead_of_mp3(rate: int, channels: int) -> float:
-    """Return how far back a frame of MP3 reaches, in seconds.
+    """Return the time before a frame of MP3 on which the frame depends, in seconds.
 
-    It takes its bits from bytes of the frames before it, up to 511 (MPEG 1) or 255 (MPEG 2): the reservoir. The
-    smallest frames, of pauses in streams of varying rate, hold few each, so these are many: six seconds of them at
-    24 kHz in stereo. Two more frames are what a frame is lapped with, and what the filters keep. libmpg123 reads four.
+    A frame takes bits from up to 511 (MPEG 1) or 255 (MPEG 2) bytes of earlier frames, the reservoir. The smallest
+    frames, pauses in streams of varying rate, hold few bytes each, so the reservoir spans many: six seconds at 24 kHz
+    in stereo. Two more frames account for overlap and the state of the filters. libmpg123 reads four.
     """
     is_first = rate >= 32_000  # MPEG 1
     smallest = 144_000 * 32 // rate if is_first else 72_000 * 8 // rate
     side = (17 if channels == 1 else 32) if is_first else (9 if channels == 1 else 17)
-    held = max(1, smallest - 4 - 2 - side)  # a head, a checksum and the side information are not of it
+    held = max(1, smallest - 4 - 2 - side)  # without header, checksum and side information
     frames = math.ceil((511 if is_first else 255) / held) + 2
     return frames * (1152 if is_first else 576) / rate
 
@@ -37,25 +37,25 @@ LEADS_S: Final[dict[str, Lead]] = {
     "OPUS": 0.5,
     "MPEG_LAYER_III": _lead_of_mp3,
 }
-"""Seconds that libsndfile decodes before a place it was sent to, until what comes is that of the whole, by its names of
-codecs; a function of rate and channels gives those of MP3. What is not here is decoded from its beginning (GSM, G.721
-and NMS ADPCM carry their state from sample to sample, and libsndfile does not, or wrongly, jump in them).
+"""Seconds that libsndfile must decode after a seek until its output equals that of the whole sound, by its codec names;
+for MP3, a function of rate and channels. Other codecs are decoded from the beginning (GSM, G.721 and NMS ADPCM carry
+state from sample to sample, and libsndfile cannot seek in them, or does it wrongly).
 
-Measured (docs/design/0071), and held by ``tests/batches/test_moments.py``. FLAC has the codecs of PCM. Blocks of ADPCM
-carry their state. Vorbis needs the block before, which libsndfile reads, except in the last page: see ``ogg.py``, also
-for packets of Opus that never forget.
+Measured (docs/design/0071), and tested by ``tests/batches/test_moments.py``. FLAC has the codecs of PCM. Blocks of
+ADPCM carry their state. Vorbis needs the previous block, which libsndfile reads, except in the last page: see
+``ogg.py``, also for packets of Opus whose state never fades.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a library says of an open link.
+    """The facts that a library reports about an open link.
 
     Attributes:
-        codec: libsndfile's name of it.
-        rate: Samples a second.
-        channels: Their number.
-        num_samples: How many there are.
+        codec: Name of the codec in libsndfile.
+        rate: Samples per second.
+        channels: Number of channels.
+        num_samples: Number of samples.
     """
 
     codec: str
@@ -69,10 +69,10 @@ class Link:
     """One stream of a file.
 
     Attributes:
-        start: Its first byte.
-        stop: The byte behind it.
-        num_samples: How many its frames hold; None: the library knows.
-        head: What a library is given before these bytes.
+        start: First byte of the stream.
+        stop: Byte after its end.
+        num_samples: Number of samples in its frames; None: the library counts them.
+        head: Bytes to pass to a library before these.
     """
 
     start: int
@@ -81,13 +81,13 @@ class Link:
     head: bytes = b""
 
     def begin(self, stream: WatchedFile, known: Known, first: int, stop: int) -> int:  # noqa: ARG002  see OggLink
-        """Return from which sample on a library decodes, so that samples ``[first, stop)`` are those of the whole.
+        """Return the sample at which a library must begin to decode, so that samples ``[first, stop)`` are exact.
 
         Args:
             stream: The file.
-            known: What the library says of the link.
-            first: The first sample that is wanted.
-            stop: The one behind the last.
+            known: The library's facts about the link.
+            first: First wanted sample.
+            stop: End of the wanted samples (exclusive).
         """
         lead = LEADS_S.get(known.codec)
         if lead is None:

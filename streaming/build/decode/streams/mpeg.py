@@ -1,7 +1,7 @@
-"""Read the frames of MP3: where they begin, how many samples they hold, and where another MP3 follows.
+"""Read the frames of MP3: their positions, their number of samples, and the start of a following MP3.
 
-A stream may begin with a frame of numbers instead of sound (Xing, Info, VBRI), which says how long it is: libsndfile
-reads up to there, and nothing behind it. One without is counted.
+A stream may begin with a frame of numbers instead of sound (Xing, Info, VBRI), which states the length: libsndfile
+reads up to there, and ignores the rest. In a stream without such a frame, the frames are counted.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _KBITS: Final = (  # of MPEG 1 and 2 in layer III, by the number in a frame's he
 _RATES: Final = (44_100, 48_000, 32_000, 0)
 _SYNC: Final = re.compile(rb"\xff[\xe0-\xff]")
 _ODD_BYTES: Final = 1 << 16
-"""How many odd bytes may come before the first frame."""
+"""Maximum number of odd bytes before the first frame."""
 _SURE: Final = 4
-"""Frames in a row that make it sure that the first of them is one."""
+"""Number of consecutive frames that confirm that the first of them is a frame."""
 _TAG: Final = re.compile(rb"Xing|Info|VBRI")
 _NUMBERS_AT: Final = (13, 15, 21, 23, 36, 38)
-"""Where a frame holds its numbers: behind its head, a checksum that it may have, and its side information."""
+"""Offsets at which a frame may hold its numbers: after its header, an optional checksum, and its side information."""
 _MOST_TAGS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """What a first frame says of its stream; 0 bytes: nothing."""
+    """The facts about a stream in its first frame; 0 bytes: unknown."""
 
     num_bytes: int
 
 
 def links_of_mp3(stream: WatchedFile, first: int) -> list[Link]:
-    """Return the links of a file of MP3 whose first frame begins at a byte.
+    """Return the links of an MP3 file whose first frame begins at byte ``first``.
 
     Raises:
-        ValueError: Something else comes between the frames, or frames come that no length counts.
+        ValueError: There is other data between the frames, or there are frames after the stated length.
     """
     found: list[Link] = []
     while True:
@@ -61,7 +61,7 @@ def links_of_mp3(stream: WatchedFile, first: int) -> list[Link]:
 
 
 def first_frame(stream: WatchedFile, at: int) -> int | None:
-    """Return where the first frame of an MP3 begins, at a byte or behind odd bytes; None: nowhere near."""
+    """Return the position of the first frame of an MP3, at byte ``at`` or after odd bytes; None: no frame near it."""
     data = stream.peek(at, 2 * _ODD_BYTES)
     if _SYNC.match(data) is not None:
         return at
@@ -78,7 +78,7 @@ def first_frame(stream: WatchedFile, at: int) -> int | None:
 
 
 def behind_tags(stream: WatchedFile, at: int) -> int:
-    """Return the byte behind the ID3 tags that begin at a byte."""
+    """Return the byte after the ID3 tags that begin at byte ``at``."""
     for _ in range(_MOST_TAGS):
         head = stream.peek(at, 10)
         if head[:3] == b"TAG":
@@ -91,7 +91,7 @@ def behind_tags(stream: WatchedFile, at: int) -> int:
 
 
 def _numbers(stream: WatchedFile, first: int) -> _Numbers | None:
-    """Return what the frame at a byte says of its stream; None: it holds sound."""
+    """Return the facts in the frame of numbers at byte ``first``; None: the frame holds sound."""
     head = stream.peek(first, 64)
     for at in _NUMBERS_AT:
         if head[at : at + 4] in (b"Xing", b"Info"):
@@ -102,10 +102,10 @@ def _numbers(stream: WatchedFile, first: int) -> _Numbers | None:
 
 
 def _counted(stream: WatchedFile, first: int) -> tuple[int, int]:
-    """Return how many samples the frames from a byte on hold, and where they end, or a frame of numbers begins.
+    """Return the number of samples in the frames from byte ``first`` on, and their end, at a tag or a frame of numbers.
 
     Raises:
-        ValueError: What follows is no tag.
+        ValueError: The frames are followed by something other than a tag.
     """
     data, at, samples = stream.peek(first, stream.num_bytes), 0, 0
     tags = [match.start() for match in _TAG.finditer(data)]
@@ -124,23 +124,23 @@ def _counted(stream: WatchedFile, first: int) -> tuple[int, int]:
 
 
 def _check_end(stream: WatchedFile, stop: int) -> None:
-    """Refuse frames behind the end that the first frame states, except one: some programs do not count that frame.
+    """Refuse frames after the end that the first frame states, except one: some programs do not count that frame.
 
     Raises:
-        ValueError: There are some.
+        ValueError: There are such frames.
     """
     at, frames = stop, 0
     while frames < 2 and (size := _mp3_frame(stream.peek(at, 4))[0]) and at + size <= stream.num_bytes:
         at, frames = at + size, frames + 1
     if frames == 2:
         raise ValueError(
-            f"the MP3 goes on behind byte {stop}, where its first frame says that it ends, and libsndfile would leave "
-            "the rest out; write it anew, for example with ffmpeg -i a.mp3 -c copy b.mp3"
+            f"the MP3 continues after byte {stop}, where its first frame says that it ends, and libsndfile would leave "
+            "the rest out; rewrite it, for example with ffmpeg -i a.mp3 -c copy b.mp3"
         )
 
 
 def _mp3_frame(header: bytes) -> tuple[int, int]:
-    """Return the bytes and the samples of a frame by its header; 0 if it is none."""
+    """Return the size in bytes and samples of a frame, from its header; 0 if it is not a frame."""
     word = int.from_bytes(header, "big")
     version = word >> 19 & 3  # 3: MPEG 1; 2: MPEG 2; 0: MPEG 2.5
     kbits, rate = _KBITS[version != 3][word >> 12 & 15], _RATES[word >> 10 & 3] >> (2, 0, 1, 0)[version]

@@ -1,8 +1,8 @@
-"""Read the pages of Ogg (RFC 3533): where links begin, whether they end, and from where a clip is decoded.
+"""Read the pages of Ogg (RFC 3533): find where links begin and end, and where to begin decoding a clip.
 
-The granule position of a page says how many samples its packets complete, except of the last page, which says where the
-sound ends: so nobody can tell at which sample that page begins who has not come there from the page before. libsndfile
-jumps into it nevertheless, and gives Vorbis 96 to 128 samples, or all that the page holds, beside its place.
+The granule position of a page counts the samples that its packets complete, except in the last page, where it is the
+end of the sound: so the first sample of that page is known only after decoding the page before. libsndfile seeks into
+it nevertheless, and returns Vorbis displaced by 96 to 128 samples, or by all samples of the page.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from streaming.build.decode.streams.links import Known, Link
 from streaming.types import override
 
 _PAGE_BYTES: Final = 65_307  # the largest page
-_STEP_BYTES: Final = 8192  # where the next page is looked for first: most have 4,500
+_STEP_BYTES: Final = 8192  # size of the first search for the next page: most pages have 4,500 bytes
 _FIRST_PAGE: Final = re.compile(rb"OggS\x00[\x02\x06]")
 _BLOCK: Final = 8192
-"""The largest block of Vorbis, in samples; half of it is what libsndfile reads before a place."""
-_OPUS_RATE: Final = 48_000  # of granule positions, whatever comes out
+"""The largest block of Vorbis, in samples; libsndfile reads half of it before a position."""
+_OPUS_RATE: Final = 48_000  # of granule positions, whatever the output rate
 _CELT: Final = 16
-"""From this configuration on, a packet of Opus is CELT alone (RFC 6716, 3.1). SILK, in all others, predicts from what
-it has decoded: in a steady tone at 8 kbit/s, all after a jump was inverted, however long before it decoding began."""
+"""First configuration of an Opus packet that is CELT alone (RFC 6716, 3.1). All others use SILK, which predicts from
+its own output: in a steady tone at 8 kbit/s, everything after a seek was inverted, however early decoding began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class OggPage:
     """A page.
 
     Attributes:
-        at: Its first byte.
-        flags: 1: its first packet goes on with one before; 2: the first, 4: the last page of a stream.
-        granule: Its granule position; -1: no packet ends in it.
-        serial: Of which stream it is.
-        sizes: Of the segments: those of a packet are all 255 but the last.
+        at: First byte of the page.
+        flags: 1: its first packet continues one of an earlier page; 2: the first, 4: the last page of a stream.
+        granule: Granule position; -1: no packet ends in the page.
+        serial: Number of the stream.
+        sizes: Sizes of the segments: in a packet, all but the last are 255.
     """
 
     at: int
@@ -47,12 +47,12 @@ class OggPage:
 
     @property
     def body(self) -> int:
-        """Where its segments begin."""
+        """First byte of the segments."""
         return self.at + 27 + len(self.sizes)
 
     @property
     def stop(self) -> int:
-        """The byte behind it."""
+        """Byte after the page."""
         return self.body + sum(self.sizes)
 
 
@@ -61,10 +61,10 @@ class OggLink(Link):
     """A link of Ogg.
 
     Attributes:
-        serial: That of its last page.
+        serial: Stream number of its last page.
         ends: Granule position of its end.
-        settled: That of the page before its last one; 0: it has but one.
-        is_alone: Whether no other streams lie between its pages.
+        settled: Granule position of the page before the last; 0: there is only one page.
+        is_alone: Whether no pages of other streams lie between its pages.
     """
 
     serial: bytes
@@ -77,7 +77,7 @@ class OggLink(Link):
         if not self.is_alone:
             return 0
         scale = _OPUS_RATE / known.rate if known.codec == "OPUS" else 1
-        # Never in the last page, nor in what is read before a place.
+        # Never in the last page, nor in the samples that libsndfile reads before a position.
         behind = known.num_samples - int((self.ends - self.settled) / scale) - _BLOCK
         begin = max(0, min(super(OggLink, self).begin(stream, known, first, stop), behind))
         if known.codec == "OPUS" and begin:
@@ -87,14 +87,14 @@ class OggLink(Link):
         return begin
 
     def _predicts(self, stream: WatchedFile, low: int, high: int) -> bool:
-        """Tell whether a packet that plays between two granule positions is not of CELT alone."""
+        """Return whether a packet that plays between two granule positions uses more than CELT."""
         for page in pages(stream, self._page_before(stream, low), self.stop):
             if page.serial != self.serial:
                 continue
             body = stream.peek(page.body, sum(page.sizes))
             at, begins = 0, not page.flags & 1
             for size in page.sizes:
-                # a packet without bytes is none; those of the head come before all granule positions but 0
+                # skip empty packets; header packets precede all granule positions but 0
                 if begins and size and page.granule and body[at] >> 3 < _CELT:
                     return True
                 at, begins = at + size, size < 255
@@ -103,7 +103,7 @@ class OggLink(Link):
         return False
 
     def _page_before(self, stream: WatchedFile, granule: int) -> int:
-        """Return where a page begins that ends before a granule position, not far before it."""
+        """Return the start of a page that ends shortly before a granule position."""
         low, high = self.start, self.stop
         while high - low > 2 * _PAGE_BYTES:
             middle = (low + high) // 2
@@ -119,10 +119,10 @@ class OggLink(Link):
 
 
 def links_of_ogg(stream: WatchedFile) -> list[Link]:
-    """Return the links of a file of Ogg; those of a chain have numbers of their own.
+    """Return the links of an Ogg file; each link of a chain has its own stream number.
 
     Raises:
-        ValueError: One ends without its last page, or holds other codecs.
+        ValueError: A link ends without its last page, or holds other codecs.
     """
     head = [*_group(stream, 0)]
     last = _last_pages(stream, 0, stream.num_bytes)
@@ -134,7 +134,7 @@ def links_of_ogg(stream: WatchedFile) -> list[Link]:
 
 
 def pages(stream: WatchedFile, at: int, stop: int) -> Iterator[OggPage]:
-    """Yield the whole pages from byte ``at`` on, as long as one follows the other."""
+    """Yield the complete pages from byte ``at`` on, as long as they are contiguous."""
     while at < stop:
         page = _page_at(stream, at)
         if page is None or page.stop > stop:
@@ -148,7 +148,7 @@ def _page_at(stream: WatchedFile, at: int) -> OggPage | None:
 
 
 def _parsed(data: bytes, begin: int, at: int) -> OggPage | None:
-    """Return the page whose head begins at ``begin`` of ``data`` and at byte ``at`` of its file."""
+    """Return the page whose header begins at ``begin`` of ``data`` and at byte ``at`` of its file."""
     head = data[begin : begin + 27]
     if len(head) < 27 or head[:5] != b"OggS\0" or head[5] > 7:
         return None
@@ -158,7 +158,7 @@ def _parsed(data: bytes, begin: int, at: int) -> OggPage | None:
 
 
 def _group(stream: WatchedFile, at: int) -> Iterator[OggPage]:
-    """Yield the first pages of the streams that begin together at a byte."""
+    """Yield the first pages of the streams that begin together at byte ``at``."""
     for page in pages(stream, at, stream.num_bytes):
         if not page.flags & 2:
             return
@@ -166,12 +166,12 @@ def _group(stream: WatchedFile, at: int) -> Iterator[OggPage]:
 
 
 def _beginnings(stream: WatchedFile) -> list[int]:
-    """Return where links begin, of all bytes."""
+    """Return the starts of all links, by scanning all bytes."""
     starts, behind = [0], 0
     for at in stream.places_of(_FIRST_PAGE, 6):
         page = _page_at(stream, at)
         if page is None or page.stop > stream.num_bytes or page.granule not in (0, -1):
-            continue  # bytes of a packet that look so
+            continue  # bytes of a packet that look like a page
         if at != behind and at:
             starts.append(at)
         behind = page.stop
@@ -179,7 +179,7 @@ def _beginnings(stream: WatchedFile) -> list[int]:
 
 
 def _next(stream: WatchedFile, at: int, stop: int) -> int:
-    """Return where the next page begins."""
+    """Return the start of the next page."""
     for size in (_STEP_BYTES, 2 * _PAGE_BYTES):
         data = stream.peek(at, min(stop - at, size))
         begin = data.find(b"OggS")
@@ -210,7 +210,7 @@ def _last_pages(stream: WatchedFile, start: int, stop: int) -> OggLink:
 
 
 def _ends(tail: bytes, at: int) -> tuple[OggPage, OggPage | None]:
-    """Return the last page of a stream, and the one before it whose granule position is less, if ``tail`` has it.
+    """Return the last page of a stream, and the latest page with a lower granule position, if ``tail`` has it.
 
     Raises:
         ValueError: There is no last page.
@@ -233,7 +233,7 @@ def _ends(tail: bytes, at: int) -> tuple[OggPage, OggPage | None]:
 
 
 def _check_codec(stream: WatchedFile, head: list[OggPage]) -> None:
-    """Refuse what libsndfile would refuse without words.
+    """Refuse codecs that libsndfile would refuse without an explanation.
 
     Raises:
         ValueError: No stream holds Vorbis or Opus.
