@@ -192,6 +192,15 @@ VERBS: dict[str, list[str]] = {
     "view list": ["{good}"],
     "view show": ["{good}", "{name}"],
     "column drop": ["{good}", "{name}"],
+    "append": ["{rows}", "{target}/converted"],
+    "split": ["{good}", "{target}/parts", "--split", "val=50%"],
+    "version tag": ["{target}/copied", "first"],
+    "delete": ["{target}/copied", "--where", "num >= 3"],
+    "dedupe": ["{target}/copied", "--by", "key"],
+    "version list": ["{target}/copied"],
+    "version show": ["{target}/copied", "first"],
+    "version diff": ["{target}/copied", "first", "2"],
+    "version prune": ["{target}/copied"],
 }
 """Arguments of every verb; of those that work in a store that can be written all succeed, in this order."""
 MORE = [
@@ -224,6 +233,12 @@ MORE = [
     ("diff", ["{good}", "{damaged}", "--index-b", "{rows}"]),
     ("diff", ["{damaged}", "{good}"]),
     ("view save", ["{good}", "x", "--exclude", "{rows}"]),
+    ("append", ["{damaged}", "{target}/converted"]),
+    ("delete", ["{damaged}", "--keys", "{rows}"]),
+    ("dedupe", ["{damaged}", "--by", "{score}"]),
+    ("split", ["{damaged}", "{target}/parts-too", "--split", "{rows}"]),
+    ("version show", ["{good}", "{rows}"]),
+    ("version diff", ["{good}", "{rows}", "{score}"]),
 ]
 """What fails late, finds damage, or is not said right."""
 
@@ -355,6 +370,10 @@ CLASSES: dict[str, Read] = {
     ),
     "TorchIterable": lambda place, told, local: told.add(
         view := streaming.TorchIterable(opened(place, local)), *view, view.state_dict()
+    ),
+    "Tickets": lambda place, told, local: told.add(
+        tickets := streaming.Tickets(streaming.DataLoader(opened(place, local), 2)), *tickets, tickets.state_dict(),
+        tickets.report(),
     ),
     "ShardWriter": lambda place, told, local: make_set(f"{place.target}/written", place.options),
     "lines": lambda place, told, local: told.add(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, wri
 from shard_tools.make.convert.recode import ImageOptions
 from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
 from shard_tools.make.convert.sources import LAYOUTS
-from shard_tools.make.write.change import SetChange, next_number, open_head, with_added
+from shard_tools.make.write.change import SetChange, next_number, open_head, with_added, without_work
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report, plain
@@ -44,7 +43,6 @@ from streaming.storage import Storage, join_url, redact, split_url
 
 _THREADS = 16
 _SHOWN = 3
-_SHARD_NUMBER = re.compile(r"([^{}]*?)([0-9]+)(?:-v[0-9a-f]{8})?\.tar")
 _MEDIA = {"images": "image", "audio": "audio"}
 _log = logging.getLogger(__name__)
 
@@ -469,8 +467,13 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
 
 def _pattern_of(names: Sequence[str]) -> str:
     """Return the pattern of the names of shards, by the last of them."""
-    found = next((one for one in map(_SHARD_NUMBER.fullmatch, reversed(names)) if one is not None), None)
-    return "{:06d}.tar" if found is None else f"{found[1]}{{:0{len(found[2])}d}}.tar"
+    for name in reversed(names):
+        stem = without_work(name).removesuffix(".tar")
+        start = stem.rstrip("0123456789")
+        digits = len(stem) - len(start)
+        if digits and not {"{", "}"} & set(start):
+            return f"{start}{{:0{digits}d}}.tar"
+    return "{:06d}.tar"
 
 
 def _stem(name: str) -> str:

@@ -45,12 +45,19 @@ def work_of(name: str) -> str | None:
     return None if found is None else found["work"]
 
 
+def without_work(name: str) -> str:
+    """Return the name of a shard without the part that names the change that wrote it."""
+    found = _OF_CHANGE.fullmatch(name)
+    return name if found is None else f"{found['stem']}.tar"
+
+
 def next_number(names: Iterable[str], stem: str, suffix: str) -> int:
     """Return the number of the next shard of a set, given the names of its shards, and what is around their numbers."""
-    rest = re.escape(suffix.removesuffix(".tar"))
-    pattern = re.compile(rf"{re.escape(stem)}([0-9]+){rest}(?:-v[0-9a-f]{{8}})?\.tar")
-    found = map(pattern.fullmatch, names)
-    return max((int(one[1]) for one in found if one is not None), default=-1) + 1
+    rest = suffix.removesuffix(".tar")
+    plain = [without_work(name).removesuffix(".tar") for name in names]
+    around = [name for name in plain if name.startswith(stem) and name.endswith(rest)]
+    middle = [name.removeprefix(stem).removesuffix(rest) for name in around]
+    return max((int(one) for one in middle if one.isascii() and one.isdecimal()), default=-1) + 1
 
 
 def open_head(storage: Storage, home: str) -> Head:
