@@ -10,7 +10,7 @@ import click
 
 from shard_tools.make.convert.base.records import TEXT_UNITS
 from shard_tools.make.tokens.encode import open_processes
-from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, tokenize
+from shard_tools.make.tokens.run import TokenizeOptions, tokenize
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal import render
@@ -29,7 +29,7 @@ _NAMES: tuple[str, ...] = (
     "keep",
     "split",
 )
-_NAMES += ("group_field", "documents", "on_error", "pattern")
+_NAMES += ("group_field", "documents", "pattern")
 
 
 def tokenizer_options(command: Command) -> Command:
@@ -63,9 +63,6 @@ def tokenizer_options(command: Command) -> Command:
             "--documents",
             type=click.Choice(TEXT_UNITS),
             help="What counts as a document in a text file.  [default: line]",
-        ),
-        option(
-            "--on-error", type=click.Choice(ON_ERROR), help="What to do with records without text.  [default: raise]"
         ),
         option(
             "--pattern", metavar="NAME|REGEX", help="Split pattern for tiktoken, if the file name does not imply it."

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from shard_tools.make.convert.base.records import ON_ERROR
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
 from streaming.common.arguments import parse_bytes
@@ -188,6 +189,14 @@ def source_options(command: Command) -> Command:
     decorators = (
         option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
         option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
+        option(
+            "--on-error",
+            type=click.Choice(ON_ERROR),
+            default="raise",
+            show_default=True,
+            help="What to do with inputs that give no sample: end with an error, or leave them out and list them.",
+        ),
+        option("--max-bad", type=click.IntRange(min=0), metavar="N", help="With --on-error skip: most of these."),
         option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
         option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
         option("--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."),

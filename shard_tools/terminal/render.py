@@ -92,8 +92,11 @@ def show_convert(report: ConvertReport) -> None:
         click.echo(f"classes: {len(report.classes):,} ({field}{by})")
     if report.shuffle_seed is not None:
         click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
+    for reason, count in report.left_out.items():
+        click.echo(f"left out {counted(count, 'record')}: {plain(reason)}", err=True)
     if report.skipped:
-        click.echo(f"left out {counted(len(report.skipped), 'file')} of the source:", err=True)
+        listed = "what is left out" if report.left_out else f"left out {counted(len(report.skipped), 'file')}"
+        click.echo(f"{listed} of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:
             click.echo(f"  {plain(entry.path)}: {entry.reason}", err=True)
         if len(report.skipped) > _SHOWN_SKIPPED:

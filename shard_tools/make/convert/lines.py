@@ -18,7 +18,7 @@ from shard_tools.make.convert.base.columns_met import meet_heads
 from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.make.convert.base.files import SourceFile, find_files, open_each, open_stored
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.make.convert.base.rows import RowMapper, unreadable
+from shard_tools.make.convert.base.rows import RowMapper, unreadable, unreadable_rest
 from shard_tools.running.engine import map_ordered
 from streaming.common.arrays import sums
 from streaming.errors import ConfigError, DataError, StorageError
@@ -77,9 +77,15 @@ class LineFiles(CountedFiles):
             for which, (file, stream) in enumerate(opened, begin.which):
                 if at:
                     stream.seek(at)
-                for line_number, text in _units(read_lines(stream, file.shown_url), self._unit, num_lines):
+                try:
+                    for line_number, text in _units(read_lines(stream, file.shown_url), self._unit, num_lines):
+                        if number >= start:
+                            yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name, which)
+                        number += 1
+                except DataError as error:
+                    rest = unreadable_rest(number, file.shown_url, error, which, tolerant=self._mapper.tolerant)
                     if number >= start:
-                        yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name, which)
+                        yield rest
                     number += 1
                 at = num_lines = 0
 
@@ -281,12 +287,18 @@ class CsvFiles(CountedFiles):
         number, at, num_lines = begin.number, begin.at, begin.num_lines
         with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
             for which, (file, stream) in enumerate(opened, begin.which):
-                for row, where in self._rows(_TextLines(stream, file.url, self._errors), file, at, num_lines):
+                try:
+                    for row, where in self._rows(_TextLines(stream, file.url, self._errors), file, at, num_lines):
+                        if number >= start:
+                            if isinstance(row, DataError):
+                                yield unreadable(number, where, row, which)
+                            else:
+                                yield self._mapper.record(row, number, where, origin=which)
+                        number += 1
+                except DataError as error:
+                    rest = unreadable_rest(number, file.shown_url, error, which, tolerant=self._mapper.tolerant)
                     if number >= start:
-                        if isinstance(row, DataError):
-                            yield unreadable(number, where, row, which)
-                        else:
-                            yield self._mapper.record(row, number, where, origin=which)
+                        yield rest
                     number += 1
                 at = num_lines = 0
 

@@ -16,7 +16,7 @@ from shard_tools.make.convert.base.arrow import ArrowColumns, count_types, plain
 from shard_tools.make.convert.base.columns_met import FileColumns, meet_columns
 from shard_tools.make.convert.base.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.make.convert.base.rows import RowMapper
+from shard_tools.make.convert.base.rows import RowMapper, unreadable_rest
 from streaming.errors import DataError, ShardstreamError
 from streaming.storage import Storage
 
@@ -92,10 +92,17 @@ class ParquetFiles(FileSource):
         for which in range(bisect.bisect_right(ends, start), len(self._groups)):
             file, group, num_rows = self._groups[which]
             first = ends[which] - num_rows
-            rows, origin = self._group_rows(file, group, max(0, start - first), salt=which), self._numbers[file.url]
-            for row_number, row in rows:
-                where = f"{file.shown_url}, row group {group}, row {row_number}"
-                yield self._mapper.record(row, first + row_number, where, origin=origin)
+            skip, origin = max(0, start - first), self._numbers[file.url]
+            place, done = f"{file.shown_url}, row group {group}", skip
+            try:
+                for row_number, row in self._group_rows(file, group, skip, salt=which):
+                    where = f"{place}, row {row_number}"
+                    yield self._mapper.record(row, first + row_number, where, origin=origin)
+                    done = row_number + 1
+            except DataError as error:
+                for number in range(done, num_rows):  # one for each row, so that later ones keep their numbers
+                    where = f"{place}, row {number}"
+                    yield unreadable_rest(first + number, where, error, origin, tolerant=self._mapper.tolerant)
 
     def _group_rows(
         self, file: SourceFile, group: int, skip: int, *, salt: int

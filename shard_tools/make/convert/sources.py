@@ -16,12 +16,13 @@ from shard_tools.make.convert.base.identity import SourceStorage
 from shard_tools.make.convert.base.records import FolderWalks, Source, SourceOptions
 from shard_tools.make.convert.base.zips import SUFFIX, ZipStorage, is_zip
 from shard_tools.make.convert.formats import indexed, litdata, lmdb, mds, tfrecord
-from shard_tools.make.convert.formats.audio import AUDIO_EXTENSIONS, AudioFolder
 from shard_tools.make.convert.formats.coco import CocoFolder
 from shard_tools.make.convert.formats.folder import FolderFiles
 from shard_tools.make.convert.formats.hf import HfDataset
 from shard_tools.make.convert.formats.voc import VocFolder
-from shard_tools.make.convert.images import ImageFolder
+from shard_tools.make.convert.media.audio import AUDIO_EXTENSIONS, AudioFolder
+from shard_tools.make.convert.media.images import ImageFolder
+from shard_tools.make.convert.media.metadata import NAMES as METADATA_NAMES
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, local_path, redact
 from streaming.types import SHARD_SUFFIXES
@@ -140,11 +141,12 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
     if marked is not None:
         return marked
     kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
+    if kinds & {"images", "audio"}:
+        data = (name for name in names if name.rpartition("/")[2] not in METADATA_NAMES)
+        kinds = {kind for name in data if (kind := kind_of_name(name)) is not None} - _BESIDE
     index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
     if not kinds and index is not None:
         kinds = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
-    if kinds & {"images", "audio"}:
-        kinds -= _BESIDE
     if len(kinds) == 1:
         return kinds.pop()
     found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a known layout"

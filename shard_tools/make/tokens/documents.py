@@ -185,9 +185,18 @@ class Reading:
                 raise RejectedError("invalid UTF-8", f"{name}: byte {error.start} is not UTF-8") from error
             except (ValueError, RecursionError) as error:
                 raise RejectedError("unreadable", f"{name}: {error}") from error
+        if value is None and _has(sample, name):
+            raise RejectedError("null", f"{name!r} is null")
         if value is None:
             raise RejectedError("missing field", f"no {name!r}; there are: {', '.join(sample)}")
         return value
+
+
+def _has(sample: Mapping[str, object], name: str) -> bool:
+    """Tell whether a sample has an entry of this name, or path, whatever its value."""
+    above, _, last = name.rpartition(".")
+    place = follow(sample, above) if above else sample
+    return name in sample or (isinstance(place, Mapping) and last in place)
 
 
 def dump(value: object) -> bytes:

@@ -48,7 +48,6 @@ from streaming.shards.index.layout import samples_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
 
-ON_ERROR = ("raise", "skip")
 _WITHOUT_TEXT = ("images", "audio", "coco", "voc")
 _log = logging.getLogger(__name__)
 
@@ -57,8 +56,9 @@ _log = logging.getLogger(__name__)
 class TokenizeOptions(RecordOptions):
     """How documents become tokens, and tokens shards, in addition to ``RecordOptions``.
 
-    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep theirs. ``columns`` are
-    added to ``tokens`` and ``document``.
+    With ``on_error="raise"``, a record without a document is an error, unless it is empty. Keys are numbers of
+    documents in the source unless ``key_field`` names a field; tars keep theirs. ``columns`` are added to ``tokens``
+    and ``document``.
 
     Attributes:
         tokenizer: A ``tokenizer.json``, a directory with one, a sentencepiece model, a file of tiktoken ranks, or
@@ -78,7 +78,6 @@ class TokenizeOptions(RecordOptions):
             ``train``.
         group_field: Split by the hash of this column; None: by that of the document.
         documents: The unit of text that is a document: ``"line"``, ``"blank-line"`` or ``"file"``.
-        on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: it is counted.
     """
 
     tokenizer: str | None = None
@@ -94,7 +93,6 @@ class TokenizeOptions(RecordOptions):
     split: tuple[str, ...] = ()
     group_field: str | None = None
     documents: str = "line"
-    on_error: str = "raise"
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -116,9 +114,8 @@ class TokenizeOptions(RecordOptions):
             raise ConfigError("--chat-template turns messages into text; say where they are with --messages-field")
         if self.group_field is not None and not self.split:
             raise ConfigError("--group-field says by what --split divides the documents; give both, or neither")
-        for option, value, known in (("documents", self.documents, TEXT_UNITS), ("on-error", self.on_error, ON_ERROR)):
-            if value not in known:
-                raise ConfigError(f"--{option} {value!r}: expected one of {', '.join(known)}")
+        if self.documents not in TEXT_UNITS:
+            raise ConfigError(f"--documents {self.documents!r}: expected one of {', '.join(TEXT_UNITS)}")
         check_kept((*self.keep, *(extension for _, extension in self.fields)))
 
 
@@ -245,7 +242,7 @@ def tokenize(
                 keep=options.keep,
                 fields_kept=tuple(extension for _, extension in options.fields),
                 columns=options.columns,
-                on_error=options.on_error,
+                on_error=options.leaving_out,
                 progress=progress,
                 tally=tally,
             )
@@ -331,6 +328,7 @@ def _template(
 
 def _reader(source: str | Sequence[str], target: str, options: TokenizeOptions, storage: Storage) -> Source:
     reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True)
+    options.leaving_out.refuse(reader.skipped, redact(source if isinstance(source, str) else ", ".join(source)))
     if reader.kind in _WITHOUT_TEXT:
         raise ConfigError(f"--tokenizer: {reader.kind} hold no text; name the source's layout with --from")
     if options.documents != "line" and reader.kind != "text":

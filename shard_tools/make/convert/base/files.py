@@ -299,7 +299,9 @@ def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile]
                     size_bytes, version = status.st_size, version_of_file(status)
                     files.append(SourceFile(url=entry.path, name=relative, size_bytes=size_bytes, version=version))
                 else:
-                    skipped.append(Skipped(path=relative.encode(errors="backslashreplace").decode(), reason=reason))
+                    is_lost = not entry.name.startswith(".") and "/." not in f"/{prefix}"
+                    path = relative.encode(errors="backslashreplace").decode()
+                    skipped.append(Skipped(path=path, reason=reason, is_lost=is_lost))
     return files, skipped
 
 

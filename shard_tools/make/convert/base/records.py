@@ -27,6 +27,7 @@ from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
+ON_ERROR = ("raise", "skip")
 RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # that are written together
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
@@ -104,10 +105,18 @@ class Remarks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Report):
-    """Something in the source that is not a sample, and why."""
+    """Something in the source that is not a sample, and why.
+
+    Attributes:
+        path: A file, or a record by its place.
+        reason: Why it is left out.
+        is_lost: It is data, or may be: ``--on-error`` decides whether it may be left out. Hidden files, notes of other
+            programs and the like are no data.
+    """
 
     path: str
     reason: str
+    is_lost: bool = False
 
 
 FolderWalks = dict[tuple[str, str | None], Any]
