@@ -5,9 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import gzip
 import io
-import zlib
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import BinaryIO
@@ -16,7 +14,7 @@ import numpy as np
 
 from shard_tools.make.convert.base.columns_met import meet_heads
 from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
-from shard_tools.make.convert.base.files import SourceFile, find_files, open_each, open_stored
+from shard_tools.make.convert.base.files import DAMAGED, PACKED, SourceFile, open_each, open_stored, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.make.convert.base.rows import RowMapper, unreadable, unreadable_rest
 from shard_tools.running.engine import map_ordered
@@ -27,7 +25,6 @@ from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
 
 _BLOCK_BYTES = 8 << 20
-PACKED = (".gz", ".zst")
 SUFFIXES = {
     "jsonl": tuple(f".{name}{packed}" for packed in ("", *PACKED) for name in ("jsonl", "ndjson")),
     "text": tuple(f".txt{packed}" for packed in ("", *PACKED)),
@@ -43,7 +40,7 @@ class LineFiles(CountedFiles):
     """
 
     def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files = find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude, more=options.more)
+        files, self.skipped = table_files(kind, spec, storage, SUFFIXES[kind], options)
         super().__init__(kind, files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if kind == "text" and not options.fields:
@@ -198,7 +195,7 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
     """Yield the lines of ``stream``, including line endings.
 
     Raises:
-        DataError: A line is longer than 256 MiB, or a ``.gz`` is damaged.
+        DataError: A line is longer than 256 MiB, or a compressed file is damaged.
     """
     try:
         while line := stream.readline(MAX_LINE_BYTES):
@@ -207,9 +204,9 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
             yield line
     except EOFError as error:
         raise DataError(f"{url}: the compressed file ends early; fetch it again") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"{url}: the compressed file is damaged ({error}); fetch it again") from error
-    except OSError as error:  # pyarrow's, of a .zst
+    except OSError as error:  # of a .zst or .bz2
         if isinstance(error, StorageError):
             raise
         raise DataError(f"{url}: the compressed file is damaged or ends early ({error}); fetch it again") from error
@@ -266,7 +263,7 @@ class CsvFiles(CountedFiles):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files = find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude, more=options.more)
+        files, self.skipped = table_files("csv", spec, storage, SUFFIXES["csv"], options)
         super().__init__("csv", files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if not options.named_only:
@@ -346,7 +343,7 @@ class CsvFiles(CountedFiles):
                 if not self._mapper.tolerant:
                     raise problem
                 yield problem, where
-        except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+        except (csv.Error, UnicodeDecodeError, EOFError, OSError, *DAMAGED) as error:
             if isinstance(error, StorageError):
                 raise
             raise DataError(

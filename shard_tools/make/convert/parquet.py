@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from shard_tools.make.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.make.convert.base.columns_met import FileColumns, meet_columns
-from shard_tools.make.convert.base.files import FileSource, SourceFile, find_files, open_stored
+from shard_tools.make.convert.base.files import FileSource, SourceFile, open_stored, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.make.convert.base.rows import RowMapper, unreadable_rest
 from streaming.errors import DataError, ShardstreamError
@@ -35,9 +35,8 @@ class ParquetFiles(FileSource):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__(
-            "parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude, more=options.more), storage
-        )
+        files, self.skipped = table_files("parquet", spec, storage, SUFFIXES, options)
+        super().__init__("parquet", files, storage)
         self._seed = options.shuffle_seed
         self.in_order = self._seed is None
         self._numbers = {file.url: number for number, file in enumerate(self.files)}

@@ -284,7 +284,7 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
     """
     if not named:
         return
-    free = reader.kind == "jsonl"
+    free = reader.kind in {"jsonl", "json"}
     there: dict[str, None] = {}
     with contextlib.closing(reader.records(0)) as records:
         whole = (record for record in records if record.problem is None)

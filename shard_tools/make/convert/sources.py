@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
-from shard_tools.make.convert import lines, parquet, tars
+from shard_tools.make.convert import json_files, lines, parquet, tars
 from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS
 from shard_tools.make.convert.base.files import SourceFile, find_files, is_folder, is_local, places, walked
 from shard_tools.make.convert.base.identity import SourceStorage
@@ -47,6 +47,7 @@ class Layout:
         configs: It may have configurations, of which ``--source-config`` takes one.
         image_folder: Its images may lie elsewhere (``--image-folder``).
         named: A name that is no path may stand for it.
+        weak: Its files often lie beside those of other layouts, which are then what is meant.
     """
 
     open: Callable[[str, Storage, SourceOptions], Source]
@@ -63,6 +64,7 @@ class Layout:
     configs: bool = False
     image_folder: bool = False
     named: bool = False
+    weak: bool = False
 
     def has(self, name: str) -> bool:
         """Tell whether a file with this name, in lower case, is one of this layout."""
@@ -82,6 +84,7 @@ LAYOUTS: dict[str, Layout] = {
         open=partial(lines.LineFiles, "jsonl"), suffixes=lines.SUFFIXES["jsonl"], fields=True, shuffles=True,
         several=True,
     ),
+    "json": Layout(open=json_files.JsonFiles, suffixes=json_files.SUFFIXES, fields=True, several=True, weak=True),
     "parquet": Layout(
         open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True
     ),
@@ -145,8 +148,10 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
         data = (name for name in names if name.rpartition("/")[2] not in METADATA_NAMES)
         kinds = {kind for name in data if (kind := kind_of_name(name)) is not None} - _BESIDE
     index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
-    if not kinds and index is not None:
-        kinds = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
+    strong = {kind for kind in kinds if not LAYOUTS[kind].weak}
+    if not strong and index is not None:
+        strong = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
+    kinds = strong or kinds
     if len(kinds) == 1:
         return kinds.pop()
     found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a known layout"
@@ -201,7 +206,7 @@ def open_source(
         specs = [opened.root(one) if is_zip(one) else one for one in specs]
     if kind == "auto":
         kind = _one_kind(specs, watched, options)
-        layout = LAYOUTS[kind]
+        layout, options = LAYOUTS[kind], replace(options, guessed=True)
     if layout is None:
         raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
     if zipped and not layout.zips:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
-from shard_tools.make.convert.base.files import SourceFile, identity_of, is_local, list_files, read_file
+from shard_tools.make.convert.base.files import SourceFile, identity_of, is_aside, is_local, list_files, read_file
 from shard_tools.make.convert.base.identity import EVERYWHERE, Origins, origins_of
 from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
@@ -45,11 +44,6 @@ _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "
 _LISTED = 12  # names that a message lists
 _NOTE = "json"  # the field of notes
 _OTHER_CLASS = "its notes name another class than its folder; json has that of the folder"
-_FOR_READERS = re.compile(  # names of files that programs and people put beside data
-    r"(read_?me|licen[cs]e|copying|notice|authors|citation|changelog|contributing|attribution|_success|classes"
-    r"|synset_words|checksums?|(md5|sha\d+)(sums?)?|index\.html?|thumbs\.db|desktop\.ini)(\.[^/]*)?",
-    re.IGNORECASE,
-)
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _log = logging.getLogger(__name__)
 
@@ -293,12 +287,6 @@ def _files_of(one: KeyedFile) -> list[SourceFile]:
 def left_out(file: SourceFile, why: str) -> Skipped:
     """Return what is reported of a file that is no part of a sample: it is lost, unless its name says otherwise."""
     return Skipped(path=file.name, reason=why, is_lost=not is_aside(file.name))
-
-
-def is_aside(name: str) -> bool:
-    """Tell whether a name is that of no data: hidden, beside files by a system, or notes for readers."""
-    hidden = name.startswith(".") or "/." in name
-    return hidden or in_side_folder(name) or _FOR_READERS.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def why_left_out(file: SourceFile) -> str:

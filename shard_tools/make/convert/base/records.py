@@ -147,6 +147,7 @@ class SourceOptions:
         images: Where the images of a file of annotations are.
         unlike_columns: Take files of unlike columns as they are, and log it.
         walks: What is known of folders, so that none is walked twice.
+        guessed: The layout was told by the names of the files.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -167,6 +168,7 @@ class SourceOptions:
     images: str | None = None
     unlike_columns: bool = False
     walks: FolderWalks = field(default_factory=dict)
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shard_tools.make.convert.base.arrow import plain_rows
-from shard_tools.make.convert.base.class_folders import ClassFolders, KeyedFile, is_aside
-from shard_tools.make.convert.base.files import SourceFile
+from shard_tools.make.convert.base.class_folders import ClassFolders, KeyedFile
+from shard_tools.make.convert.base.files import SourceFile, is_aside
 from shard_tools.make.convert.base.records import Skipped, SourceOptions
 from shard_tools.make.convert.base.rows import safe_extension
 from streaming.errors import ConfigError, DataError
