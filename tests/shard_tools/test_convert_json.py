@@ -79,10 +79,10 @@ def test_compressed_lines_are_read_and_damage_is_named(kind: str, suffix: str, t
     assert "00017" in members(tmp_path / "out")[f"000000017.{'txt' if kind == 'txt' else 'json'}"].decode()
     if not suffix:
         return
-    for name, wrong in (
-        ("cut", data[: len(data) * 2 // 3]),
-        ("flipped", b"".join((data[:200], b"\xff\0\xff", data[203:]))),
-    ):
+    wrongs = {"cut": data[: len(data) * 2 // 3], "flipped": b"".join((data[:200], b"\xff\0\xff", data[203:]))}
+    if suffix == ".zst":
+        del wrongs["flipped"]  # pyarrow writes no checksum, so nothing can tell
+    for name, wrong in wrongs.items():
         (tmp_path / f"{name}.{kind}{suffix}").write_bytes(wrong)
         with pytest.raises(DataError, match=f"{name}.{kind}"):
             convert(str(tmp_path / f"{name}.{kind}{suffix}"), str(tmp_path / name))
