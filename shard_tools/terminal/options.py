@@ -197,6 +197,11 @@ def source_options(command: Command) -> Command:
             help="What to do with inputs that give no sample: end with an error, or leave them out and list them.",
         ),
         option("--max-bad", type=click.IntRange(min=0), metavar="N", help="With --on-error skip: most of these."),
+        option(
+            "--document-token",
+            metavar="ID|none",
+            help="The token that begins or ends a document in a stream of ids (nanogpt, npy).",
+        ),
         option("--unlike-columns", is_flag=True, help="Take JSONL, Parquet or CSV of unlike columns as it is."),
         option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
         option("--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."),

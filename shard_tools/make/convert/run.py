@@ -44,6 +44,7 @@ class RecordOptions(ShardOptions):
         config: The configuration to take, of a source that has several.
         unlike_columns: Take files of unlike columns as they are, and log it.
         on_error: ``"raise"``: an input that gives no sample is an error; ``"skip"``: it is left out and listed.
+        document_token: The id between documents of a stream of ids, or ``"none"``.
         max_bad: With ``"skip"``, most inputs left out so; None: any number.
     """
 
@@ -57,6 +58,7 @@ class RecordOptions(ShardOptions):
     part: str | None = None
     config: str | None = None
     unlike_columns: bool = False
+    document_token: str | None = None
     on_error: str = "raise"
     max_bad: int | None = None
 
@@ -92,7 +94,8 @@ class RecordOptions(ShardOptions):
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
             num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
             allow_unfinished=self.allow_unfinished, part=self.part, config=self.config,
-            unlike_columns=self.unlike_columns, **{"tolerant": self.on_error == "skip", **how},
+            unlike_columns=self.unlike_columns, document_token=self.document_token,
+            **{"tolerant": self.on_error == "skip", **how},
         )  # fmt: skip
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)

@@ -20,6 +20,7 @@ from shard_tools.make.convert.formats.coco import CocoFolder
 from shard_tools.make.convert.formats.folder import FolderFiles
 from shard_tools.make.convert.formats.hf import HfDataset
 from shard_tools.make.convert.formats.voc import VocFolder
+from shard_tools.make.convert.ids import megatron, streams
 from shard_tools.make.convert.media.audio import AUDIO_EXTENSIONS, AudioFolder
 from shard_tools.make.convert.media.images import ImageFolder
 from shard_tools.make.convert.media.metadata import NAMES as METADATA_NAMES
@@ -47,6 +48,7 @@ class Layout:
         configs: It may have configurations, of which ``--source-config`` takes one.
         image_folder: Its images may lie elsewhere (``--image-folder``).
         named: A name that is no path may stand for it.
+        streams: A token parts its documents (``--document-token``).
         weak: Its files often lie beside those of other layouts, which are then what is meant.
     """
 
@@ -64,6 +66,7 @@ class Layout:
     configs: bool = False
     image_folder: bool = False
     named: bool = False
+    streams: bool = False
     weak: bool = False
 
     def has(self, name: str) -> bool:
@@ -111,6 +114,15 @@ LAYOUTS: dict[str, Layout] = {
         open=AudioFolder, suffixes=_endings(AUDIO_EXTENSIONS), classes=True, shuffles=True, several=True, zips=True
     ),
     "files": Layout(open=FolderFiles, shuffles=True, several=True, zips=True, images=True),
+    "megatron": Layout(open=megatron.MegatronFiles, shuffles=True, several=True),
+    "nanogpt": Layout(
+        open=partial(streams.TokenStreams, "nanogpt"), suffixes=streams.SUFFIXES["nanogpt"], several=True, streams=True,
+        weak=True,
+    ),
+    "npy": Layout(
+        open=partial(streams.TokenStreams, "npy"), suffixes=streams.SUFFIXES["npy"], several=True, streams=True,
+        weak=True,
+    ),
     "coco": Layout(
         open=CocoFolder, classes=True, shuffles=True, zips=True, images=True, parts=True, image_folder=True
     ),
@@ -149,6 +161,8 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
         kinds = {kind for name in data if (kind := kind_of_name(name)) is not None} - _BESIDE
     index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
     strong = {kind for kind in kinds if not LAYOUTS[kind].weak}
+    if not strong and megatron.has_pairs(dict.fromkeys(name.lower() for name in names)):
+        return "megatron"
     if not strong and index is not None:
         strong = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
     kinds = strong or kinds
@@ -251,6 +265,7 @@ def _refuse_unfit(kind: str, layout: Layout, options: SourceOptions) -> None:
         f"--source-config takes one configuration of several; {has}": (
             options.config is not None and not layout.configs
         ),
+        f"--document-token parts streams of ids; {has}": options.document_token is not None and not layout.streams,
         f"--image-folder says where the images of annotations are; {has}": (
             options.images is not None and not layout.image_folder
         ),

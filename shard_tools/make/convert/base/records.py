@@ -148,6 +148,7 @@ class SourceOptions:
         unlike_columns: Take files of unlike columns as they are, and log it.
         walks: What is known of folders, so that none is walked twice.
         guessed: The layout was told by the names of the files.
+        document_token: The id between documents of a stream of ids, or ``"none"``; None: what is usual.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -169,6 +170,7 @@ class SourceOptions:
     unlike_columns: bool = False
     walks: FolderWalks = field(default_factory=dict)
     guessed: bool = False
+    document_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
