@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,66 @@ def test_files_of_the_stem_of_an_image_are_fields_of_its_sample(suffix: str, tmp
     else:
         assert len(StreamingDataset(str(tmp_path / "out"), where="score = 0.5")) == 1
     assert run("verify", tmp_path / "out").exit_code == 0
+
+
+# ----------------------------------------------------------------------------------------- img2dataset, webshart
+
+
+def img2dataset(root: Path, form: str) -> Path:
+    """Write what its writers of ``files`` and ``webdataset`` do: two parts of three samples, and a table of all."""
+    for part in range(2):
+        found = {}
+        for number in range(3):
+            key = f"{part:05d}{number:04d}"
+            note = {"caption": f"c{key}", "key": key, "status": "success", "width": 8, "height": 8}
+            found |= {
+                f"{key}.jpg": picture(number),
+                f"{key}.txt": f"c{key}".encode(),
+                f"{key}.json": json.dumps(note).encode(),
+            }
+        root.mkdir(exist_ok=True)
+        if form == "files":
+            written(root / f"{part:05d}", **found)
+        else:
+            with tarfile.open(root / f"{part:05d}.tar", "w") as archive:
+                for name, body in found.items():
+                    member = tarfile.TarInfo(name)
+                    member.size = len(body)
+                    archive.addfile(member, io.BytesIO(body))
+        (root / f"{part:05d}_stats.json").write_text('{"count": 4, "successes": 3}')
+        pq.write_table(pa.table({"key": ["a"], "status": ["failed"]}), root / f"{part:05d}.parquet")
+    return root
+
+
+def test_files_of_img2dataset_are_images_without_classes(tmp_path: Path) -> None:
+    report = convert(
+        str(img2dataset(tmp_path / "in", "files")), str(tmp_path / "out"), options=ConvertOptions(columns=("status",))
+    )
+    assert (report.kind, report.num_samples, report.classes) == ("images", 6, {})
+    assert not any(one.is_lost for one in report.skipped)
+    found = members(tmp_path / "out")
+    assert found["00001/000010002.txt"] == b"c000010002"
+    note = json.loads(found["00001/000010002.json"])
+    assert (note["caption"], note["path"]) == ("c000010002", "00001/000010002.jpg")
+    assert len(StreamingDataset(str(tmp_path / "out"), where="status = 'success'")) == 6
+
+
+def test_shards_of_img2dataset_are_indexed_where_they_are(tmp_path: Path) -> None:
+    root = img2dataset(tmp_path / "in", "webdataset")
+    refused = run("convert", root, tmp_path / "out")
+    assert refused.exit_code == 2
+    assert f"`shard_tools index {root}` indexes them where they are" in refused.stderr
+    assert run("index", root).exit_code == 0
+    assert len(StreamingDataset(str(root))) == 6
+    assert run("convert", root, tmp_path / "out", "--from", "tars").exit_code == 0
+
+
+def test_shards_with_an_index_of_webshart_are_shards(tmp_path: Path) -> None:
+    root = img2dataset(tmp_path / "in", "webdataset")
+    for path in root.glob("*_stats.json"):
+        path.unlink()
+        (root / f"{path.name[:5]}.parquet").unlink()
+        (root / f"{path.name[:5]}.json").write_text('{"filesize": 1, "files": {"a.jpg": {"offset": 512, "length": 3}}}')
+    assert run("index", root).exit_code == 0
+    assert len(StreamingDataset(str(root))) == 6
+    assert convert(str(root), str(tmp_path / "out")).kind == "tars"

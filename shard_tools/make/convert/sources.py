@@ -24,7 +24,8 @@ from shard_tools.make.convert.ids import megatron, streams
 from shard_tools.make.convert.media.audio import AUDIO_EXTENSIONS, AudioFolder
 from shard_tools.make.convert.media.images import ImageFolder
 from shard_tools.make.convert.media.metadata import NAMES as METADATA_NAMES
-from streaming.errors import ConfigError, NotFoundError
+from shard_tools.make.convert.media.metadata import STATS
+from streaming.errors import ConfigError, NotFoundError, shell_word
 from streaming.storage import Storage, local_path, redact
 from streaming.types import SHARD_SUFFIXES
 
@@ -156,9 +157,11 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
     if marked is not None:
         return marked
     kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
+    _refuse_img2dataset(spec, names, kinds)
     if kinds & {"images", "audio"}:
         data = (name for name in names if name.rpartition("/")[2] not in METADATA_NAMES)
         kinds = {kind for name in data if (kind := kind_of_name(name)) is not None} - _BESIDE
+        kinds -= {"parquet"} if any(map(STATS.fullmatch, names)) else set()
     index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
     strong = {kind for kind in kinds if not LAYOUTS[kind].weak}
     if not strong and megatron.has_pairs(dict.fromkeys(name.lower() for name in names)):
@@ -173,6 +176,20 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
         f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}. --from files takes any folder: files "
         "whose names differ after the first dot alone are one sample"
     )
+
+
+def _refuse_img2dataset(spec: str, names: Sequence[str], kinds: set[str]) -> None:
+    """Say what to do with shards that img2dataset has written: they are read where they are.
+
+    Raises:
+        ConfigError: These are some.
+    """
+    if "tars" in kinds and any(map(STATS.fullmatch, names)):
+        word = shell_word(redact(spec))
+        raise ConfigError(
+            f"{redact(spec)}: a folder of img2dataset, whose tars are shards already: `shard_tools index {word}` "
+            "indexes them where they are, and training reads them. To pack them anew, say --from tars"
+        )
 
 
 def _named_by(spec: str, storage: Storage, exclude: str | None, known: FolderWalks) -> list[SourceFile]:

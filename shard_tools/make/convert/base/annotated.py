@@ -22,7 +22,7 @@ from streaming.storage import Storage, redact
 IMAGE_EXTENSIONS = frozenset(
     {
         *("jpg", "jpeg", "jpe", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "pnm"),
-        *("avif", "heic", "heif", "jp2", "jxl"),
+        *("avif", "heic", "heif", "jp2", "j2k", "j2c", "jpx", "jxl"),
     }
 )
 TURNED = (

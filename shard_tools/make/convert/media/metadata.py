@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -23,6 +24,8 @@ from streaming.errors import ConfigError, DataError
 from streaming.shards.catalog.lines import MAX_LINE_BYTES, json_line
 from streaming.storage import Storage
 
+STATS = re.compile(r"(?:.*/)?(\d+)_stats\.json")
+"""What img2dataset writes beside each of its shards or folders."""
 NAMES = frozenset({"metadata.jsonl", "metadata.csv", "metadata.parquet"})
 _ONE, _SEVERAL = "file_name", "file_names"
 _log = logging.getLogger(__name__)
@@ -91,7 +94,12 @@ class MediaFolder(ClassFolders):
 
     def _sorted_out(self, found: Sequence[SourceFile]) -> tuple[list[KeyedFile], list[Skipped]]:
         noted = [file for file in found if _is_metadata(file.name)]
+        parts = {match[1] for file in found if (match := STATS.fullmatch(file.name)) is not None}
         files, skipped = super()._sorted_out([file for file in found if file not in noted] if noted else found)
+        if parts:  # folders of img2dataset, which are no classes; their tables list what could not be fetched, too
+            files = [replace(one, class_name=None) if one.class_name in parts else one for one in files]
+            tables = {f"{part}.parquet" for part in parts}
+            skipped = [replace(one, is_lost=False) if one.path in tables else one for one in skipped]
         if not noted:
             return files, skipped
         if self._classes_given is not None:
