@@ -174,8 +174,8 @@ def convert_command(
 ) -> None:  # fmt: skip
     """Pack each SOURCE into indexed tar shards in TARGET.
 
-    SOURCE is a folder (or .zip) of images, sounds or any files, of COCO, Pascal VOC or Hugging Face, or JSONL, Parquet,
-    CSV, text (.txt) or tar files: a file, a folder, or a pattern. Several follow each other in one set. With
+    SOURCE is a folder (or .zip) of images, sounds or any files, of COCO, Pascal VOC or Hugging Face, or JSON, Parquet,
+    CSV, text (.txt), token ids or tar files: a file, a folder, or a pattern. Several follow each other in one set. With
     --tokenizer, documents become token ids: field tok, column tokens. The same source and options always give the same
     bytes. A conversion that was stopped continues where it left off when it is run again.
 

@@ -8,7 +8,6 @@ properties of its own for it, what the same entry would be.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import re
@@ -24,10 +23,20 @@ from streaming.types import ReadBuffer
 
 AVIF = re.compile(rb"....ftypavi[fs]", re.DOTALL)
 """What an AVIF begins with."""
-AVIF_READER: Callable[[io.BytesIO], ImageFile.ImageFile] | None = None
+
+
+def _avif_reader() -> Callable[[io.BytesIO], ImageFile.ImageFile] | None:
+    try:
+        found: Callable[[io.BytesIO], ImageFile.ImageFile] = importlib.import_module(
+            "PIL.AvifImagePlugin"
+        ).AvifImageFile
+    except ImportError:
+        return None
+    return found
+
+
+AVIF_READER = _avif_reader()
 """Pillow's reader, of releases that have it: 11.3 and later."""
-with contextlib.suppress(ImportError):
-    AVIF_READER = importlib.import_module("PIL.AvifImagePlugin").AvifImageFile
 _TAG = 274
 _EXIF = b"Exif\0\0"
 _TURNS: dict[int, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {

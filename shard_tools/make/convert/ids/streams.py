@@ -156,7 +156,7 @@ def _separator(streams: Sequence[_Stream], given: str | None) -> int | None:
     if long is not None:
         raise ConfigError(
             f"{long.file.shown_url}: a stream of {long.num:,} tokens: say which one begins or ends a document with "
-            f"--document-token ID (50256 of GPT-2, as nanoGPT has it), or --document-token {NONE} for pieces of "
+            f"--document-token ID (50256 of GPT-2, as nanoGPT has it), or --document-token none for pieces of "
             f"{MOST_TOKENS:,}"
         )
     return None
