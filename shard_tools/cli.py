@@ -16,6 +16,7 @@ from shard_tools.change.check.recheck import RecheckReport, recheck
 from shard_tools.change.check.verify import VerifyReport, verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.sets.bad_list import load_bad_list, records_of
+from shard_tools.change.sets.copied import CHECKS
 from shard_tools.change.sets.copy import copy
 from shard_tools.change.sets.inspect import cat_field, describe_sample, info, list_samples
 from shard_tools.change.sets.reindex import index
@@ -444,6 +445,13 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 )
 @on_shards_in_parallel(_COPY_WORKERS["local"])
 @click.option("--overwrite", is_flag=True, help="Replace shards of the same name that differ.")
+@click.option(
+    "--check",
+    type=click.Choice(CHECKS),
+    default="recorded",
+    show_default=True,
+    help="Shards that are there: read only those without recorded checksums, or all.",
+)
 @index_option
 @unfinished_option
 @json_option
@@ -454,8 +462,8 @@ def copy_command(
 ) -> None:  # fmt: skip
     """Copy the shards of SOURCE and their index to TARGET.
 
-    Every byte is checked, and the index is written last. A run that was stopped can be run again: shards already in
-    TARGET are read and checked, and skipped if correct.
+    Every byte is checked, and the index is written last. Run again, after a stop or for a set that has grown, it reads
+    nothing that is there with the right size and recorded checksums. --check full reads all of it.
 
     \b
     Example:

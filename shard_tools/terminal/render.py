@@ -283,7 +283,8 @@ def show_copy(report: CopyReport) -> None:
     click.echo(
         f"{report.target}: {counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
         f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
-        f"{report.num_shards - report.num_copied:,} were there already, in {report.seconds:.1f} s "
+        f"{report.num_shards - report.num_copied:,} were there already, {report.num_read:,} of them read, in "
+        f"{report.seconds:.1f} s "
         f"({_rate(report.num_bytes, report.seconds)})"
     )
 
