@@ -21,7 +21,7 @@ _FORMAT, _PREFIX = "shardstream-copied", "copied-"
 _SHARE = 16  # the note is written when this part of its shards is new
 
 
-class Copied(Protocol):
+class BroughtShard(Protocol):
     """A shard of a copy."""
 
     @property
@@ -63,7 +63,7 @@ class CopyNote:
         """Return the note of a copy to a directory; its ``writer`` tells it from others."""
         return cls(url=join_url(directory, f"{INDEX_DIRECTORY}/{_PREFIX}{writer}.json"), here=here)
 
-    def add(self, shard: Copied, version: str | None, *, is_new: bool = True) -> None:
+    def add(self, shard: BroughtShard, version: str | None, *, is_new: bool = True) -> None:
         """Note a shard that is right; from time to time, write the note."""
         if version is None:
             return
@@ -79,7 +79,7 @@ class CopyNote:
             self._num_new = 0
 
 
-def recorded(shards: Iterable[Copied], contents: TargetContents, here: Storage) -> set[str]:
+def recorded(shards: Iterable[BroughtShard], contents: TargetContents, here: Storage) -> set[str]:
     """Return the targets that a copy has noted with these checksums and that are the same since, as the store says."""
     noted = dict[str, tuple[str, str]]()
     for url in contents.sizes:

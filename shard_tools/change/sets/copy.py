@@ -183,15 +183,10 @@ def copy(
     missing = [shard for shard in shards if shard.target not in right]
     if missing or mark.is_set() or marks:
         mark.begin()
-    marked = join_url(split_url(shards[0].target)[0] or ".", UNFINISHED_FILE)
-    shared = [(there, shards[0].source), (here, marked)]
     note = CopyNote.of(split_url(shards[0].target)[0] or ".", digest_of_work("copy", redact(" ".join(sources))), here)
     for shard in (shard for shard in shards if shard.target in right):
         note.add(shard, contents.versions.get(shard.target), is_new=shard.target not in known_right)
-    with closing(calls.map(partial(_bring, there, here), missing, shared=shared)) as brought:
-        for shard, version in zip(missing, brought, strict=True):
-            note.add(shard, version)
-    note.write()
+    _bring_all(missing, shards[0], there, here, note, calls)
     num_without = _copy_index(shards, meanings, there, here, index_url, calls)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
@@ -207,6 +202,18 @@ def copy(
         num_without_samples=num_without,
         seconds=time.monotonic() - started,
     )
+
+
+def _bring_all(
+    missing: Sequence[_Shard], first: _Shard, there: Storage, here: Storage, note: CopyNote, calls: Calls
+) -> None:
+    """Copy the shards that are missing, and note them."""
+    marked = join_url(split_url(first.target)[0] or ".", UNFINISHED_FILE)
+    shared = [(there, first.source), (here, marked)]
+    with closing(calls.map(partial(_bring, there, here), missing, shared=shared)) as brought:
+        for shard, version in zip(missing, brought, strict=True):
+            note.add(shard, version)
+    note.write()
 
 
 def _copy_index(
