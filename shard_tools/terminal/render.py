@@ -18,7 +18,7 @@ from shard_tools.change.check.recheck import RecheckReport
 from shard_tools.change.check.verify import VerifyReport
 from shard_tools.change.functions.run import FunctionReport
 from shard_tools.change.sets.copy import CopyReport
-from shard_tools.change.sets.inspect import DataSetInfo, SampleEntry, SampleView
+from shard_tools.change.sets.inspect import DataSetInfo, SampleEntry, SampleView, SetEntry
 from shard_tools.change.sets.reindex import IndexReport
 from shard_tools.change.sets.repair import RepairReport
 from shard_tools.change.sets.rewrite.reshard import ReshardReport
@@ -317,6 +317,12 @@ def show_info(report: DataSetInfo) -> None:
     _show_findings(report.findings)
 
 
+def show_set_line(one: SetEntry) -> None:
+    """Print one of several sets."""
+    sizes = (counted(one.num_samples, "sample"), counted(one.num_shards, "shard"), format_bytes(one.num_bytes))
+    click.echo("\t".join((plain(one.url), ", ".join(one.kinds), *sizes)))
+
+
 def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> None:
     """Print one line of ``ls``."""
     fields = " ".join(sample.fields)
@@ -348,7 +354,8 @@ def show_sample(sample: SampleView) -> None:
     for field, payload in sample.payloads.items():
         click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
         if is_binary(payload):
-            click.echo(f"(binary; write it out with --field {shell_word(field)})")
+            fact = sample.facts.get(field, "")
+            click.echo(f"{plain(fact)}\n" * bool(fact) + f"(binary; write it out with --field {shell_word(field)})")
         else:
             text = payload.decode()
             more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"
