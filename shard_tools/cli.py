@@ -36,7 +36,7 @@ from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
 from shard_tools.commands.stats import stats_command
 from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
-from shard_tools.look.stats.facts import Facts
+from shard_tools.look.stats.facts import ValueFacts
 from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
@@ -578,7 +578,7 @@ def cat_command(
     if field is None:
         shown = describe_sample(url, sample, **opened)
         home = home_of(shown.entry.shard, index_url)
-        facts = Facts.of(read_schema(opened["storage"], home), tokenizer, opened["storage"])
+        facts = ValueFacts.of(read_schema(opened["storage"], home), tokenizer, opened["storage"])
         shown = replace(shown, facts=facts.told(shown.payloads))
         emit(shown, as_json=as_json, for_people=render.show_sample)
         return

@@ -22,7 +22,7 @@ _TOKENS, _NUMBERS = 256, 16  # that are shown: as text, as numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ValueFacts:
     """Says what values are, by what their set says of them.
 
     Attributes:
@@ -34,7 +34,7 @@ class Facts:
     tokenizer: TokenizerFile | None = None
 
     @classmethod
-    def of(cls, schema: Schema, spec: str | None, storage: Storage) -> Facts:
+    def of(cls, schema: Schema, spec: str | None, storage: Storage) -> ValueFacts:
         """Open the tokenizer that the user names, or that of bytes, which needs no file.
 
         Raises:

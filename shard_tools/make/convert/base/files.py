@@ -36,7 +36,7 @@ _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")
 _FOR_READERS = re.compile(  # names of files that programs and people put beside data
     r"(read_?me|licen[cs]e|copying|notice|authors|citation|changelog|contributing|attribution|_success|classes"
-    r"|synset_words|checksums?|(md5|sha\d+)(sums?)?|index\.html?|thumbs\.db|desktop\.ini|\d+_stats)(\.[^/]*)?",
+    r"|synset_words|checksums?|(md5|sha\d+)(sums?)?|index\.html?|thumbs\.db|desktop\.ini|\d+_stats)(\.[^/]*)?|[^/]*\.(md|rst)",
     re.IGNORECASE,
 )
 MEMBER = re.compile(r"zip://(.+?\.zip)!/(.*)", re.IGNORECASE | re.DOTALL)
