@@ -134,6 +134,7 @@ WRONG = {
     "outside": ([{"file_name": "a.png"}, {"file_name": "../secret.png"}], r"no such file: \.\./secret.png"),
     "absolute": ([{"file_name": "a.png"}, {"file_name": "/etc/hostname"}], "no such file: /etc/hostname"),
     "null": ([{"file_name": "a.png"}, {"file_name": None}], "metadata.jsonl:2: a row without file_name"),
+    "number": ([{"file_name": "a.png"}, {"file_name": 3}], "metadata.jsonl:2: file_name is 3, expected a name"),
     "unnamed": ([{"file_name": "a.png"}], "b.png: named by no row of the metadata"),
 }
 

@@ -240,6 +240,11 @@ def test_most_of_documents_that_may_be_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": 3}\n{"text": ""}\n{"text": null}\n')
     how = ("--tokenizer", "bytes", "--eos", "none", "--on-error", "skip")
     assert run("convert", tmp_path / "a.jsonl", tmp_path / "a", *how, "--max-bad", 2).exit_code == 0
+    told = json.loads(run("convert", tmp_path / "a.jsonl", tmp_path / "a", *how, "--json").stdout)["sets"][0]
+    assert {one["path"].rpartition(":")[2]: one["reason"] for one in told["skipped"]} == {
+        "2": "not a string: 'text' is of type int, expected text", "3": "empty: 'text' is empty",
+        "4": "null: 'text' is null",
+    }  # fmt: skip
     assert "--max-bad allows 1" in run("convert", tmp_path / "a.jsonl", tmp_path / "b", *how, "--max-bad", 1).stderr
     assert "give both" in run("convert", tmp_path / "a.jsonl", tmp_path / "c", "--max-bad", 1).stderr
     assert members(tmp_path / "a") == {"000000000.tok": bytes([0, 1, ord("x"), 0])}

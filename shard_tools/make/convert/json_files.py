@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import BinaryIO
 
 from shard_tools.make.convert.base.columns_met import meet_heads
-from shard_tools.make.convert.base.files import DAMAGED, PACKED, FileSource, SourceFile, open_each, table_files
+from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
+from shard_tools.make.convert.base.files import DAMAGED, PACKED, SourceFile, open_each, open_stored, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions
 from shard_tools.make.convert.base.rows import RowMapper, unreadable, unreadable_rest
 from streaming.errors import DataError, StorageError
@@ -23,7 +24,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _decoder = json.JSONDecoder()
 
 
-class JsonFiles(FileSource):
+class JsonFiles(CountedFiles):
     """The objects of files that hold an array of them, or one after the other, each a record.
 
     A file is read in blocks, and an object at a time is in memory, whatever the length of the array.
@@ -31,8 +32,8 @@ class JsonFiles(FileSource):
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         files, self.skipped = table_files("json", spec, storage, SUFFIXES, options)
-        super().__init__("json", files, storage)
-        self._mapper, self._num_threads = RowMapper.of(options), options.num_threads
+        super().__init__("json", files, storage, options.num_threads)
+        self._mapper = RowMapper.of(options)
         if not options.named_only:
             meet_heads(self.files, storage, options.num_threads, _rows, allowed=options.unlike_columns)
 
@@ -43,9 +44,10 @@ class JsonFiles(FileSource):
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the objects from number ``start`` on."""
-        number = 0
-        with contextlib.closing(open_each(self.files, self._storage, self._num_threads)) as opened:
-            for which, (file, stream) in enumerate(opened):
+        begin = self._beginning(start)
+        number = begin.number
+        with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
+            for which, (file, stream) in enumerate(opened, begin.which):
                 try:
                     for place, (row, raw) in enumerate(objects_of(stream, file.shown_url)):
                         if number >= start:
@@ -56,6 +58,17 @@ class JsonFiles(FileSource):
                     if number >= start:
                         yield rest
                     number += 1
+
+    def count_file(self, file: SourceFile) -> FileCount:
+        """Count the objects of a file, which is read from its beginning each time.
+
+        Raises:
+            ConfigError: It is compressed.
+        """
+        if file.name.lower().endswith(PACKED):
+            raise refuse_packed(file)
+        with open_stored(file, self._storage) as stream:
+            return Marker().count(sum(1 for _ in objects_of(stream, file.shown_url)))
 
     def _record(self, row: object, raw: bytes, number: int, where: str, which: int) -> Record:
         if isinstance(row, dict):

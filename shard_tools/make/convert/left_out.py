@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shard_tools.make.convert.base.identity import Origins
-from shard_tools.make.convert.base.records import Record, Skipped, Source
+from shard_tools.make.convert.base.records import MAX_LISTED, Record, Skipped, Source
 from shard_tools.running.report import plain
 from streaming.common.arguments import counted
 from streaming.errors import DataError, TooManyBadSamplesError
 
 UNREADABLE = "unreadable"
 _SHOWN = 3
-_MAX_LISTED = 10_000  # records kept for the report; all are counted
 _log = logging.getLogger(__name__)
 
 
@@ -172,7 +171,7 @@ class Sifted:
         reason = str(problem).removeprefix(f"{where}: ")
         if not self._listed:
             _log.warning("left out: %s: %s; others like it are counted and listed, but not logged", where, reason)
-        if len(self._listed) < _MAX_LISTED:
+        if len(self._listed) < MAX_LISTED:
             self._listed[where] = Skipped(path=where, reason=reason, is_lost=True)
         is_text = isinstance(problem.__cause__, UnicodeError)
         self._waiting.append("invalid UTF-8" if is_text else UNREADABLE)

@@ -156,13 +156,14 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
     marked = next((kind for kind, mark in _MARKS if any(map(mark.fullmatch, noted))), None)
     if marked is not None:
         return marked
-    kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
+    index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
+    data = [file.name for file in files if file.url.rpartition("/")[2] != indexed.INDEX]
+    kinds = {kind for name in data if (kind := kind_of_name(name)) is not None}
     _refuse_img2dataset(spec, names, kinds)
     if kinds & {"images", "audio"}:
-        data = (name for name in names if name.rpartition("/")[2] not in METADATA_NAMES)
-        kinds = {kind for name in data if (kind := kind_of_name(name)) is not None} - _BESIDE
+        media = (name for name in data if name.rpartition("/")[2] not in METADATA_NAMES)
+        kinds = {kind for name in media if (kind := kind_of_name(name)) is not None} - _BESIDE
         kinds -= {"parquet"} if any(map(STATS.fullmatch, names)) else set()
-    index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
     strong = {kind for kind in kinds if not LAYOUTS[kind].weak}
     if not strong and megatron.has_pairs(dict.fromkeys(name.lower() for name in names)):
         return "megatron"

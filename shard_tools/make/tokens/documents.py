@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
 
-from shard_tools.make.convert.base.records import Record
+from shard_tools.make.convert.base.records import MAX_LISTED, Record, Skipped
 from shard_tools.make.tokens.ids import TokenIds
 from shard_tools.make.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.make.write.columns import follow
@@ -103,6 +103,7 @@ class SetTally:
         rejected: Number of records without tokens, by reason.
         keys: Keys of messages that were compared with the template.
         waiting: Number and reason of rejected records, for the next document that is written.
+        listed: Rejected records by their place, up to 10,000 of them.
     """
 
     num_documents: int = 0
@@ -112,10 +113,14 @@ class SetTally:
     rejected: Counter[str] = field(default_factory=Counter)
     keys: set[str] = field(default_factory=set)
     waiting: list[tuple[int, str]] = field(default_factory=list)
+    listed: dict[str, Skipped] = field(default_factory=dict)
 
-    def reject(self, number: int, reason: str) -> None:
-        """Count a record."""
+    def reject(self, number: int, where: str, reason: str, what: str) -> None:
+        """Count a record, and list it."""
         self.rejected[reason] += 1
+        if len(self.listed) < MAX_LISTED:
+            told = f"{reason}: {what.removeprefix(f'{where}: ')}"
+            self.listed[where] = Skipped(path=where, reason=told, is_lost=reason != "empty")
         heapq.heappush(self.waiting, (number, reason))
 
     def left_out_before(self, number: int | None) -> list[str]:

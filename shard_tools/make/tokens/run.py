@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shard_tools.make.convert.base.files import is_local
-from shard_tools.make.convert.base.records import TEXT_UNITS, Source
+from shard_tools.make.convert.base.records import TEXT_UNITS, Skipped, Source
 from shard_tools.make.convert.pack import Destination, PackedTarget, PackingRun
 from shard_tools.make.convert.run import RecordOptions, check_columns
 from shard_tools.make.tokens.chat import ChatTemplate
@@ -137,6 +137,7 @@ class TokenSet(Report):
         was_complete: An earlier run had written everything, so that this one wrote nothing.
         changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
         rejected: Records that are left out, by reason; by earlier runs, too.
+        skipped: What of the source is no document, and why: up to 10,000 records.
     """
 
     name: str
@@ -151,6 +152,7 @@ class TokenSet(Report):
     was_complete: bool
     changed: tuple[str, ...]
     rejected: Mapping[str, int]
+    skipped: tuple[Skipped, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,6 +414,7 @@ def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> Tok
         was_complete=packed.was_complete,
         changed=packed.changed,
         rejected=packed.left_out,
+        skipped=tuple({one.path: one for one in (*packed.skipped, *documents.skipped)}.values()),
     )
 
 

@@ -77,8 +77,8 @@ class TokenSource:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What the underlying source left out."""
-        return self.below.skipped
+        """What the underlying source left out, and records without tokens."""
+        return (*self.below.skipped, *self.tally.listed.values())
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -147,12 +147,13 @@ class TokenSource:
             )  # fmt: skip
 
     def _reject(self, number: int, record: Record, reason: str, what: str) -> None:
-        where = f"{record.where or f'sample {record.key!r}'}, document {number}"
+        place = record.where or f"sample {record.key!r}"
+        where = f"{place}, document {number}"
         if not self.on_error.skips and reason != "empty":
             raise DataError(f"{where}: {reason}: {what}; correct it, or leave such documents out with --on-error skip")
         if not self.tally.rejected[reason]:
             _log.warning("%s is left out: %s: %s; others like it are counted but not logged", where, reason, what)
-        self.tally.reject(number, reason)
+        self.tally.reject(number, place, reason, what)
         self.on_error.check(self.tally.rejected.total() - self.tally.rejected["empty"], f"{where}: {reason}: {what}")
 
     def _encoded(self, documents: Iterator[Document]) -> Iterator[tuple[Document, Encoded]]:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker
 from shard_tools.make.convert.base.files import SourceFile, open_stored, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions
 from shard_tools.make.convert.base.rows import unreadable_rest
@@ -49,7 +50,7 @@ class _Stream:
     token: int | None = None
 
 
-class TokenStreams(TokenFiles):
+class TokenStreams(TokenFiles, CountedFiles):
     """Documents of streams of ids: each begins or ends with a token of its own (``--document-token``).
 
     It begins documents where the first file begins with it, otherwise it ends them. A file ends a document, too. Rows
@@ -69,7 +70,7 @@ class TokenStreams(TokenFiles):
         first = next((one for one in self._streams if one.num), None)
         self._begins = False
         if first is not None and self._token is not None:
-            self._begins = int(next(self._blocks(first))[0]) == self._token
+            self._begins = int(next(self._blocks(first, 0))[0]) == self._token
 
     def identity(self) -> dict[str, object]:
         """Return the names of the files, and what parts documents."""
@@ -77,11 +78,12 @@ class TokenStreams(TokenFiles):
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the documents from number ``start`` on."""
-        number = 0
-        for which, stream in enumerate(self._streams):
+        begin = self._beginning(start)
+        number, at, first = begin.number, begin.at, begin.number_in_file
+        for which, stream in enumerate(self._streams[begin.which :], begin.which):
             place = stream.file.shown_url
             try:
-                for within, ids in enumerate(self._documents(stream)):
+                for within, ids in enumerate(self._documents(stream, at), first):
                     if number >= start:
                         yield self.record(ids, number, f"{place}, document {within}", which)
                     number += 1
@@ -90,11 +92,22 @@ class TokenStreams(TokenFiles):
                 if number >= start:
                     yield rest
                 number += 1
+            at = first = 0
 
-    def _documents(self, stream: _Stream) -> Iterator[Ids]:
+    def count_file(self, file: SourceFile) -> FileCount:
+        """Count the documents of a file, and mark where some begin."""
+        stream = self._streams[self.files.index(file)]
+        marks, num_documents, at = Marker(), 0, 0
+        for ids in self._documents(stream, 0):
+            num_documents, at = num_documents + 1, at + len(ids) * stream.dtype.itemsize
+            marks.add(num_documents, at)
+        return marks.count(num_documents)
+
+    def _documents(self, stream: _Stream, at: int) -> Iterator[Ids]:
+        """Yield the documents from the one that begins ``at`` so many bytes after the first."""
         held: list[Ids] = []  # of the document that is open
         num_held = 0
-        for block in self._blocks(stream):
+        for block in self._blocks(stream, at):
             for part, is_end in self._parts(block, stream):
                 held.append(part)
                 num_held += len(part)
@@ -122,16 +135,16 @@ class TokenStreams(TokenFiles):
             begin = cut
         yield block[begin:], False
 
-    def _blocks(self, stream: _Stream) -> Iterator[Ids]:
-        """Yield the ids in blocks, of whole rows where there are rows.
+    def _blocks(self, stream: _Stream, at: int) -> Iterator[Ids]:
+        """Yield the ids from a byte on in blocks, of whole rows where there are rows.
 
         Raises:
             DataError: The file ends early.
         """
         size = max(1, _BLOCK_TOKENS // stream.length) * stream.length if stream.length else _BLOCK_TOKENS
         with open_stored(stream.file, self._storage, unzip=False) as opened:
-            opened.seek(stream.begin)
-            for begin in range(0, stream.num, size):
+            opened.seek(stream.begin + at)
+            for begin in range(at // stream.dtype.itemsize, stream.num, size):
                 wanted = min(size, stream.num - begin) * stream.dtype.itemsize
                 data = opened.read(wanted)
                 if len(data) != wanted:

@@ -10,7 +10,6 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -83,8 +82,6 @@ class MediaFolder(ClassFolders):
         DataError: A metadata file is damaged.
     """
 
-    described: ClassVar = True
-
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         self._classes_given = options.classes
         self._stem = ""
@@ -123,7 +120,7 @@ class MediaFolder(ClassFolders):
                 continue
             if not self._tolerant:
                 raise values
-            skipped.append(Skipped(path=where, reason=str(values).removeprefix(f"{where}: "), is_lost=True))
+            skipped.append(_lost(where, values))
 
     def _named(
         self, rows: Sequence[_Row], files: Sequence[KeyedFile], skipped: list[Skipped]
@@ -139,7 +136,13 @@ class MediaFolder(ClassFolders):
         by_name = {one.file.name: one for one in files}
         chosen, used = list[KeyedFile](), set[str]()
         for row in rows:
-            there, missing = self._files_of(row, order, by_name)
+            try:
+                there, missing = self._files_of(row, order, by_name)
+            except DataError as error:
+                if not self._tolerant:
+                    raise
+                skipped.append(_lost(row.where, error))
+                continue
             if missing or not there:
                 reason = f"no such file: {', '.join(missing)}" if missing else f"a row without {order[0].column}"
                 skipped.append(Skipped(path=row.where, reason=reason, is_lost=True))
@@ -170,6 +173,10 @@ class MediaFolder(ClassFolders):
                 else:
                     missing.append(name)
         return there, missing
+
+
+def _lost(where: str, error: DataError) -> Skipped:
+    return Skipped(path=where, reason=str(error).removeprefix(f"{where}: "), is_lost=True)
 
 
 def _is_metadata(name: str) -> bool:
