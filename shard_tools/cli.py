@@ -546,8 +546,9 @@ def ls_command(
             click.echo(render.as_json(sample.as_dict()))
         else:
             render.show_sample_line(sample, long=long, with_columns=columns is not None)
-    if limit is None and sum(more) and not as_json:
-        click.echo(f"… {sum(more):,} more; --all lists them, --limit N the first N", err=True)
+    num_more = more[0] if more else 0
+    if limit is None and num_more and not as_json:
+        click.echo(f"… {num_more:,} more; --all lists them, --limit N the first N", err=True)
 
 
 @cli.command("cat")

@@ -31,7 +31,7 @@ class JsonFiles(CountedFiles):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files, self.skipped = table_files("json", spec, storage, SUFFIXES, options)
+        files, self._beside = table_files("json", spec, storage, SUFFIXES, options)
         super().__init__("json", files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if not options.named_only:

@@ -40,7 +40,7 @@ class LineFiles(CountedFiles):
     """
 
     def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files, self.skipped = table_files(kind, spec, storage, SUFFIXES[kind], options)
+        files, self._beside = table_files(kind, spec, storage, SUFFIXES[kind], options)
         super().__init__(kind, files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if kind == "text" and not options.fields:
@@ -263,7 +263,7 @@ class CsvFiles(CountedFiles):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files, self.skipped = table_files("csv", spec, storage, SUFFIXES["csv"], options)
+        files, self._beside = table_files("csv", spec, storage, SUFFIXES["csv"], options)
         super().__init__("csv", files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if not options.named_only:

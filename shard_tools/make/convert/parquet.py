@@ -35,7 +35,7 @@ class ParquetFiles(FileSource):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files, self.skipped = table_files("parquet", spec, storage, SUFFIXES, options)
+        files, self._beside = table_files("parquet", spec, storage, SUFFIXES, options)
         super().__init__("parquet", files, storage)
         self._seed = options.shuffle_seed
         self.in_order = self._seed is None

@@ -64,12 +64,11 @@ class FileSource:
     Attributes:
         in_order: Whether records come in the order of the files.
         common: Files that every record may depend on.
-        skipped: Files that lie beside those of the source, and are not read.
     """
 
     in_order = True
     common: Sequence[SourceFile] = ()
-    skipped: Sequence[Skipped] = ()
+    _beside: tuple[Skipped, ...] = ()
 
     def __init__(self, kind: str, files: Sequence[SourceFile], storage: Storage) -> None:
         self.kind = kind
@@ -85,6 +84,11 @@ class FileSource:
     def num_bytes(self) -> int:
         """Size of the files as stored."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """What lies beside the files, and is not read."""
+        return self._beside
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
@@ -104,7 +108,7 @@ class FileSource:
 
 def table_files(
     kind: str, spec: str, storage: Storage, suffixes: tuple[str, ...], options: SourceOptions
-) -> tuple[list[SourceFile], list[Skipped]]:
+) -> tuple[list[SourceFile], tuple[Skipped, ...]]:
     """Return the files of a layout that is told by the ends of names, and what lies beside them.
 
     That is lost if nobody has said which layout is meant.
@@ -115,9 +119,9 @@ def table_files(
     others: list[SourceFile] = []
     found = find_files(spec, storage, suffixes, exclude=options.exclude, more=options.more, others=others)
     reason = f"not taken for {kind}, by its name"
-    return found, [
+    return found, tuple(
         Skipped(path=file.name, reason=reason, is_lost=options.guessed and not is_aside(file.name)) for file in others
-    ]
+    )
 
 
 def is_aside(name: str) -> bool:
@@ -457,12 +461,12 @@ def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True, fetch
     return cast("BinaryIO", reader if unpack is None or not unzip else unpack(reader))
 
 
-def _unzstd(reader: io.BufferedReader) -> io.BufferedReader:
+def _unzstd(reader: Any) -> Any:
     unpacked = pa.CompressedInputStream(pa.PythonFile(reader, mode="r"), "zstd")
     return io.BufferedReader(unpacked, _BLOCK_BYTES)
 
 
-_UNPACK: dict[str, Callable[[io.BufferedReader], Any]] = {
+_UNPACK: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda reader: gzip.GzipFile(fileobj=reader, mode="rb"),
     ".zst": _unzstd,
     ".bz2": bz2.BZ2File,

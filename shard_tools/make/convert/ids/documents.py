@@ -41,7 +41,7 @@ class TokenFiles(FileSource):
         if options.key_field not in {None, NUMBER_KEYS}:
             raise ConfigError(f"--key: documents of {kind} have numbers for keys; leave --key out")
         super().__init__(kind, files, storage)
-        self.skipped, self._tolerant = skipped, options.tolerant
+        self._beside, self._tolerant = tuple(skipped), options.tolerant
         is_narrow = all(one.itemsize <= (2 if one.kind == "u" else 1) for one in dtypes)
         self.dtype = "uint16" if is_narrow else "uint32"
         self.item_types = {TOKENS: self.dtype}
