@@ -92,7 +92,11 @@ LETTERS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 VALUES = st.one_of(st.integers(), LETTERS, st.none(), st.floats(allow_nan=False))
 
 
-@given(st.lists(st.dictionaries(LETTERS, VALUES, max_size=3)), st.integers(1, 9), st.sampled_from([None, 1]))
+@given(
+    st.lists(st.one_of(VALUES, st.dictionaries(LETTERS, VALUES, max_size=3))),
+    st.integers(1, 9),
+    st.sampled_from([None, 1]),
+)
 def test_blocks_of_any_size_give_what_was_written(found: list[object], block: int, indent: int | None) -> None:
     text = json.dumps(found, indent=indent, ensure_ascii=False)
     with pytest.MonkeyPatch.context() as patch:

@@ -98,6 +98,15 @@ def test_sounds_have_metadata_too(tmp_path: Path) -> None:
     ]
 
 
+def test_names_are_taken_as_paths(tmp_path: Path) -> None:
+    root = written(tmp_path / "in", **{"a/x.png": picture(), "b.png": picture(1)})
+    as_jsonl(root / "a/metadata", [{"file_name": "./x.png", "n": 1}])
+    as_jsonl(root / "metadata", [{"file_name": "a/../b.png", "n": 2}])
+    convert(str(root), str(tmp_path / "out"))
+    notes = {name: json.loads(body) for name, body in members(tmp_path / "out").items() if name.endswith("json")}
+    assert {name: note["n"] for name, note in notes.items()} == {"a/x.json": 1, "b.json": 2}
+
+
 def test_several_files_of_a_row(tmp_path: Path) -> None:
     root = written(
         tmp_path / "pairs", **{name: picture(number) for number, name in enumerate(("a.png", "b.png", "c.png"))}
