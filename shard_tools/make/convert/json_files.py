@@ -21,6 +21,7 @@ from streaming.storage import Storage
 SUFFIXES = tuple(f".json{packed}" for packed in ("", *PACKED))
 _BLOCK_BYTES = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
+_AFTER = frozenset(", ]\t\r\n")
 _decoder = json.JSONDecoder()
 
 
@@ -154,7 +155,8 @@ class _Text:
                         f"{self._url}: item {number} is not JSON: {error}; correct it, or fetch the file again"
                     ) from error
             else:
-                if end < len(self._text) or self._is_whole:  # a number may go on
+                is_closed = isinstance(value, (dict, list, str)) or self._text[end : end + 1] in _AFTER
+                if (end < len(self._text) and is_closed) or self._is_whole:  # a number may go on
                     raw, self._at = self._text[self._at : end], end
                     return value, raw.encode()
             if len(self._text) - self._at > MAX_LINE_BYTES:
