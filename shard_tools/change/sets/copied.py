@@ -49,25 +49,27 @@ class CopyNote:
 
     Attributes:
         url: Where it is.
+        base: The copy's target, below which all shards are.
         here: The store of the target.
-        entries: Version and digest by URL.
+        entries: Version and digest by name below ``base``.
     """
 
     url: str
+    base: str
     here: Storage
     entries: dict[str, tuple[str, str]] = field(default_factory=dict)
     _num_new: int = 0
 
     @classmethod
-    def of(cls, directory: str, writer: str, here: Storage) -> CopyNote:
-        """Return the note of a copy to a directory; its ``writer`` tells it from others."""
-        return cls(url=join_url(directory, f"{INDEX_DIRECTORY}/{_PREFIX}{writer}.json"), here=here)
+    def of(cls, base: str, directory: str, writer: str, here: Storage) -> CopyNote:
+        """Return the note of a copy to ``base``, in a directory of shards; its ``writer`` tells it from others."""
+        return cls(url=join_url(directory, f"{INDEX_DIRECTORY}/{_PREFIX}{writer}.json"), base=base, here=here)
 
     def add(self, shard: BroughtShard, version: str | None, *, is_new: bool = True) -> None:
         """Note a shard that is right; from time to time, write the note."""
         if version is None:
             return
-        self.entries[shard.target] = version, _digest(shard.chunks)
+        self.entries[_name(shard, self.base)] = version, _digest(shard.chunks)
         self._num_new += is_new
         if self._num_new > max(1, len(self.entries) // _SHARE):
             self.write()
@@ -79,7 +81,11 @@ class CopyNote:
             self._num_new = 0
 
 
-def recorded(shards: Iterable[BroughtShard], contents: TargetContents, here: Storage) -> set[str]:
+def _name(shard: BroughtShard, base: str) -> str:
+    return shard.target.removeprefix(base.rstrip("/") + "/")
+
+
+def recorded(shards: Iterable[BroughtShard], base: str, contents: TargetContents, here: Storage) -> set[str]:
     """Return the targets that a copy has noted with these checksums and that are the same since, as the store says."""
     noted = dict[str, tuple[str, str]]()
     for url in contents.sizes:
@@ -91,13 +97,13 @@ def recorded(shards: Iterable[BroughtShard], contents: TargetContents, here: Sto
     return {
         shard.target
         for shard in shards
-        if shard.target in noted and noted[shard.target] == (versions.get(shard.target), _digest(shard.chunks))
+        if noted.get(_name(shard, base)) == (versions.get(shard.target), _digest(shard.chunks))
     }
 
 
 def _parsed(data: Any) -> dict[str, tuple[str, str]]:
     try:
         content = read_document(data)
-        return {str(url): (str(version), str(digest)) for url, (version, digest) in content["shards"].items()}
+        return {str(name): (str(version), str(digest)) for name, (version, digest) in content["shards"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IndexFormatError(f"not a note of a copy ({error})") from error

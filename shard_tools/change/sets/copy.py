@@ -168,9 +168,8 @@ def copy(
         refuse_overlap(one, place)
         warn_of_nesting(one, place)
     urls, marks = shards_beside(sources, there, place.directory, allow_unfinished=allow_unfinished)
-    names = relative_names(urls)
     tables = load_tables(there, urls, index_url)
-    shards = _shards(urls, names, in_order(urls, index_url, tables), place.directory)
+    shards = _shards(urls, relative_names(urls), in_order(urls, index_url, tables), place.directory)
     num_bytes = sum(shard.size_bytes for shard in shards)
     progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
@@ -178,12 +177,13 @@ def copy(
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
     calls = Calls(workers=workers, executor=executor, progress=progress)
-    known_right = recorded(_alike(shards, contents), contents, here) if check == "recorded" else set[str]()
+    candidates = _alike(shards, contents) if check == "recorded" else []
+    known_right = recorded(candidates, place.directory, contents, here)
     right = _find_right(shards, contents, known_right, here, calls, overwrite=overwrite)
     missing = [shard for shard in shards if shard.target not in right]
     if missing or mark.is_set() or marks:
         mark.begin()
-    note = CopyNote.of(split_url(shards[0].target)[0] or ".", digest_of_work("copy", redact(" ".join(sources))), here)
+    note = _note_of(shards, place, " ".join(sources), here)
     for shard in (shard for shard in shards if shard.target in right):
         note.add(shard, contents.versions.get(shard.target), is_new=shard.target not in known_right)
     _bring_all(missing, shards[0], there, here, note, calls)
@@ -202,6 +202,12 @@ def copy(
         num_without_samples=num_without,
         seconds=time.monotonic() - started,
     )
+
+
+def _note_of(shards: Sequence[_Shard], place: Destination, source: str, here: Storage) -> CopyNote:
+    """Return the note of this copy, beside its first shard."""
+    home = split_url(shards[0].target)[0] or "."
+    return CopyNote.of(place.directory, home, digest_of_work("copy", redact(source)), here)
 
 
 def _bring_all(
