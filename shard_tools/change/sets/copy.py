@@ -168,8 +168,9 @@ def copy(
         refuse_overlap(one, place)
         warn_of_nesting(one, place)
     urls, marks = shards_beside(sources, there, place.directory, allow_unfinished=allow_unfinished)
+    names = relative_names(urls)
     tables = load_tables(there, urls, index_url)
-    shards = _shards(urls, relative_names(urls), in_order(urls, index_url, tables), place.directory)
+    shards = _shards(urls, names, in_order(urls, index_url, tables), place.directory)
     num_bytes = sum(shard.size_bytes for shard in shards)
     progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
@@ -177,8 +178,7 @@ def copy(
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
     calls = Calls(workers=workers, executor=executor, progress=progress)
-    candidates = _alike(shards, contents) if check == "recorded" else []
-    known_right = recorded(candidates, place.directory, contents, here)
+    known_right = recorded(_alike(shards, contents) if check == "recorded" else [], place.directory, contents, here)
     right = _find_right(shards, contents, known_right, here, calls, overwrite=overwrite)
     missing = [shard for shard in shards if shard.target not in right]
     if missing or mark.is_set() or marks:
