@@ -97,9 +97,8 @@ def append_all(
     with progress_bar("append", "samples") as progress:
         how = {"storage_options": storage_options, "progress": progress, **arguments}
         if not has_tokens:
-            report = append(
-                sources, target, workers=workers or DEFAULT_WORKERS["local"], on_error=on_error or "raise", **how
-            )
+            how |= {"workers": workers or DEFAULT_WORKERS["local"], "on_error": on_error or "raise"}
+            report = append(sources, target, **how)
         else:
             workers = workers or num_cores()
             made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template, "on_error": on_error}
