@@ -630,7 +630,7 @@ def cat_command(
         shown = describe_sample(url, sample, **opened)
         home = home_of(shown.entry.shard, index_url)
         facts = ValueFacts.of(read_schema(opened["storage"], home), tokenizer, opened["storage"])
-        shown = replace(shown, facts=facts.told(shown.payloads))
+        shown = replace(shown, facts=facts.of_fields(shown.payloads))
         emit(shown, as_json=as_json, for_people=show_sample)
         return
     if as_json:

@@ -34,7 +34,7 @@ class BroughtShard(Protocol):
 
 
 def _digest(chunks: ChunkTable) -> str:
-    """Return what tells the content of a shard: where its chunks are, and their checksums."""
+    """Return a digest of the content of a shard: the places of its chunks, and their checksums."""
     found = hashlib.sha256()
     for column in (chunks.byte_start, chunks.byte_end, chunks.crc32c):
         found.update(column.tobytes())
@@ -62,7 +62,7 @@ class CopyNote:
 
     @classmethod
     def of(cls, base: str, directory: str, writer: str, here: Storage) -> CopyNote:
-        """Return the note of a copy to ``base``, in a directory of shards; its ``writer`` tells it from others."""
+        """Return the note of a copy to ``base``, in a directory of shards, of this ``writer``."""
         return cls(url=join_url(directory, f"{INDEX_DIRECTORY}/{_PREFIX}{writer}.json"), base=base, here=here)
 
     def add(self, shard: BroughtShard, version: str | None, *, is_new: bool = True) -> None:
@@ -75,7 +75,7 @@ class CopyNote:
             self.write()
 
     def write(self) -> None:
-        """Write what is new."""
+        """Write the note if it has new entries."""
         if self._num_new:
             self.here.put(self.url, write_document({"format": _FORMAT, "shards": self.entries}))
             self._num_new = 0
@@ -86,7 +86,7 @@ def _name(shard: BroughtShard, base: str) -> str:
 
 
 def recorded(shards: Iterable[BroughtShard], base: str, contents: TargetContents, here: Storage) -> set[str]:
-    """Return the targets that a copy has noted with these checksums and that are the same since, as the store says."""
+    """Return the targets that a copy has noted with these checksums, and whose version in the store is the same."""
     noted = dict[str, tuple[str, str]]()
     for url in contents.sizes:
         directory, name = split_url(url)

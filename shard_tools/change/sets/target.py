@@ -17,7 +17,7 @@ from streaming.storage import Storage, join_url, redact, split_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetContents:
-    """Sizes of everything at a target, by URL, and what its store says of the versions."""
+    """Sizes of everything at a target, by URL, and versions as its store gives them."""
 
     sizes: Mapping[str, int]
     versions: Mapping[str, str | None]

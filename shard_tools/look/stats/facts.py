@@ -1,4 +1,4 @@
-"""Say in a line what a value of a sample is: tokens as text, media and arrays by size, rate and duration."""
+"""Describe a value of a sample in a line: tokens as text, media and arrays by size, rate and duration."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TOKENS, _NUMBERS = 256, 16  # that are shown: as text, as numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueFacts:
-    """Says what values are, by what their set says of them.
+    """Describes values by the schema of their set.
 
     Attributes:
-        schema: What the set says.
-        tokenizer: What turns its tokens into text; None: it is not at hand.
+        schema: The schema of the set.
+        tokenizer: Turns its tokens into text; None: no tokenizer is at hand.
     """
 
     schema: Schema
@@ -53,8 +53,8 @@ class ValueFacts:
             )
         return cls(schema=schema, tokenizer=given)
 
-    def told(self, payloads: Mapping[str, bytes]) -> dict[str, str]:
-        """Return a line for each field of a sample that is no text, as far as one can be said."""
+    def of_fields(self, payloads: Mapping[str, bytes]) -> dict[str, str]:
+        """Return a line for each field of a sample that is no text, if there is one."""
         found = {}
         for name, data in payloads.items():
             if name in self.schema.tokens:
@@ -64,7 +64,7 @@ class ValueFacts:
             if say is not None:
                 try:
                     found[name] = say(name, data)
-                except Exception as error:  # noqa: BLE001  of any library: a damaged value is told as such
+                except Exception as error:  # noqa: BLE001  of any library: a damaged value is shown as such
                     found[name] = f"{kind_of(name)} that cannot be read: {error}"
         return {name: line for name, line in found.items() if line}
 
@@ -87,9 +87,9 @@ class ValueFacts:
 def _image(name: str, data: bytes) -> str:
     height, width, orientation = stored_size(data)
     words = look("image", name, data, len(data)).words
-    told = " ".join(str(words[one]) for one in ("format", "mode") if one in words)
+    form = " ".join(str(words[one]) for one in ("format", "mode") if one in words)
     turned = ", turned upright by decoders" if orientation > 1 else ""
-    return f"image {told + ', ' if told else ''}{width} x {height}{turned}"
+    return f"image {form + ', ' if form else ''}{width} x {height}{turned}"
 
 
 def _sound(_: str, data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Decide what becomes of inputs that give no sample: ``--on-error`` and ``--max-bad``, for every source."""
+"""Decide about inputs that give no sample: ``--on-error`` and ``--max-bad``, for every source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnError:
-    """What is done with inputs that are data and give no sample.
+    """Decides about inputs that are data and give no sample.
 
     Attributes:
         how: ``"raise"`` or ``"skip"``.
@@ -46,16 +46,16 @@ class OnError:
         lost = [one for one in skipped if one.is_lost]
         if not lost:
             return 0
-        told = "; ".join(f"{plain(one.path)}: {one.reason}" for one in lost[:_SHOWN])
+        listed = "; ".join(f"{plain(one.path)}: {one.reason}" for one in lost[:_SHOWN])
         more = f"; and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else ""
-        what = f"{where}: {counted(len(lost), 'input')} would be left out: {told}{more}"
+        what = f"{where}: {counted(len(lost), 'input')} would be left out: {listed}{more}"
         if not self.skips:
             raise DataError(
                 f"{what}. Correct them, move them elsewhere, say with --from what the source is, or leave such inputs "
                 "out with --on-error skip"
             )
         self.check(len(lost), f"{plain(lost[-1].path)}: {lost[-1].reason}")
-        _log.warning("%s: left out %s: %s%s", where, counted(len(lost), "input"), told, more)
+        _log.warning("%s: left out %s: %s%s", where, counted(len(lost), "input"), listed, more)
         return len(lost)
 
     def check(self, num_bad: int, last: str) -> None:
@@ -74,11 +74,11 @@ class OnError:
 class Sifted:
     """The records of a source that can be read; the others are left out, counted and listed. Used by one thread.
 
-    Since not every record becomes a sample, it says itself where it stands (``Standing``).
+    Since not every record becomes a sample, it reports its own position (``Standing``).
 
     Attributes:
         below: The source.
-        on_error: How many may be left out.
+        on_error: Bounds the number of records left out.
         num_lost: Inputs that are left out before anything is read.
     """
 
@@ -130,7 +130,7 @@ class Sifted:
         return self._through
 
     def position(self) -> dict[str, int]:
-        """Return where a run goes on that is interrupted right before the latest record."""
+        """Return the position of a run that is interrupted right before the latest record."""
         return {"record": self._at, "left_out": self._num_bad}
 
     def resume(self, position: Mapping[str, Any]) -> None:

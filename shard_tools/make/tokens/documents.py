@@ -119,8 +119,8 @@ class SetTally:
         """Count a rejected record, and list it."""
         self.rejected[reason] += 1
         if len(self.listed) < MAX_LISTED:
-            told = f"{reason}: {what.removeprefix(f'{where}: ')}"
-            self.listed[where] = Skipped(path=where, reason=told, is_lost=reason != "empty")
+            words = f"{reason}: {what.removeprefix(f'{where}: ')}"
+            self.listed[where] = Skipped(path=where, reason=words, is_lost=reason != "empty")
         heapq.heappush(self.waiting, (number, reason))
 
     def left_out_before(self, number: int | None) -> list[str]:

@@ -228,7 +228,7 @@ class ClassFolders(ABC):
         return Record(key=one.key, fields=fields, metadata=metadata, where=where, remarks=tuple(remarks))
 
     def _note(self, one: KeyedFile) -> Mapping[str, object]:
-        """Return what is noted about a file, by a metadata file or one beside it.
+        """Return the notes about a file: of a metadata file, or of a file beside it.
 
         Raises:
             DataError: The file beside it is no JSON object.
@@ -286,7 +286,7 @@ def _files_of(one: KeyedFile) -> list[SourceFile]:
 
 
 def left_out(file: SourceFile, why: str) -> Skipped:
-    """Return what is reported of a file that is no part of a sample: it is lost, unless its name says otherwise."""
+    """Return the report of a file that belongs to no sample: it is lost, unless its name is that of no data."""
     return Skipped(path=file.name, reason=why, is_lost=not is_aside(file.name))
 
 

@@ -109,7 +109,7 @@ class FileSource:
 def table_files(
     kind: str, spec: str, storage: Storage, suffixes: tuple[str, ...], options: SourceOptions
 ) -> tuple[list[SourceFile], tuple[Skipped, ...]]:
-    """Return the files of a layout that is told by the ends of names, and what lies beside them.
+    """Return the files of a layout that has its own name extensions, and the files beside them.
 
     That is lost if nobody has said which layout is meant.
 

@@ -29,7 +29,7 @@ NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 00000
 TEXT_UNITS = ("line", "blank-line", "file")
 ON_ERROR = ("raise", "skip")
 MAX_LISTED = 10_000
-"""Records that are left out: so many are listed in the report; all are counted."""
+"""The report lists at most this many records that are left out; all are counted."""
 RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # that are written together
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)

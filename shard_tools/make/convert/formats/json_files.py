@@ -105,7 +105,7 @@ def objects_of(stream: BinaryIO, url: str) -> Iterator[tuple[object, bytes]]:
 
 
 class _Text:
-    """The text of a file as far as it is needed: what is read ahead is a block, or the value that is being read."""
+    """The text of a file, read as it is needed: a block ahead, or up to the end of the current value."""
 
     def __init__(self, stream: BinaryIO, url: str) -> None:
         self._stream, self._url = stream, url

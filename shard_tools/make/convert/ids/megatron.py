@@ -1,4 +1,4 @@
-"""Read Megatron's pairs of files: ``.bin`` holds tokens, ``.idx`` says where sequences and documents begin."""
+"""Read Megatron's pairs of files: ``.bin`` holds tokens, ``.idx`` the beginnings of sequences and documents."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def _open(index: SourceFile, data: SourceFile | None, storage: Storage) -> _Pair
         raise DataError(f"{where}: {what}")
     _, version, code, num_sequences, num_ends = _HEADER.unpack(content[: _HEADER.size])
     if version != 1 or code not in _TYPES:
-        told = f"version {version}" if version != 1 else f"values of {_FLOATS.get(code, f'the unknown type {code}')}"
-        raise ConfigError(f"{where}: an index of {told}; expected version 1 and whole numbers")
+        found = f"version {version}" if version != 1 else f"values of {_FLOATS.get(code, f'the unknown type {code}')}"
+        raise ConfigError(f"{where}: an index of {found}; expected version 1 and whole numbers")
     dtype = np.dtype(f"<{_TYPES[code]}")
     needed = _HEADER.size + 12 * num_sequences + 8 * num_ends
     if len(content) not in {needed, needed + num_sequences}:  # with a mode for each sequence

@@ -57,7 +57,7 @@ class TokenStreams(TokenFiles, CountedFiles):
     of a two-dimensional array are documents as they are.
 
     Raises:
-        ConfigError: Nothing says what parts the documents of a long file, or the ids are no whole numbers.
+        ConfigError: No token is known that separates the documents of a long file, or the ids are no whole numbers.
         DataError: A file is damaged.
     """
 
@@ -104,7 +104,7 @@ class TokenStreams(TokenFiles, CountedFiles):
         return marks.count(num_documents)
 
     def _documents(self, stream: _Stream, at: int) -> Iterator[Ids]:
-        """Yield the documents from the one that begins ``at`` so many bytes after the first."""
+        """Yield the documents from the one that begins ``at`` bytes after the first."""
         held: list[Ids] = []  # of the document that is open
         num_held = 0
         for block in self._blocks(stream, at):
@@ -205,9 +205,9 @@ def _look_at_npy(file: SourceFile, storage: Storage) -> _Stream:
     if dtype.hasobject:
         raise ConfigError(f"{where}: an array of Python objects, which is pickled, and pickles are never read")
     if dtype.kind not in "iu" or len(shape) not in {1, 2} or (len(shape) == 2 and is_fortran):
-        told = f"an array {list(shape)} of {dtype}{' by columns' if is_fortran else ''}"
+        found = f"an array {list(shape)} of {dtype}{' by columns' if is_fortran else ''}"
         raise ConfigError(
-            f"{where}: {told}, expected whole numbers [tokens] or [documents, tokens]; --from files stores arrays as "
+            f"{where}: {found}, expected whole numbers [tokens] or [documents, tokens]; --from files stores arrays as "
             "they are"
         )
     num = int(np.prod(shape, dtype=object))
