@@ -870,3 +870,25 @@ def test_what_gives_no_sample_is_an_error_or_left_out_when_it_is_added(how: tupl
     whole = tmp_path / "whole"
     assert run("convert", source, whole, *how, "--on-error", "skip").exit_code == 0
     assert keys(target) == keys(whole)
+
+
+def test_images_without_a_row_of_the_metadata_file_are_not_added(tmp_path: Path) -> None:
+    source, target = tmp_path / "photos", tmp_path / "set"
+    source.mkdir()
+
+    def photo(folder: Path, number: int) -> None:
+        Image.new("RGB", (8, 8), (number, 2, 3)).save(folder / f"{number}.png")
+
+    photo(source, 0)
+    jsonl(source / "metadata.jsonl", [{"file_name": "0.png", "text": "a"}])
+    convert(str(source), str(target))
+    photo(source, 1)
+    with pytest.raises(ConfigError, match=r"1\.png: no row of metadata\.jsonl names it \(1 new file\)"):
+        append(str(source), str(target))
+    (source / "1.png").rename(tmp_path / "1.png")
+    more = source / "more"
+    more.mkdir()
+    (tmp_path / "1.png").rename(more / "1.png")
+    jsonl(more / "metadata.jsonl", [{"file_name": "1.png", "text": "b"}])
+    assert append(str(source), str(target)).num_added == 1
+    assert [sample["json"]["text"] for sample in StreamingDataset(str(target))] == ["a", "b"]

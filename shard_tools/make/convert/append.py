@@ -26,6 +26,7 @@ from shard_tools.make.convert.base.records import (
 from shard_tools.make.convert.elsewhere import ShardTarget
 from shard_tools.make.convert.journal import Journal, load_inputs, load_journal, load_sources, sources_of
 from shard_tools.make.convert.left_out import Sifted
+from shard_tools.make.convert.media.metadata import is_metadata
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, write_run
 from shard_tools.make.convert.recode import ImageOptions
 from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
@@ -359,6 +360,12 @@ class Appending:
                     f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of "
                     f"kind {reader.kind!r} the new part cannot be told; give new records in files of their own"
                 )
+        noted = sorted(filter(is_metadata, self.known.left_out)) if reader.kind in _MEDIA else []
+        if noted and not any(is_metadata(one.name) for one in inputs):
+            raise ConfigError(
+                f"{plain(inputs[0].name)}: no row of {plain(noted[0])} names it ({counted(len(inputs), 'new file')}); "
+                "give new files in a folder of their own, with a metadata file of their own"
+            )
         if reader.kind == "files":
             stems = {_stem(name) for name in self.known.left_out}
             late = [one.name for one in inputs if _stem(one.name) in stems]

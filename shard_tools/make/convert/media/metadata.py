@@ -90,7 +90,7 @@ class MediaFolder(ClassFolders):
             self._field = f"{self._stem}.{self._field}"
 
     def _sorted_out(self, found: Sequence[SourceFile]) -> tuple[list[KeyedFile], list[Skipped]]:
-        noted = [file for file in found if _is_metadata(file.name)]
+        noted = [file for file in found if is_metadata(file.name)]
         parts = {match[1] for file in found if (match := STATS.fullmatch(file.name)) is not None}
         files, skipped = super()._sorted_out([file for file in found if file not in noted] if noted else found)
         if parts:  # folders of img2dataset, which are no classes; their tables list what could not be fetched, too
@@ -179,7 +179,8 @@ def _lost(where: str, error: DataError) -> Skipped:
     return Skipped(path=where, reason=str(error).removeprefix(f"{where}: "), is_lost=True)
 
 
-def _is_metadata(name: str) -> bool:
+def is_metadata(name: str) -> bool:
+    """Tell whether a file of this name describes the files beside it."""
     return name.rpartition("/")[2] in NAMES and not is_aside(name)
 
 
