@@ -8,6 +8,7 @@ progress and errors to standard error; an error is a single message, without a t
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from shard_tools.change.check.recheck import RecheckReport, recheck, show_rechec
 from shard_tools.change.check.verify import VerifyReport, show_verify, verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.sets.bad_list import load_bad_list, records_of
+from shard_tools.change.sets.copied import CHECKS
 from shard_tools.change.sets.copy import copy, show_copy
 from shard_tools.change.sets.inspect import (
     cat_field,
@@ -24,10 +26,13 @@ from shard_tools.change.sets.inspect import (
     info,
     is_binary,
     list_samples,
+    list_sets,
     show_info,
     show_sample,
     show_sample_line,
+    show_set_line,
 )
+from shard_tools.change.sets.open_set import open_set
 from shard_tools.change.sets.reindex import index, show_index
 from shard_tools.change.sets.repair import repair, show_repair
 from shard_tools.change.sets.rewrite.field_changes import FieldChanges
@@ -51,6 +56,7 @@ from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
 from shard_tools.commands.stats import stats_command
 from shard_tools.commands.tokens import convert_tokens, take_token_options, tokenizer_options
+from shard_tools.look.stats.facts import ValueFacts
 from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions, convert
 from shard_tools.make.convert.run import show_convert
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
@@ -89,13 +95,15 @@ from shard_tools.terminal.options import (
 from shard_tools.terminal.verbs import ToolGroup, emit, finish
 from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import shell_word
+from streaming.shards.catalog.build import home_of, read_schema
 from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 
 _OF_APPEND = frozenset(
-    {"sources", "target", "kind", "workers", "appends", "tokenizer", "chat_template", "allow_unfinished", "as_json",
-     "dry_run", "quiet", "debug", *STORAGE_OPTION_NAMES}
+    {"sources", "target", "kind", "workers", "appends", "tokenizer", "chat_template", "allow_unfinished", "on_error",
+     "max_bad", "as_json", "dry_run", "quiet", "debug", *STORAGE_OPTION_NAMES}
 )  # fmt: skip
+_LISTED = 20  # samples that ls shows unless it is asked for more
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
 
@@ -202,8 +210,8 @@ def convert_command(
 ) -> None:  # fmt: skip
     """Pack each SOURCE into indexed tar shards in TARGET.
 
-    SOURCE is a folder (or .zip) of images, sounds or any files, of COCO, Pascal VOC or Hugging Face, or JSONL, Parquet,
-    CSV, text (.txt) or tar files: a file, a folder, or a pattern. Several follow each other in one set. With
+    SOURCE is a folder (or .zip) of images, sounds or any files, of COCO, Pascal VOC or Hugging Face, or JSON, Parquet,
+    CSV, text (.txt), token ids or tar files: a file, a folder, or a pattern. Several follow each other in one set. With
     --tokenizer, documents become token ids: field tok, column tokens. The same source and options always give the same
     bytes. A conversion that was stopped continues where it left off when it is run again.
 
@@ -218,10 +226,11 @@ def convert_command(
     """
     if appends:
         _refuse_options_of_the_set(_OF_APPEND)
-        taken = ("kind", "allow_unfinished", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
+        taken = ("kind", "allow_unfinished", "on_error", "max_bad", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
         append_all(sources, target, workers=workers, as_json=as_json, **{name: arguments[name] for name in taken})
         return
     storage_options = as_storage_options(arguments)
+    arguments["on_error"] = arguments["on_error"] or "raise"
     arguments |= {"keep_order": True} if shuffle == KEEP_ORDER else {"shuffle_seed": shuffle}
     images = ImageOptions(max_side=max_side, quality=quality, format=image_format, fields=image_fields)
     tokens = take_token_options(arguments)
@@ -491,6 +500,13 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 )
 @on_shards_in_parallel(_COPY_WORKERS["local"])
 @click.option("--overwrite", is_flag=True, help="Replace shards of the same name that differ.")
+@click.option(
+    "--check",
+    type=click.Choice(CHECKS),
+    default="recorded",
+    show_default=True,
+    help="Shards that are there: read only those without recorded checksums, or all.",
+)
 @index_option
 @unfinished_option
 @json_option
@@ -501,8 +517,8 @@ def copy_command(
 ) -> None:  # fmt: skip
     """Copy the shards of SOURCE and their index to TARGET.
 
-    Every byte is checked, and the index is written last. A run that was stopped can be run again: shards already in
-    TARGET are read and checked, and skipped if correct.
+    Every byte is checked, and the index is written last. Run again, after a stop or for a set that has grown, it reads
+    nothing that is there with the right size and recorded checksums. --check full reads all of it.
 
     \b
     Example:
@@ -541,27 +557,48 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 
 
 @cli.command("ls")
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N samples.")
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N samples.  [default: 20]")
+@click.option("--all", "is_all", is_flag=True, help="List all samples; --json does, unless --limit is given.")
 @click.option("--where", metavar="CONDITION", help="List only samples that match; see docs/filters.md.")
 @click.option("--view", metavar="NAME", help="List only the samples of a saved view.")
 @click.option("--columns", type=names, metavar="A,B", help="Show the values of these columns, also of late ones.")
 @click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
 @on_shards
 def ls_command(
-    urls: tuple[str, ...], *, columns: tuple[str, ...] | None, long: bool, as_json: bool, **arguments: Any
-) -> None:
-    """List samples with their keys and fields. --json prints one object per line.
+    urls: tuple[str, ...], *, columns: tuple[str, ...] | None, long: bool, is_all: bool, limit: int | None,
+    as_json: bool, **arguments: Any,
+) -> None:  # fmt: skip
+    """List samples with their keys and fields; of a prefix that holds several sets, the sets.
+
+    Sets come with the kinds of their fields and their sizes; --limit, --all, --long, --where, --view or --columns lists
+    the samples of all. --json prints one object per line.
 
     \b
     Example:
+      shard_tools ls s3://bucket/
       shard_tools ls s3://bucket/train/ --limit 20 --long
       shard_tools ls s3://bucket/train/ --where "score >= 0.9 and lang = 'en'" --columns score,lang
     """
-    for sample in list_samples(urls, columns=columns, **arguments):
+    asked = (limit is not None, is_all, long, columns is not None, arguments["where"], arguments["view"])
+    storage, index_url, allow_unfinished = (arguments[name] for name in ("storage", "index_url", "allow_unfinished"))
+    opened = None if limit == 0 else open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    sets = [] if any(asked) or opened is None else list_sets(opened, storage)
+    for one in sets:
+        click.echo(render.as_json(one.as_dict())) if as_json else show_set_line(one)
+    if sets:
+        return
+    if is_all and limit is not None:
+        raise click.UsageError("--all and --limit: one lists all samples, the other N of them; give one.")
+    most = _LISTED if limit is None and not is_all and not as_json else limit
+    more: list[int] = []
+    for sample in list_samples(urls, columns=columns, limit=most, opened=opened, more=more.append, **arguments):
         if as_json:
             click.echo(render.as_json(sample.as_dict()))
         else:
             show_sample_line(sample, long=long, with_columns=columns is not None)
+    num_more = more[0] if more else 0
+    if limit is None and num_more and not as_json:
+        click.echo(f"… {num_more:,} more; --all lists them, --limit N the first N", err=True)
 
 
 @cli.command("cat")
@@ -569,17 +606,18 @@ def ls_command(
 @click.argument("sample")
 @index_option
 @click.option("--field", metavar="EXT", help="Write only the bytes of this field.")
+@click.option("--tokenizer", metavar="FILE", help="Show tokens as text, by the file that made them.")
 @unfinished_option
 @json_option
 @with_storage_options
 def cat_command(
-    url: str, sample: str, *, index_url: str | None, field: str | None, allow_unfinished: bool, as_json: bool,
-    **arguments: Any,
+    url: str, sample: str, *, index_url: str | None, field: str | None, tokenizer: str | None, allow_unfinished: bool,
+    as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Show one SAMPLE, given by its key or its number: its columns, late ones too, and its fields.
 
-    --field writes the raw bytes of one field. Digits are looked up as a key first, and as a number if there is no such
-    key.
+    Arrays, images, sounds and videos are shown by size, rate and duration, tokens as text with --tokenizer. --field
+    writes the raw bytes of one field. Digits are looked up as a key first, and as a number if there is no such key.
 
     \b
     Example:
@@ -590,6 +628,9 @@ def cat_command(
     opened["allow_unfinished"] = allow_unfinished
     if field is None:
         shown = describe_sample(url, sample, **opened)
+        home = home_of(shown.entry.shard, index_url)
+        facts = ValueFacts.of(read_schema(opened["storage"], home), tokenizer, opened["storage"])
+        shown = replace(shown, facts=facts.of_fields(shown.payloads))
         emit(shown, as_json=as_json, for_people=show_sample)
         return
     if as_json:

@@ -28,6 +28,7 @@ from shard_tools.terminal.options import (
     SIZE,
     as_storage_options,
     json_option,
+    left_out_options,
     places_and_target,
     quiet_option,
     unfinished_option,
@@ -60,6 +61,7 @@ def _store(arguments: dict[str, Any]) -> Storage:
 @click.option(
     "--workers", type=COUNT, help="Reader threads (default 8), or tokenizer processes (default: one per core)."
 )
+@left_out_options
 @unfinished_option
 @json_option
 @with_storage_options
@@ -80,7 +82,7 @@ def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) 
 
 def append_all(
     sources: Sequence[str], target: str, *, tokenizer: str | None, chat_template: str | None, workers: int | None,
-    as_json: bool, **arguments: Any,
+    on_error: str | None, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Add sources to a set, and print what was added.
 
@@ -95,10 +97,11 @@ def append_all(
     with progress_bar("append", "samples") as progress:
         how = {"storage_options": storage_options, "progress": progress, **arguments}
         if not has_tokens:
-            report = append(sources, target, workers=workers or DEFAULT_WORKERS["local"], **how)
+            how |= {"workers": workers or DEFAULT_WORKERS["local"], "on_error": on_error or "raise"}
+            report = append(sources, target, **how)
         else:
             workers = workers or num_cores()
-            made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template}
+            made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template, "on_error": on_error}
             with ProcessExecutor(workers) if workers > 1 and tokenizer else nullcontext() as executor:
                 report = append_tokens(sources, target, workers=workers, executor=executor, **made_by, **how)
     emit(report, as_json=as_json, for_people=_show_append)

@@ -11,7 +11,7 @@ import click
 
 from shard_tools.make.convert.base.records import TEXT_UNITS
 from shard_tools.make.convert.run import RecordOptions
-from shard_tools.make.tokens.run import ON_ERROR, TokenizeOptions, TokenizeReport, tokenize
+from shard_tools.make.tokens.run import TokenizeOptions, TokenizeReport, tokenize
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.printing import show_earlier
 from shard_tools.running.processes import ProcessExecutor
@@ -50,9 +50,6 @@ tokenizer_options = together(
         "--documents",
         type=click.Choice(TEXT_UNITS),
         help="What counts as a document in a text file.  [default: line]",
-    ),
-    click.option(
-        "--on-error", type=click.Choice(ON_ERROR), help="What to do with records without text.  [default: raise]"
     ),
     click.option(
         "--pattern", metavar="NAME|REGEX", help="Split pattern for tiktoken, if the file name does not imply it."

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from shard_tools.make.convert.base.records import ON_ERROR
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
@@ -196,9 +197,26 @@ def typed_option(key: str, text: str) -> object:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
+left_out_options = together(
+    click.option(
+        "--on-error",
+        type=click.Choice(ON_ERROR),
+        help="Inputs that give no sample: end with an error, or leave them out and list them.  [default: raise]",
+    ),
+    click.option("--max-bad", type=click.IntRange(min=0), metavar="N", help="With --on-error skip: most of these."),
+)
+"""Options for inputs that give no sample; without one, commands have their own default."""
+
+
 source_options = together(
     click.option("--source-split", "part", metavar="NAME", help="Take this split of a source of kind coco, voc or hf."),
     click.option("--source-config", "config", metavar="NAME", help="Take this configuration of a builder (hf)."),
+    left_out_options,
+    click.option(
+        "--document-token",
+        metavar="ID|none",
+        help="The token that begins or ends a document in a stream of ids (nanogpt, npy).",
+    ),
     click.option("--unlike-columns", is_flag=True, help="Accept JSONL, Parquet or CSV files with different columns."),
     click.option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
     click.option(

@@ -296,12 +296,12 @@ def test_info_without_an_index_reads_small_sets(shards: Path, tmp_path: Path) ->
 
 
 def test_ls_verb(shards: Path) -> None:
-    lines = done("ls", shards).splitlines()
+    lines = done("ls", shards, "--all").splitlines()
     assert len(lines) == 30
     assert lines[0] == "class0/00\tcls json png"
     assert done("ls", shards, "--limit", 3).splitlines() == lines[:3]
     assert done("ls", shards, "--limit", 0) == ""
-    number, shard, key, fields = done("ls", shards, "--long").splitlines()[13].split("\t")
+    number, shard, key, fields = done("ls", shards, "--long", "--all").splitlines()[13].split("\t")
     assert (number, Path(shard).name, key) == ("13", "000001.tar", lines[13].partition("\t")[0])
     assert "png:" in fields
     told = [json.loads(line) for line in done("ls", shards, "--json").splitlines()]
@@ -406,7 +406,7 @@ def test_all_verbs_on_s3(kind: str, request: pytest.FixtureRequest, images: Path
     assert told["num_samples"] == 30
     assert json.loads(done("verify", target, "--json", *common, **environ))["ok"] is True
     assert json.loads(done("info", target, "--json", *common, **environ))["fingerprint"] == told["fingerprint"]
-    assert len(done("ls", target, *common, **environ).splitlines()) == 30
+    assert len(done("ls", target, "--all", *common, **environ).splitlines()) == 30
     assert done("cat", target, "class0/00", "--field", "cls", *common, **environ) == "0"
     back = json.loads(done("convert", target, f"{target}-again", "--json", *options[:2], *common, **environ))
     assert (back["kind"], back["num_samples"]) == ("tars", 30)
@@ -450,7 +450,7 @@ def test_exit_codes(shards: Path, tmp_path: Path, forked: Forked) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error(shards: Path) -> None:
-    pipeline = f"{sys.executable} -m shard_tools ls {shards} | head -n 1"
+    pipeline = f"{sys.executable} -m shard_tools ls --all {shards} | head -n 1"
     ran = subprocess.run(["/bin/sh", "-c", pipeline], capture_output=True, text=True, check=False)
     assert (ran.stdout, ran.stderr) == ("class0/00\tcls json png\n", "")
 

@@ -100,11 +100,13 @@ def test_image_folder_reports_what_it_leaves_out(tmp_path: Path) -> None:
     (root / "folder").symlink_to(tmp_path / "elsewhere")
     (root / "inside.png").symlink_to(root / "cat" / "a.v1.png")
     os.mkfifo(root / "pipe.png")
-    report = convert(str(root), str(tmp_path / "out"))
+    with pytest.raises(DataError, match=r"6 inputs would be left out: .*--on-error skip"):
+        convert(str(root), str(tmp_path / "out"))
+    report = convert(str(root), str(tmp_path / "out"), options=ConvertOptions(on_error="skip", max_bad=6))
     assert {entry.path: entry.reason for entry in report.skipped} == {
-        "notes.txt": "not an image",
+        "notes.txt": "not an image, and beside none of its name",
         "cat/empty.png": "empty file",
-        "cat/._b.jpg": "not an image",
+        "cat/._b.jpg": "hidden: a name that starts with a dot",
         "cat/escape.png": "symbolic link out of the source folder",
         "dangling.png": "not a regular file",
         "folder": "symbolic link to a folder",

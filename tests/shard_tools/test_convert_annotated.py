@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFound
 from tests.support.sets.meanings import classes_of
 from tests.support.sources.conversions import members
 from tests.support.sources.foreign_sets import VOC, coco, picture, voc
+
+SKIP = ConvertOptions(on_error="skip")
 
 
 def run(*arguments: object) -> Result:
@@ -65,7 +68,7 @@ def whole(root: Path) -> Path:
 
 
 def test_boxes_keypoints_and_captions_are_of_one_image(tmp_path: Path) -> None:
-    report = convert(str(whole(tmp_path / "in")), str(tmp_path / "out"))
+    report = convert(str(whole(tmp_path / "in")), str(tmp_path / "out"), options=SKIP)
     assert (report.kind, report.num_samples, report.classes) == ("coco", 2, {"car": 0, "dog": 1})
     told = notes(tmp_path / "out")
     rest = {name: value for name, value in BOX.items() if name != "image_id"}
@@ -123,7 +126,7 @@ def test_damaged_images_and_other_sizes_are_remarked(tmp_path: Path) -> None:
     root = whole(tmp_path / "in")
     (root / "val2017/1.jpg").write_bytes(b"\xff\xd8\xff\xe0 cut")
     (root / "val2017/2.jpg").write_bytes(picture(2, (10, 10)))
-    report = convert(str(root), str(tmp_path / "out"))
+    report = convert(str(root), str(tmp_path / "out"), options=SKIP)
     assert sorted(report.remarks.values()) == [1, 1]
     assert any("another width and height" in remark for remark in report.remarks)
     assert any("no width and height" in remark for remark in report.remarks)
@@ -157,7 +160,7 @@ def test_names_in_annotations_cannot_leave_the_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.jpg").write_bytes(picture())
     outside = [{"id": 11, "file_name": "../secret.jpg"}, {"id": 12, "file_name": str(tmp_path / "secret.jpg")}]
     root = annotated(tmp_path / "in", instances={"images": [*outside, IMAGES[0]]})
-    report = convert(str(root), str(tmp_path / "out"))
+    report = convert(str(root), str(tmp_path / "out"), options=SKIP)
     assert report.num_samples == 1
     assert sum("no such image" in one.reason for one in report.skipped) == 2
     twice = [IMAGES[0], {"id": 5, "file_name": "1.jpg"}]
@@ -175,7 +178,7 @@ def test_voc_boxes_masks_and_splits(tmp_path: Path) -> None:
     (root / "Annotations/2007_000005.xml").unlink()
     (root / "Annotations/gone.xml").write_text(VOC.format(name="gone", kind="cow"))
     (root / "SegmentationClass/2007_000001.png").unlink()
-    report = convert(str(root), str(tmp_path / "all"))
+    report = convert(str(root), str(tmp_path / "all"), options=SKIP)
     assert (report.kind, report.num_samples, report.classes) == ("voc", 6, {"cat": 0, "cow": 1, "dog": 2})
     assert [(one.path, one.reason) for one in report.skipped] == [("Annotations/gone.xml", "no such image; objects: 1")]
     told = notes(tmp_path / "all")
@@ -186,13 +189,13 @@ def test_voc_boxes_masks_and_splits(tmp_path: Path) -> None:
     found = members(tmp_path / "all")
     assert found["2007_000000.seg.png"] == (root / "SegmentationClass/2007_000000.png").read_bytes()
     assert "2007_000001.seg.png" not in found
-    val = convert(str(root), str(tmp_path / "val"), options=ConvertOptions(part="val"))
+    val = convert(str(root), str(tmp_path / "val"), options=replace(SKIP, part="val"))
     assert (val.num_samples, val.classes) == (3, report.classes), "numbers of all, not of the split alone"
     assert len(StreamingDataset(str(tmp_path / "val"), where="objects = 1 and width = 24")) == 2
     with pytest.raises(ConfigError, match="no such split; it has: train, val"):
         convert(str(root), str(tmp_path / "x"), options=ConvertOptions(part="test"))
     (root / "ImageSets/Main/odd.txt").write_text("2007_000001  1\nmissing -1\n\n")
-    odd = convert(str(root), str(tmp_path / "odd"), options=ConvertOptions(part="odd"))
+    odd = convert(str(root), str(tmp_path / "odd"), options=replace(SKIP, part="odd"))
     assert [(odd.num_samples, one.path) for one in odd.skipped] == [(1, "JPEGImages/missing")]
 
 

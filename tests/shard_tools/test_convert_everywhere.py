@@ -58,12 +58,18 @@ def told(source: Source, start: int) -> list[tuple[str, dict[str, bytes], str]]:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("small_steps")
-@pytest.mark.parametrize("name", ["jsonl", "text", "csv", "tars", "tars, numbered", "tfrecord", "tfrecord, shuffled"])
+@pytest.mark.parametrize("name", [
+    "jsonl", "text", "csv", "tars", "tars, numbered", "tfrecord", "tfrecord, shuffled", "json", "nanogpt", "npy",
+])  # fmt: skip
 def test_counted_records_are_the_same_from_any_position(tmp_path: Path, name: str) -> None:
     sources, chosen = EVERY[name](tmp_path)
     for unit in ("line", "blank-line", "file") if name == "text" else ("line",):
         options = SourceOptions(
-            key_field=chosen.key_field, shuffle_seed=chosen.shuffle_seed, unit=unit, unlike_columns=True
+            key_field=chosen.key_field,
+            shuffle_seed=chosen.shuffle_seed,
+            unit=unit,
+            unlike_columns=True,
+            document_token=chosen.document_token,
         )
         source = open_source(sources, Storage(), kind=chosen.kind, options=options)
         assert isinstance(source, Countable)

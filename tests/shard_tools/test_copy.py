@@ -62,7 +62,7 @@ def tree(target: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(target)): path.read_bytes()
         for path in sorted(target.rglob("*"))
-        if path.is_file() and not path.name.startswith(".~")
+        if path.is_file() and not path.name.startswith((".~", "copied-"))
     }
 
 
@@ -95,6 +95,8 @@ def test_between_stores_and_back(data: Path, tmp_path: Path, mini_s3: MiniS3Serv
     assert verify([f"{s3_bucket}/train/"], storage=storage, decode=True).findings == ()
     run(f"{s3_bucket}/train/", f"{s3_bucket}/again", storage_options=mini_s3.storage_options)
     there = {info.url.partition("/again/")[2]: info.size_bytes for info in storage.list(f"{s3_bucket}/again")}
+    assert sum("/copied-" in name for name in [*there]) == 1
+    there = {name: size for name, size in there.items() if "/copied-" not in name}
     assert there == {name: len(body) for name, body in tree(data).items()}
 
 
@@ -290,7 +292,8 @@ def test_a_target_that_fails_is_gone_on_with(data: Path, mini_s3: MiniS3Server) 
     storage, calm = Storage(mini_s3.storage_options), tree(data)
 
     def there() -> dict[str, bytes]:
-        return {info.url.removeprefix(f"{bucket}/"): bytes(storage.read(info.url)) for info in storage.list(bucket)}
+        urls = (info.url for info in storage.list(bucket) if "/copied-" not in info.url)
+        return {url.removeprefix(f"{bucket}/"): bytes(storage.read(url)) for url in urls}
 
     with FaultProxy(mini_s3.port) as proxy:
         store = {**mini_s3.storage_options, "endpoint_url": proxy.url}
@@ -327,9 +330,64 @@ def test_as_a_command(data: Path, tmp_path: Path, mini_s3: MiniS3Server, s3_buck
     options = [f"--target-option={name}={value}" for name, value in mini_s3.storage_options.items()]
     ran = command("copy", data, f"{s3_bucket}/new/", *options)
     assert ran.exit_code == 0, ran.output
-    assert len(list(Storage(mini_s3.storage_options).list(f"{s3_bucket}/new"))) == 14
+    assert len(list(Storage(mini_s3.storage_options).list(f"{s3_bucket}/new"))) == 15
     assert command("copy", data, data).exit_code == 2
     (tmp_path / "out" / "000000.tar").write_bytes(b"x")
     ran = command("copy", data, tmp_path / "out")
     assert ran.exit_code == 1
     assert "is not the same shard as" in ran.stderr
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_run_again_it_reads_no_shard_that_is_there(data: Path, mini_s3: MiniS3Server, stopped: bool) -> None:
+    """Requests and bytes: of shards at the target none, unless all are asked for, or one has changed since."""
+    bucket = mini_s3.create_bucket(fresh_name())
+    size_bytes = sum(path.stat().st_size for path in data.glob("*.tar"))
+    with FaultProxy(mini_s3.port) as proxy:
+        store = {**mini_s3.storage_options, "endpoint_url": proxy.url}
+        if stopped:
+            proxy.add(Fault(kind="status", status=403, method="PUT", path="samples/000004.tar.parquet"))
+            with pytest.raises(AccessDeniedError):
+                run(data, bucket, target_options=store)
+        else:
+            run(data, bucket, target_options=store)
+
+        def again(**options: Any) -> tuple[CopyReport, list[str]]:
+            before = len(proxy.log)
+            report = run(data, bucket, target_options=store, **options)
+            got = [path for method, path, _ in proxy.log[before:] if method == "GET"]
+            return report, [path for path in got if path.endswith(".tar")]
+
+        report, read = again()
+        assert (report.num_copied, report.num_read, read) == (0, 0, [])
+        report, read = again(check="full")
+        assert (report.num_copied, report.num_read) == (0, 6)
+        assert len(read) >= 6
+        storage = Storage(mini_s3.storage_options)
+        body = bytes(storage.read(f"{bucket}/000002.tar"))
+        storage.put(f"{bucket}/000002.tar", bytes(body))  # the same bytes, written anew, as another object
+        report, read = again()
+        assert (report.num_copied, report.num_read) == (0, 0 if not read else 1)
+        storage.put(f"{bucket}/000002.tar", body[:900] + b"?" + body[901:])
+        with pytest.raises(TargetNotEmptyError, match=r"000002\.tar is not the same shard as"):
+            again()
+        report, read = again(overwrite=True)
+        assert (report.num_copied, report.num_read, read) == (1, 0, [read[0]])
+    assert size_bytes == report.num_bytes
+
+
+def test_a_note_that_is_damaged_or_gone_costs_reading(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out")
+    (note,) = (tmp_path / "out/_shardstream").glob("copied-*.json")
+    for change in (lambda: note.write_bytes(note.read_bytes()[:-9]), lambda: note.write_text("{}"), note.unlink):
+        change()
+        assert run(data, tmp_path / "out").num_read == 6
+        assert run(data, tmp_path / "out").num_read == 0
+    assert verify([str(tmp_path / "out")], storage=Storage()).findings == ()
+    for name in ("000001.tar", "000005.tar"):
+        (tmp_path / "out" / name).unlink()
+    report = run(data, tmp_path / "out")
+    assert (report.num_copied, report.num_read) == (2, 0)
+    shutil.copytree(tmp_path / "out", tmp_path / "moved")  # other files: their times and inodes differ
+    report = run(data, tmp_path / "moved")
+    assert (report.num_copied, report.num_read) == (0, 6)

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from PIL import Image
 
 from shard_tools import ShardWriter, optimize
@@ -838,3 +838,57 @@ def test_of_many_at_once_one_wins(place: tuple[str, Storage]) -> None:
     for thread in threads:
         thread.join()
     assert [np.frombuffer(storage.read(url), np.int64)[0]] == won
+
+
+def broken_lines(folder: Path, day: int) -> None:
+    """Write three lines, the second one damaged."""
+    folder.mkdir(exist_ok=True)
+    good = [json.dumps({"n": 3 * day + number, "text": "x"}) for number in range(3)]
+    (folder / f"{day}.jsonl").write_text("\n".join([good[0], "{broken", good[2]]) + "\n")
+
+
+@pytest.mark.parametrize("how", [(), ("--tokenizer", "bytes", "--eos", "none")], ids=["records", "tokens"])
+def test_what_gives_no_sample_is_an_error_or_left_out_when_it_is_added(how: tuple[str, ...], tmp_path: Path) -> None:
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(cli, [str(one) for one in arguments], prog_name="shard_tools")
+
+    source, target = tmp_path / "days", tmp_path / "set"
+    broken_lines(source, 0)
+    made = run("convert", source, target, *how, "--on-error", "skip")
+    assert made.exit_code == 0, made.stderr
+    broken_lines(source, 1)
+    before = keys(target)
+    refused = run("append", source, target, "--on-error", "raise")
+    assert refused.exit_code == 1
+    assert "1.jsonl:2" in refused.stderr
+    assert "--max-bad allows 0" in run("append", source, target, "--on-error", "skip", "--max-bad", 0).stderr
+    assert keys(target) == before  # nothing was added
+    added = run("convert", source, target, "--append", "--on-error", "skip", "--json")
+    report = json.loads(added.stdout)
+    assert (report["num_added"], sum(report["left_out"].values())) == (2, 1)
+    assert len({*keys(target)}) == 4  # a record that is left out keeps its number
+    whole = tmp_path / "whole"
+    assert run("convert", source, whole, *how, "--on-error", "skip").exit_code == 0
+    assert keys(target) == keys(whole)
+
+
+def test_images_without_a_row_of_the_metadata_file_are_not_added(tmp_path: Path) -> None:
+    source, target = tmp_path / "photos", tmp_path / "set"
+    source.mkdir()
+
+    def photo(folder: Path, number: int) -> None:
+        Image.new("RGB", (8, 8), (number, 2, 3)).save(folder / f"{number}.png")
+
+    photo(source, 0)
+    jsonl(source / "metadata.jsonl", [{"file_name": "0.png", "text": "a"}])
+    convert(str(source), str(target))
+    photo(source, 1)
+    with pytest.raises(ConfigError, match=r"1\.png: no row of metadata\.jsonl names it \(1 new file\)"):
+        append(str(source), str(target))
+    (source / "1.png").rename(tmp_path / "1.png")
+    more = source / "more"
+    more.mkdir()
+    (tmp_path / "1.png").rename(more / "1.png")
+    jsonl(more / "metadata.jsonl", [{"file_name": "1.png", "text": "b"}])
+    assert append(str(source), str(target)).num_added == 1
+    assert [sample["json"]["text"] for sample in StreamingDataset(str(target))] == ["a", "b"]

@@ -105,6 +105,7 @@ def contents(url: str, options: Mapping[str, Any]) -> dict[str, str]:
         info.url.removeprefix(url): hashlib.sha256(storage.read(info.url)).hexdigest()
         for info in storage.list(url)
         if not info.url.endswith("/sources.parquet")  # which copies leave out
+        and "/copied-" not in info.url  # which is of one place
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import click
 import crc32c
 import numpy as np
 
+from shard_tools.change.sets.copied import CHECKS, CopyNote, recorded
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
@@ -28,7 +30,7 @@ from shard_tools.running.engine import Calls
 from shard_tools.running.printing import rate
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from streaming.common.arguments import counted, format_bytes
+from streaming.common.arguments import check_choice, counted, format_bytes
 from streaming.errors import (
     ChecksumError,
     ConfigError,
@@ -72,8 +74,9 @@ class CopyReport(Report):
         num_shards: Shards of the source.
         num_samples: Their samples.
         num_bytes: Their bytes.
-        num_copied: Shards that this run wrote; the others existed already, and were read and found right.
+        num_copied: Shards that this run wrote; the others existed already.
         num_copied_bytes: Bytes of those.
+        num_read: Of the others, those that were read and found right; the rest is known by recorded checksums.
         num_without_samples: Shards without a sample table, which the source lacks, too.
         seconds: Wall time.
     """
@@ -84,6 +87,7 @@ class CopyReport(Report):
     num_bytes: int
     num_copied: int
     num_copied_bytes: int
+    num_read: int
     num_without_samples: int
     seconds: float
 
@@ -115,6 +119,7 @@ def copy(
     target_options: Mapping[str, object] | None = None,
     workers: int = 4,
     overwrite: bool = False,
+    check: str = "recorded",
     allow_unfinished: bool = False,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -125,7 +130,9 @@ def copy(
     number, but no others. Every chunk is compared with the checksum in the index before it is written. A shard appears
     at the target only when it is whole; sample tables follow when all shards are there, and the chunk table comes
     last, merged with that of other shards of the set. Until then the target is marked as unfinished. An interrupted
-    run is continued by running it again: a shard that exists at the target is read there and skipped if it is right.
+    run is continued by running it again. A shard that exists at the target is skipped if a copy noted its checksums
+    (``_shardstream/copied-*.json``), and its store says that it is the same since; else it is read, and skipped if it
+    is right.
 
     Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
 
@@ -137,6 +144,7 @@ def copy(
         target_options: How to reach the target; None: as the source.
         workers: Shards at a time.
         overwrite: Replace different shards of the same name.
+        check: ``"recorded"``, or ``"full"``: read every shard that exists at the target.
         allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
         executor: Executor on which shards and sample tables are copied, such as a cluster, instead of on threads.
         progress: Called with bytes and shards.
@@ -152,6 +160,7 @@ def copy(
     """
     started = time.monotonic()
     progress = progress or NoProgress()
+    check_choice("check", check, CHECKS)
     there, here = Storage(storage_options), Storage(storage_options if target_options is None else target_options)
     place = Destination.of(target)
     if "{" in target:
@@ -171,13 +180,15 @@ def copy(
     contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
     meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
     calls = Calls(workers=workers, executor=executor, progress=progress)
-    right = _find_right(shards, contents, here, calls, overwrite=overwrite)
+    known_right = recorded(_alike(shards, contents) if check == "recorded" else [], place.directory, contents, here)
+    right = _find_right(shards, contents, known_right, here, calls, overwrite=overwrite)
     missing = [shard for shard in shards if shard.target not in right]
     if missing or mark.is_set() or marks:
         mark.begin()
-    marked = join_url(split_url(shards[0].target)[0] or ".", UNFINISHED_FILE)
-    shared = [(there, shards[0].source), (here, marked)]
-    list(calls.map(partial(_bring, there, here), missing, shared=shared))
+    note = _note_of(shards, place, " ".join(sources), here)
+    for shard in (shard for shard in shards if shard.target in right):
+        note.add(shard, contents.versions.get(shard.target), is_new=shard.target not in known_right)
+    _bring_all(missing, shards[0], there, here, note, calls)
     num_without = _copy_index(shards, meanings, there, here, index_url, calls)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
@@ -189,9 +200,28 @@ def copy(
         num_bytes=num_bytes,
         num_copied=len(missing),
         num_copied_bytes=sum(shard.size_bytes for shard in missing),
+        num_read=len(right - known_right),
         num_without_samples=num_without,
         seconds=time.monotonic() - started,
     )
+
+
+def _note_of(shards: Sequence[_Shard], place: Destination, source: str, here: Storage) -> CopyNote:
+    """Return the note of this copy, beside its first shard."""
+    home = split_url(shards[0].target)[0] or "."
+    return CopyNote.of(place.directory, home, digest_of_work("copy", redact(source)), here)
+
+
+def _bring_all(
+    missing: Sequence[_Shard], first: _Shard, there: Storage, here: Storage, note: CopyNote, calls: Calls
+) -> None:
+    """Copy the shards that are missing, and note them."""
+    marked = join_url(split_url(first.target)[0] or ".", UNFINISHED_FILE)
+    shared = [(there, first.source), (here, marked)]
+    with closing(calls.map(partial(_bring, there, here), missing, shared=shared)) as brought:
+        for shard, version in zip(missing, brought, strict=True):
+            note.add(shard, version)
+    note.write()
 
 
 def _copy_index(
@@ -277,16 +307,22 @@ def _meet(
     return found
 
 
+def _alike(shards: Sequence[_Shard], contents: TargetContents) -> list[_Shard]:
+    """Return the shards that are at the target with their size."""
+    return [shard for shard in shards if contents.sizes.get(shard.target) == shard.size_bytes]
+
+
 def _find_right(
-    shards: Sequence[_Shard], contents: TargetContents, here: Storage, calls: Calls, *, overwrite: bool
-) -> set[str]:
-    """Return the targets that hold the very shard already.
+    shards: Sequence[_Shard], contents: TargetContents, known: AbstractSet[str], here: Storage, calls: Calls, *,
+    overwrite: bool,
+) -> set[str]:  # fmt: skip
+    """Return the targets that hold the very shard already: those that are known to, and those that are read.
 
     Raises:
         TargetNotEmptyError: One holds a different shard, which must not be overwritten.
     """
     present = [shard for shard in shards if shard.target in contents.sizes]
-    alike = [shard for shard in present if contents.sizes[shard.target] == shard.size_bytes]
+    alike = _alike(present, contents)
 
     def refuse(shard: _Shard) -> None:
         if not overwrite:
@@ -300,10 +336,13 @@ def _find_right(
         if contents.sizes[shard.target] != shard.size_bytes:
             refuse(shard)
 
-    right = set()
-    shared = [(here, shard.target) for shard in alike[:1]]
-    with closing(calls.map(partial(_is_right, here), alike, shared=shared)) as found:
-        for shard, is_right in zip(alike, found, strict=True):
+    right = {*known}
+    unknown = [shard for shard in alike if shard.target not in known]
+    for shard in (shard for shard in alike if shard.target in known):
+        calls.progress.advance(num_bytes=shard.size_bytes, num=1)
+    shared = [(here, shard.target) for shard in unknown[:1]]
+    with closing(calls.map(partial(_is_right, here), unknown, shared=shared)) as found:
+        for shard, is_right in zip(unknown, found, strict=True):
             if is_right:
                 right.add(shard.target)
             else:
@@ -332,8 +371,8 @@ def _tails(shard: _Shard, url: str, storage: Storage) -> list[memoryview]:
     return [storage.read(url, start, min(shard.size_bytes, start + _TAIL_BYTES)) for start in starts]
 
 
-def _bring(there: Storage, here: Storage, shard: _Shard, progress: Progress) -> None:
-    """Copy one shard; a second time, its target is replaced when the copy is whole."""
+def _bring(there: Storage, here: Storage, shard: _Shard, progress: Progress) -> str | None:
+    """Copy one shard, and return its version there; a second time, its target is replaced when the copy is whole."""
     size_bytes = there.info(shard.source).size_bytes
     if size_bytes != shard.size_bytes:
         raise IndexMismatchError(
@@ -342,10 +381,13 @@ def _bring(there: Storage, here: Storage, shard: _Shard, progress: Progress) -> 
         )
     with here.open_write(shard.target) as out:
         _stream(shard, there, out)
-    got = here.info(shard.target).size_bytes
-    if got != shard.size_bytes:
-        raise TransferError(f"{redact(shard.target)}: {got} bytes at the target, {shard.size_bytes} were written")
+    got = here.info(shard.target)
+    if got.size_bytes != shard.size_bytes:
+        raise TransferError(
+            f"{redact(shard.target)}: {got.size_bytes} bytes at the target, {shard.size_bytes} were written"
+        )
     progress.advance(num_bytes=shard.size_bytes, num=1)
+    return got.version
 
 
 def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
@@ -415,6 +457,6 @@ def show_copy(report: CopyReport) -> None:
     click.echo(
         f"{report.target}: {counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
         f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
-        f"{report.num_shards - report.num_copied:,} were there already, in {report.seconds:.1f} s "
-        f"({rate(report.num_bytes, report.seconds)})"
+        f"{report.num_shards - report.num_copied:,} were there already, {report.num_read:,} of them read, in "
+        f"{report.seconds:.1f} s ({rate(report.num_bytes, report.seconds)})"
     )

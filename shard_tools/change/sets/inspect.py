@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import click
 import numpy as np
@@ -44,6 +44,7 @@ from streaming.shards.catalog.build import home_of, read_chunks, read_schema
 from streaming.shards.index.columns import Values
 from streaming.shards.index.sample_table import SampleLocation, SampleTable
 from streaming.shards.index.where import unknown_column
+from streaming.shards.schema.kinds import kind_by_name
 from streaming.storage import Storage, redact, split_url
 from streaming.types import Int64Array
 
@@ -139,6 +140,27 @@ class DataSetInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetEntry(Report):
+    """One of several sets below a prefix.
+
+    Attributes:
+        url: Its directory.
+        kinds: The kinds of its fields, as far as their names and its schema tell.
+        fields: The fields of its first sample.
+        num_shards: Its shards.
+        num_samples: Its samples.
+        num_bytes: Bytes of its shards.
+    """
+
+    url: str
+    kinds: tuple[str, ...]
+    fields: tuple[str, ...]
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEntry(Report):
     """One line of a listing.
 
@@ -159,14 +181,22 @@ class SampleEntry(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """One sample with the bytes of its fields."""
+    """One sample with the bytes of its fields.
+
+    Attributes:
+        entry: Its line of a listing.
+        payloads: The bytes by field.
+        facts: What is said of fields that are no text.
+    """
 
     entry: SampleEntry
     payloads: Mapping[str, bytes]
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form: sizes, and the content of fields that are JSON or text (null for others)."""
-        return {**self.entry.as_dict(), "content": {name: _content(name, body) for name, body in self.payloads.items()}}
+        content = {name: _content(name, body) for name, body in self.payloads.items()}
+        return {**self.entry.as_dict(), "content": content, "facts": dict(self.facts)}
 
 
 def _content(field: str, payload: bytes) -> object:
@@ -315,10 +345,37 @@ def _where(shards: OpenSet, urls: Sequence[str]) -> str:
     return redact(shards.index_url or "") or "beside the shards"
 
 
+def list_sets(shards: OpenSet, storage: Storage) -> list[SetEntry]:
+    """Return the sets among some shards, by directory, if they are several; else nothing.
+
+    One sample table of each is read.
+    """
+    positions: dict[str, list[int]] = {}
+    for position, url in enumerate(shards.urls):
+        positions.setdefault(split_url(url)[0], []).append(position)
+    if len(positions) < 2:
+        return []
+
+    def entry(item: tuple[str, list[int]]) -> SetEntry:
+        directory, mine = item
+        infos = [shards.chunks.shards[position] for position in mine]
+        first = next((position for position in mine if shards.chunks.shards[position].num_samples), mine[0])
+        fields = tuple(table_of(shards, first, storage).fields)
+        schema = read_schema(storage, home_of(shards.urls[first], shards.index_url))
+        said = {name: one.kind for name, one in schema.fields.items()}
+        kinds = dict.fromkeys(said.get(name) or kind_by_name(name) or "bytes" for name in fields)
+        return SetEntry(
+            url=redact(directory), kinds=tuple(kinds), fields=fields, num_shards=len(mine),
+            num_samples=sum(one.num_samples for one in infos), num_bytes=sum(one.size_bytes for one in infos),
+        )  # fmt: skip
+
+    return list(map_threads(entry, positions.items(), READ_THREADS))
+
+
 def list_samples(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None,
     where: str | None = None, view: str | None = None, columns: Sequence[str] | None = None,
-    allow_unfinished: bool = False,
+    allow_unfinished: bool = False, opened: OpenSet | None = None, more: Callable[[int], None] = lambda _: None,
 ) -> Iterator[SampleEntry]:  # fmt: skip
     """Yield the samples in the order of the dataset, at most ``limit``; sample tables are loaded when they are needed.
 
@@ -331,6 +388,8 @@ def list_samples(
         view: Only samples of this saved view.
         columns: Columns whose values are told, also late ones; None: all of the sample tables.
         allow_unfinished: List what is there of a set that is not whole.
+        opened: The shards, if they are open already.
+        more: Called at first with how many samples there are beyond ``limit``.
 
     Raises:
         ConfigError: A column or the view does not exist, or no sample is kept.
@@ -339,11 +398,13 @@ def list_samples(
     """
     if limit == 0:
         return
-    shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
+    shards = opened or open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     kept = shards.kept(storage, where=where, view=view)
     late = shards.late_columns(storage, columns or ())
     _check_known(shards, storage, {*(columns or ())} - late.keys())
-    left = shards.chunks.total_samples if limit is None else limit
+    total = shards.chunks.total_samples if kept is None else kept.table.total_samples
+    left = total if limit is None else limit
+    more(max(0, total - left))
     with contextlib.closing(tables_of(shards, storage)) as tables:
         for position, (first, url, table) in enumerate(tables):
             rows = np.arange(table.num_samples)
@@ -489,6 +550,12 @@ def show_info(report: DataSetInfo) -> None:
     show_findings(report.findings)
 
 
+def show_set_line(one: SetEntry) -> None:
+    """Print one of several sets."""
+    sizes = (counted(one.num_samples, "sample"), counted(one.num_shards, "shard"), format_bytes(one.num_bytes))
+    click.echo("\t".join((plain(one.url), ", ".join(one.kinds), *sizes)))
+
+
 def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> None:
     """Print one line of ``ls``."""
     fields = " ".join(sample.fields)
@@ -517,10 +584,11 @@ def show_sample(sample: SampleView) -> None:
             "".join(f"column {plain(name)} = {plain(_value(value))}\n" for name, value in sample.entry.columns.items()),
             nl=False,
         )
-    for field, payload in sample.payloads.items():
-        click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
+    for name, payload in sample.payloads.items():
+        click.echo(f"--- {plain(name)} ({format_bytes(len(payload))})")
         if is_binary(payload):
-            click.echo(f"(binary; write it out with --field {shell_word(field)})")
+            fact = sample.facts.get(name, "")
+            click.echo(f"{plain(fact)}\n" * bool(fact) + f"(binary; write it out with --field {shell_word(name)})")
         else:
             text = payload.decode()
             more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"

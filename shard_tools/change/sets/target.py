@@ -17,9 +17,10 @@ from streaming.storage import Storage, join_url, redact, split_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetContents:
-    """Sizes of everything at a target, by URL."""
+    """Sizes of everything at a target, by URL, and versions as its store gives them."""
 
     sizes: Mapping[str, int]
+    versions: Mapping[str, str | None]
 
     @classmethod
     def of(
@@ -40,7 +41,8 @@ class TargetContents:
         """
         refuse_writers(writers, place.directory)
         base = place.directory.rstrip("/") + "/"
-        sizes = {info.url: info.size_bytes for info in storage.list(place.directory)}
+        listed = [*storage.list(place.directory)]
+        sizes = {info.url: info.size_bytes for info in listed}
 
         def is_other(url: str, size_bytes: int) -> bool:
             return url not in written and known.get(url) != size_bytes
@@ -60,4 +62,4 @@ class TargetContents:
                         f"{redact(table)} lists shards of another set, such as {redact(url)}, which is not there; give "
                         "another target, or delete this index"
                     )
-        return cls(sizes=sizes)
+        return cls(sizes=sizes, versions={info.url: info.version for info in listed})

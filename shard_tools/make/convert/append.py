@@ -24,6 +24,8 @@ from shard_tools.make.convert.base.records import (
 )
 from shard_tools.make.convert.elsewhere import ShardTarget
 from shard_tools.make.convert.journal import Journal, load_inputs, load_journal, load_sources, sources_of
+from shard_tools.make.convert.left_out import Sifted
+from shard_tools.make.convert.media.metadata import is_metadata
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, write_run
 from shard_tools.make.convert.recode import ImageOptions
 from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
@@ -91,6 +93,8 @@ def append(
     kind: str = "auto",
     workers: int = DEFAULT_WORKERS["local"],
     allow_unfinished: bool = False,
+    on_error: str = "raise",
+    max_bad: int | None = None,
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> AppendReport:
@@ -106,6 +110,8 @@ def append(
         kind: Format of the source; ``"auto"``: as of the set.
         workers: Threads that read.
         allow_unfinished: Take what is there of shards that are still being written.
+        on_error: As for ``convert``: inputs that give no sample are an error, or (``"skip"``) left out and listed.
+        max_bad: With ``"skip"``, most inputs left out so; None: any number.
         storage_options: How to reach both stores.
         progress: Receives the samples and bytes written.
 
@@ -113,7 +119,8 @@ def append(
         OvertakenError: Somebody else changed the set meanwhile; nothing was added.
         ConfigError: The set is not one that samples of this source can be added to, or an input of it was changed.
         IndexMissingError, UnfinishedError: There is no whole set with an index.
-        DataError: A record cannot be read or stored.
+        DataError: A record cannot be read or stored, or inputs give no sample.
+        TooManyBadSamplesError: More inputs give no sample than ``max_bad``.
         StorageError: A store failed.
     """
     begun_s = time.monotonic()
@@ -121,14 +128,19 @@ def append(
     head = open_head(storage, place.directory)
     journal = load_journal(head.home, storage)
     how: dict[str, Any] = {"workers": workers, "allow_unfinished": allow_unfinished}
+    how |= {"on_error": on_error, "max_bad": max_bad}
     options = ConvertOptions(kind=kind, **how) if journal is None else _options_of(journal, head, kind, how)
-    work = Appending.of(storage, head, options, journal)
+    work = Appending.of(storage, head, options, journal, 0 if journal is None else journal.num_records)
     reader = work.opened(source, place, lambda: _open(work, options, source, place, storage))
     if reader is None:
         return work.report(None, None, begun_s, options.kind)
+    named = source if isinstance(source, str) else ", ".join(source)
+    num_lost = options.leaving_out.refuse(reader.skipped, redact(named))
     check_columns(reader, options.named_columns)
     numbered = work.numbered(reader, options.key_field)
     written, image_columns = reencoded(numbered, options)
+    if options.leaving_out.skips:
+        written = Sifted(below=written, on_error=options.leaving_out, num_lost=num_lost)
     columns = (*getattr(reader, "columns", ()), *image_columns, *options.columns)
     added = work.add(
         written, numbered, source, columns=columns, meaning=getattr(reader, "meaning", Schema()), storage=storage,
@@ -346,6 +358,12 @@ class Appending:
                     f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of "
                     f"kind {reader.kind!r} the new part cannot be told; give new records in files of their own"
                 )
+        noted = sorted(filter(is_metadata, self.known.left_out)) if reader.kind in _MEDIA else []
+        if noted and not any(is_metadata(one.name) for one in inputs):
+            raise ConfigError(
+                f"{plain(inputs[0].name)}: no row of {plain(noted[0])} names it ({counted(len(inputs), 'new file')}); "
+                "give new files in a folder of their own, with a metadata file of their own"
+            )
         if reader.kind == "files":
             stems = {_stem(name) for name in self.known.left_out}
             late = [one.name for one in inputs if _stem(one.name) in stems]

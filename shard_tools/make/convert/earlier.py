@@ -14,6 +14,7 @@ from shard_tools.make.convert.base.identity import (
     SourceStorage,
     compared,
 )
+from shard_tools.make.convert.base.records import Skipped
 from shard_tools.make.convert.journal import Journal, Waypoint
 from streaming.common.threads import map_threads
 from streaming.errors import IndexFormatError
@@ -50,7 +51,7 @@ class EarlierWork:
     keys: frozenset[str] = frozenset()
     position: Waypoint = field(default_factory=Waypoint)
     changes: ChangedInputs = field(default_factory=ChangedInputs)
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, Skipped] = field(default_factory=dict)
 
 
 def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Origins) -> ChangedInputs:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from shard_tools.make.convert.base.identity import SourceIdentity
+from shard_tools.make.convert.base.records import Skipped
 from streaming.common.threads import map_threads
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.shards.index.files import (
@@ -76,7 +77,7 @@ class Journal:
     of every sample, False for one that some lack; None if only reading tells.
 
     ``positions`` says where the source stood after so many shards, for some numbers of them (:func:`kept`); ``skipped``
-    what reading found that is no sample, with the reason.
+    what reading found that is no sample, by its place.
     """
 
     source: dict[str, Any]
@@ -85,7 +86,13 @@ class Journal:
     num_samples: int | None = None
     fields: Mapping[str, bool] | None = None
     positions: Mapping[int, Waypoint] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, Skipped] = field(default_factory=dict)
+
+    @property
+    def num_records(self) -> int:
+        """Records of a whole conversion: its samples, and the records that it left out."""
+        last = self.positions.get(max(self.positions, default=0))
+        return (self.num_samples or 0) + (0 if last is None else sum(last.left_out.values()))
 
     def same_work(self, other: Journal) -> bool:
         """Tell whether both describe the same conversion."""
@@ -121,7 +128,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
             num_samples=content["num_samples"],
             fields=None if content.get("fields") is None else dict(content["fields"]),
             positions={int(number): Waypoint(**one) for number, one in content.get("positions", {}).items()},
-            skipped=dict(content.get("skipped", {})),
+            skipped={one["path"]: Skipped(**one) for one in content.get("skipped", [])},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IndexFormatError(
@@ -162,7 +169,7 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
     if journal.positions:
         content["positions"] = {str(number): asdict(one) for number, one in kept(journal.positions).items()}
     if journal.skipped:
-        content["skipped"] = dict(journal.skipped)
+        content["skipped"] = [asdict(one) for one in journal.skipped.values()]
     storage.put(join_url(target, NAME), write_document(content))
 
 

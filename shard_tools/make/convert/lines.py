@@ -5,9 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import gzip
 import io
-import zlib
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import BinaryIO
@@ -16,9 +14,9 @@ import numpy as np
 
 from shard_tools.make.convert.base.columns_met import meet_heads
 from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
-from shard_tools.make.convert.base.files import SourceFile, find_files, open_each, open_stored
+from shard_tools.make.convert.base.files import DAMAGED, PACKED, SourceFile, open_each, open_stored, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.make.convert.base.rows import RowMapper, unreadable
+from shard_tools.make.convert.base.rows import RowMapper, unreadable, unreadable_rest
 from streaming.common.arrays import sums
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, StorageError
@@ -27,7 +25,6 @@ from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
 
 _BLOCK_BYTES = 8 << 20
-PACKED = (".gz", ".zst")
 SUFFIXES = {
     "jsonl": tuple(f".{name}{packed}" for packed in ("", *PACKED) for name in ("jsonl", "ndjson")),
     "text": tuple(f".txt{packed}" for packed in ("", *PACKED)),
@@ -43,7 +40,7 @@ class LineFiles(CountedFiles):
     """
 
     def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files = find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude, more=options.more)
+        files, self._beside = table_files(kind, spec, storage, SUFFIXES[kind], options)
         super().__init__(kind, files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if kind == "text" and not options.fields:
@@ -77,9 +74,15 @@ class LineFiles(CountedFiles):
             for which, (file, stream) in enumerate(opened, begin.which):
                 if at:
                     stream.seek(at)
-                for line_number, text in _units(read_lines(stream, file.shown_url), self._unit, num_lines):
+                try:
+                    for line_number, text in _units(read_lines(stream, file.shown_url), self._unit, num_lines):
+                        if number >= start:
+                            yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name, which)
+                        number += 1
+                except DataError as error:
+                    rest = unreadable_rest(number, file.shown_url, error, which, tolerant=self._mapper.tolerant)
                     if number >= start:
-                        yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name, which)
+                        yield rest
                     number += 1
                 at = num_lines = 0
 
@@ -192,7 +195,7 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
     """Yield the lines of ``stream``, including line endings.
 
     Raises:
-        DataError: A line is longer than 256 MiB, or a ``.gz`` is damaged.
+        DataError: A line is longer than 256 MiB, or a compressed file is damaged.
     """
     try:
         while line := stream.readline(MAX_LINE_BYTES):
@@ -201,9 +204,9 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
             yield line
     except EOFError as error:
         raise DataError(f"{url}: the compressed file ends early; fetch it again") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise DataError(f"{url}: the compressed file is damaged ({error}); fetch it again") from error
-    except OSError as error:  # pyarrow's, of a .zst
+    except OSError as error:  # of a .zst or .bz2
         if isinstance(error, StorageError):
             raise
         raise DataError(f"{url}: the compressed file is damaged or ends early ({error}); fetch it again") from error
@@ -260,7 +263,7 @@ class CsvFiles(CountedFiles):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        files = find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude, more=options.more)
+        files, self._beside = table_files("csv", spec, storage, SUFFIXES["csv"], options)
         super().__init__("csv", files, storage, options.num_threads)
         self._mapper = RowMapper.of(options)
         if not options.named_only:
@@ -281,12 +284,18 @@ class CsvFiles(CountedFiles):
         number, at, num_lines = begin.number, begin.at, begin.num_lines
         with contextlib.closing(open_each(self.files[begin.which :], self._storage, self._num_threads)) as opened:
             for which, (file, stream) in enumerate(opened, begin.which):
-                for row, where in self._rows(_TextLines(stream, file.url, self._errors), file, at, num_lines):
+                try:
+                    for row, where in self._rows(_TextLines(stream, file.url, self._errors), file, at, num_lines):
+                        if number >= start:
+                            if isinstance(row, DataError):
+                                yield unreadable(number, where, row, which)
+                            else:
+                                yield self._mapper.record(row, number, where, origin=which)
+                        number += 1
+                except DataError as error:
+                    rest = unreadable_rest(number, file.shown_url, error, which, tolerant=self._mapper.tolerant)
                     if number >= start:
-                        if isinstance(row, DataError):
-                            yield unreadable(number, where, row, which)
-                        else:
-                            yield self._mapper.record(row, number, where, origin=which)
+                        yield rest
                     number += 1
                 at = num_lines = 0
 
@@ -334,7 +343,7 @@ class CsvFiles(CountedFiles):
                 if not self._mapper.tolerant:
                     raise problem
                 yield problem, where
-        except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+        except (csv.Error, UnicodeDecodeError, EOFError, OSError, *DAMAGED) as error:
             if isinstance(error, StorageError):
                 raise
             raise DataError(

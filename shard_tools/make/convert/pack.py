@@ -294,6 +294,11 @@ class PackingRun:
         self._progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
         if self._standing is not None and at.standing:
             self._standing.resume(at.standing)
+        elif at.standing and not earlier.complete:
+            raise ConfigError(
+                f"{redact(directory)}: an earlier run has left out records; go on as it did, with --on-error skip, or "
+                f"start over with {self._restart}"
+            )
         number = 0
         if not earlier.complete:
             here = partial(_write, is_noted=self._standing is not None)
@@ -332,7 +337,7 @@ class PackingRun:
             changed=earlier.changes.names,
             remarks=dict(remarks.counts),
             left_out=dict(remarks.left_out),
-            skipped=tuple(Skipped(path=path, reason=reason) for path, reason in self._skipped().items()),
+            skipped=tuple(self._skipped().values()),
         )
 
     def _renew_schema(self) -> None:
@@ -382,10 +387,10 @@ class PackingRun:
             self._storage.put(join_url(self.place.directory, SOURCES), data)
             self._noted, self._noted_bytes, self._bytes_since = inputs, len(data), 0
 
-    def _skipped(self) -> dict[str, str]:
+    def _skipped(self) -> dict[str, Skipped]:
         """Return what reading found that is no sample, this time or before."""
         listed = {one.path for one in self._listed}
-        found = {one.path: one.reason for one in self._reader.skipped if one.path not in listed}
+        found = {one.path: one for one in self._reader.skipped if one.path not in listed}
         return {**self._earlier.skipped, **found}
 
 

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from shard_tools.make.convert.base.arrow import ArrowColumns, count_types, plain_rows
 from shard_tools.make.convert.base.columns_met import FileColumns, meet_columns
-from shard_tools.make.convert.base.files import FileSource, SourceFile, find_files, open_stored
+from shard_tools.make.convert.base.files import FileSource, SourceFile, open_stored, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
-from shard_tools.make.convert.base.rows import RowMapper
+from shard_tools.make.convert.base.rows import RowMapper, unreadable_rest
 from streaming.errors import DataError, ShardstreamError
 from streaming.storage import Storage
 
@@ -35,9 +35,8 @@ class ParquetFiles(FileSource):
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        super().__init__(
-            "parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude, more=options.more), storage
-        )
+        files, self._beside = table_files("parquet", spec, storage, SUFFIXES, options)
+        super().__init__("parquet", files, storage)
         self._seed = options.shuffle_seed
         self.in_order = self._seed is None
         self._numbers = {file.url: number for number, file in enumerate(self.files)}
@@ -92,10 +91,17 @@ class ParquetFiles(FileSource):
         for which in range(bisect.bisect_right(ends, start), len(self._groups)):
             file, group, num_rows = self._groups[which]
             first = ends[which] - num_rows
-            rows, origin = self._group_rows(file, group, max(0, start - first), salt=which), self._numbers[file.url]
-            for row_number, row in rows:
-                where = f"{file.shown_url}, row group {group}, row {row_number}"
-                yield self._mapper.record(row, first + row_number, where, origin=origin)
+            skip, origin = max(0, start - first), self._numbers[file.url]
+            place, done = f"{file.shown_url}, row group {group}", skip
+            try:
+                for row_number, row in self._group_rows(file, group, skip, salt=which):
+                    where = f"{place}, row {row_number}"
+                    yield self._mapper.record(row, first + row_number, where, origin=origin)
+                    done = row_number + 1
+            except DataError as error:
+                for number in range(done, num_rows):  # one for each row, so that later ones keep their numbers
+                    where = f"{place}, row {number}"
+                    yield unreadable_rest(first + number, where, error, origin, tolerant=self._mapper.tolerant)
 
     def _group_rows(
         self, file: SourceFile, group: int, skip: int, *, salt: int

@@ -17,7 +17,7 @@ from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS, TURNED
 from shard_tools.make.convert.base.identity import Origins
 from shard_tools.make.convert.base.records import Countable, Record, Skipped, Source
 from shard_tools.make.write.filetypes import plain_extension
-from streaming.build.decode.images import MAX_PIXELS, check_webp, open_image, stored_size
+from streaming.build.decode.images import MAX_PIXELS, check_sizes, open_image, stored_size
 from streaming.build.decode.upright import orientation_of, turned
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError
@@ -236,7 +236,7 @@ class Reencoded:
             return data, (_DAMAGED,)
 
     def _encoded(self, data: bytes, wanted: str) -> tuple[bytes, Sequence[str]]:
-        check_webp(data, _check_size)
+        check_sizes(data, _check_size)
         with open_image(data) as image:
             _check_size(image.height, image.width)
             _refuse_losses(image)

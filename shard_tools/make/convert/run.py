@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from shard_tools.make.convert.base.records import ShardOptions, Skipped, Source, SourceOptions
+from shard_tools.make.convert.base.records import ON_ERROR, ShardOptions, Skipped, Source, SourceOptions
+from shard_tools.make.convert.left_out import OnError, Sifted
 from shard_tools.make.convert.pack import Destination, pack, refuse_overlap
 from shard_tools.make.convert.recode import ImageOptions, Reencoded
 from shard_tools.make.convert.sources import LAYOUTS, open_source
@@ -24,7 +25,7 @@ from streaming.common.arguments import counted, did_you_mean, format_bytes
 from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError
 from streaming.shards.schema.value import Schema
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 
 _SHOWN_SKIPPED = 10
 _LOOKED_AT = 1000  # records, where each may have columns of its own
@@ -46,6 +47,9 @@ class RecordOptions(ShardOptions):
         part: The split to take, of a source that has several.
         config: The configuration to take, of a source that has several.
         unlike_columns: Take files of unlike columns as they are, and log it.
+        on_error: ``"raise"``: an input that gives no sample is an error; ``"skip"``: it is left out and listed.
+        document_token: The id between documents of a stream of ids, or ``"none"``.
+        max_bad: With ``"skip"``, most inputs left out so; None: any number.
     """
 
     kind: str = "auto"
@@ -58,6 +62,9 @@ class RecordOptions(ShardOptions):
     part: str | None = None
     config: str | None = None
     unlike_columns: bool = False
+    document_token: str | None = None
+    on_error: str = "raise"
+    max_bad: int | None = None
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -67,6 +74,10 @@ class RecordOptions(ShardOptions):
         """
         if self.keep_order and self.shuffle_seed is not None:
             raise ConfigError(f"--shuffle {self.shuffle_seed}: the order cannot be kept, too; give a seed, or none")
+        if self.on_error not in ON_ERROR:
+            raise ConfigError(f"--on-error {self.on_error!r}: expected one of {', '.join(ON_ERROR)}")
+        if self.max_bad is not None and self.on_error != "skip":
+            raise ConfigError("--max-bad bounds what --on-error skip leaves out; give both")
 
     def identity(self) -> dict[str, object]:
         """Return what the bytes of the result depend on."""
@@ -87,11 +98,17 @@ class RecordOptions(ShardOptions):
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, keep_order=self.keep_order,
             num_threads=self.workers, exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio,
             allow_unfinished=self.allow_unfinished, part=self.part, config=self.config,
-            unlike_columns=self.unlike_columns, **how,
+            unlike_columns=self.unlike_columns, document_token=self.document_token,
+            **{"tolerant": self.on_error == "skip", **how},
         )  # fmt: skip
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
         return open_source(source, storage, kind=self.kind, options=options)
+
+    @property
+    def leaving_out(self) -> OnError:
+        """What is done with inputs that give no sample."""
+        return OnError(how=self.on_error, max_bad=self.max_bad)
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
@@ -135,6 +152,7 @@ class ConvertReport(Report):
         classes_from: What determined the numbers; "" if the source alone did.
         shuffle_seed: The seed by which records were shuffled; None: they keep the source's order.
         skipped: What was left out of the source.
+        left_out: Records that are left out since they cannot be read, by reason; by earlier runs, too.
         remarks: What is odd about samples, and about how many; of earlier runs, too.
         seconds: Wall time of this run.
     """
@@ -151,6 +169,7 @@ class ConvertReport(Report):
     classes_from: str
     shuffle_seed: int | None
     skipped: tuple[Skipped, ...]
+    left_out: Mapping[str, int]
     remarks: Mapping[str, int]
     seconds: float
 
@@ -181,7 +200,8 @@ def convert(
     Raises:
         TargetNotEmptyError: The target holds shards of other work.
         ConfigError: Options do not fit the source.
-        DataError: A record cannot be read or stored; the message names file and line.
+        DataError: A record cannot be read or stored; the message names file and line. Or inputs give no sample.
+        TooManyBadSamplesError: More inputs give no sample than ``max_bad``.
         StorageError: A store failed.
     """
     started = time.monotonic()
@@ -189,18 +209,29 @@ def convert(
     storage = Storage(storage_options)
     place = Destination.of(target)
     reader = options.open(source, target, storage, classes=options.classes, images=options.image_folder)
+    named = source if isinstance(source, str) else ", ".join(source)
+    num_lost = options.leaving_out.refuse(reader.skipped, redact(named))
     check_columns(reader, options.named_columns)
     written, image_columns = reencoded(reader, options)
+    sifted = None
+    if options.on_error == "skip":
+        if executor is not None:
+            raise ConfigError(
+                "--on-error skip: what cannot be read is found by reading front to back, in one process; leave "
+                "--engine out"
+            )
+        written = sifted = Sifted(below=written, on_error=options.leaving_out, num_lost=num_lost)
     classes: dict[str, int] = getattr(reader, "classes", {})
     seed: int | None = getattr(reader, "shuffle_seed", options.shuffle_seed)
     packed = pack(
         written,
         place,
         options,
-        command=("convert", source if isinstance(source, str) else ", ".join(source)),
+        command=("convert", named),
         identity=options.identity() | {"shuffle_seed": seed} | _numbers_of(reader, classes),
         columns=tuple(dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *options.columns))),
         schema=getattr(reader, "meaning", Schema()),
+        position=sifted,
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),
@@ -217,7 +248,8 @@ def convert(
         classes=classes,
         classes_from=getattr(reader, "classes_from", ""),
         shuffle_seed=seed,
-        skipped=tuple({one.path: one for one in (*packed.skipped, *reader.skipped)}.values()),
+        skipped=tuple({one.path: one for one in (*packed.skipped, *written.skipped)}.values()),
+        left_out=packed.left_out,
         remarks=packed.remarks,
         seconds=time.monotonic() - started,
     )
@@ -259,7 +291,7 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
     """
     if not named:
         return
-    free = reader.kind == "jsonl"
+    free = reader.kind in {"jsonl", "json"}
     there: dict[str, None] = {}
     with contextlib.closing(reader.records(0)) as records:
         whole = (record for record in records if record.problem is None)
@@ -294,8 +326,11 @@ def show_convert(report: ConvertReport) -> None:
         click.echo(f"classes: {len(report.classes):,} ({field}{by})")
     if report.shuffle_seed is not None:
         click.echo(f"shuffled with seed {report.shuffle_seed}; --shuffle none keeps the order of the source")
+    for reason, count in report.left_out.items():
+        click.echo(f"left out {counted(count, 'record')}: {plain(reason)}", err=True)
     if report.skipped:
-        click.echo(f"left out {counted(len(report.skipped), 'file')} of the source:", err=True)
+        listed = "inputs left out" if report.left_out else f"left out {counted(len(report.skipped), 'file')}"
+        click.echo(f"{listed} of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:
             click.echo(f"  {plain(entry.path)}: {entry.reason}", err=True)
         if len(report.skipped) > _SHOWN_SKIPPED:

@@ -15,14 +15,17 @@ from shard_tools.make.convert.base.files import SourceFile, find_files, is_folde
 from shard_tools.make.convert.base.identity import SourceStorage
 from shard_tools.make.convert.base.records import FolderWalks, Source, SourceOptions
 from shard_tools.make.convert.base.zips import SUFFIX, ZipStorage, is_zip
-from shard_tools.make.convert.formats import indexed, litdata, lmdb, mds, tfrecord
-from shard_tools.make.convert.formats.audio import AUDIO_EXTENSIONS, AudioFolder
+from shard_tools.make.convert.formats import indexed, json_files, litdata, lmdb, mds, tfrecord
 from shard_tools.make.convert.formats.coco import CocoFolder
 from shard_tools.make.convert.formats.folder import FolderFiles
 from shard_tools.make.convert.formats.hf import HfDataset
 from shard_tools.make.convert.formats.voc import VocFolder
-from shard_tools.make.convert.images import ImageFolder
-from streaming.errors import ConfigError, NotFoundError
+from shard_tools.make.convert.ids import megatron, streams
+from shard_tools.make.convert.media.audio import AUDIO_EXTENSIONS, AudioFolder
+from shard_tools.make.convert.media.images import ImageFolder
+from shard_tools.make.convert.media.metadata import NAMES as METADATA_NAMES
+from shard_tools.make.convert.media.metadata import STATS
+from streaming.errors import ConfigError, NotFoundError, shell_word
 from streaming.storage import Storage, local_path, redact
 from streaming.types import SHARD_SUFFIXES
 
@@ -48,6 +51,8 @@ class Layout:
         named: A name that is no path may stand for it.
         apart: Each file stands for itself, so that some may be left out, when more is appended to a set.
         numbers: Keys are numbers of records, unless a field is named.
+        streams: A token separates its documents (``--document-token``).
+        weak: Its files often lie beside those of other layouts, which are then meant.
     """
 
     open: Callable[[str, Storage, SourceOptions], Source]
@@ -66,6 +71,8 @@ class Layout:
     named: bool = False
     apart: bool = False
     numbers: bool = False
+    streams: bool = False
+    weak: bool = False
 
     def has(self, name: str) -> bool:
         """Tell whether a file with this name, in lower case, is one of this layout."""
@@ -84,6 +91,10 @@ LAYOUTS: dict[str, Layout] = {
     "jsonl": Layout(
         open=partial(lines.LineFiles, "jsonl"), suffixes=lines.SUFFIXES["jsonl"], fields=True, shuffles=True,
         several=True, apart=True, numbers=True,
+    ),
+    "json": Layout(
+        open=json_files.JsonFiles, suffixes=json_files.SUFFIXES, fields=True, several=True, weak=True, apart=True,
+        numbers=True,
     ),
     "parquet": Layout(
         open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True, several=True, images=True,
@@ -119,6 +130,15 @@ LAYOUTS: dict[str, Layout] = {
         apart=True,
     ),
     "files": Layout(open=FolderFiles, shuffles=True, several=True, zips=True, images=True, apart=True),
+    "megatron": Layout(open=megatron.MegatronFiles, shuffles=True, several=True, numbers=True),
+    "nanogpt": Layout(
+        open=partial(streams.TokenStreams, "nanogpt"), suffixes=streams.SUFFIXES["nanogpt"], several=True, streams=True,
+        weak=True, numbers=True,
+    ),
+    "npy": Layout(
+        open=partial(streams.TokenStreams, "npy"), suffixes=streams.SUFFIXES["npy"], several=True, streams=True,
+        weak=True, numbers=True,
+    ),
     "coco": Layout(
         open=CocoFolder, classes=True, shuffles=True, zips=True, images=True, parts=True, image_folder=True
     ),
@@ -151,12 +171,20 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
     marked = next((kind for kind, mark in _MARKS if any(map(mark.fullmatch, noted))), None)
     if marked is not None:
         return marked
-    kinds = {kind for name in names if (kind := kind_of_name(name)) is not None}
     index = next((file for file in files if file.url.rpartition("/")[2] == indexed.INDEX), None)
-    if not kinds and index is not None:
-        kinds = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
+    data = [file.name for file in files if file.url.rpartition("/")[2] != indexed.INDEX]
+    kinds = {kind for name in data if (kind := kind_of_name(name)) is not None}
+    _refuse_img2dataset(spec, names, kinds)
     if kinds & {"images", "audio"}:
-        kinds -= _BESIDE
+        media = (name for name in data if name.rpartition("/")[2] not in METADATA_NAMES)
+        kinds = {kind for name in media if (kind := kind_of_name(name)) is not None} - _BESIDE
+        kinds -= {"parquet"} if any(map(STATS.fullmatch, names)) else set()
+    strong = {kind for kind in kinds if not LAYOUTS[kind].weak}
+    if not strong and megatron.has_pairs(dict.fromkeys(name.lower() for name in names)):
+        return "megatron"
+    if not strong and index is not None:
+        strong = {kind for kind in [indexed.kind_of_index(indexed.read_index(index, storage))] if kind is not None}
+    kinds = strong or kinds
     if len(kinds) == 1:
         return kinds.pop()
     found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a known layout"
@@ -164,6 +192,20 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None, known: 
         f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}. --from files takes any folder: files "
         "whose names differ after the first dot alone are one sample"
     )
+
+
+def _refuse_img2dataset(spec: str, names: Sequence[str], kinds: set[str]) -> None:
+    """Say what to do with shards that img2dataset has written: they are read where they are.
+
+    Raises:
+        ConfigError: These are some.
+    """
+    if "tars" in kinds and any(map(STATS.fullmatch, names)):
+        word = shell_word(redact(spec))
+        raise ConfigError(
+            f"{redact(spec)}: a folder of img2dataset, whose tars are shards already: `shard_tools index {word}` "
+            "indexes them where they are, and training reads them. To pack them anew, say --from tars"
+        )
 
 
 def _named_by(spec: str, storage: Storage, exclude: str | None, known: FolderWalks) -> list[SourceFile]:
@@ -211,7 +253,7 @@ def open_source(
         specs = [opened.root(one) if is_zip(one) else one for one in specs]
     if kind == "auto":
         kind = _one_kind(specs, watched, options)
-        layout = LAYOUTS[kind]
+        layout, options = LAYOUTS[kind], replace(options, guessed=True)
     if layout is None:
         raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
     if zipped and not layout.zips:
@@ -257,6 +299,7 @@ def _refuse_unfit(kind: str, layout: Layout, options: SourceOptions) -> None:
         f"--source-config takes one configuration of several; {has}": (
             options.config is not None and not layout.configs
         ),
+        f"--document-token parts streams of ids; {has}": options.document_token is not None and not layout.streams,
         f"--image-folder says where the images of annotations are; {has}": (
             options.images is not None and not layout.image_folder
         ),

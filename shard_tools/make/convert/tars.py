@@ -14,8 +14,9 @@ from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker
 from shard_tools.make.convert.base.files import SourceFile, find_files, is_folder
 from shard_tools.make.convert.base.identity import SourceStorage
 from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
+from shard_tools.make.convert.base.rows import unreadable_rest
 from streaming.common.arguments import checked_ratio
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, DataError
 from streaming.shards.catalog.build import read_schema
 from streaming.shards.catalog.listing import StorageAhead
 from streaming.shards.catalog.unfinished import Marks
@@ -55,6 +56,7 @@ class TarFiles(CountedFiles):
             files = options.known.new(files, SourceStorage.of(storage))
         super().__init__("tars", files, storage)
         self._max_gzip_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
+        self._tolerant = options.tolerant
         self._numbered = options.key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}
 
@@ -79,10 +81,16 @@ class TarFiles(CountedFiles):
         begin = self._beginning(start)
         number, at = begin.number, begin.at
         for which, file in enumerate(self.files[begin.which :], begin.which):
-            for own, fields in self._samples(file, at):
+            try:
+                for own, fields in self._samples(file, at):
+                    if number >= start:
+                        key = number_key(number) if self._numbered else own
+                        yield Record(key=key, fields=fields, where=file.url, origin=which)
+                    number += 1
+            except DataError as error:
+                rest = unreadable_rest(number, file.shown_url, error, which, tolerant=self._tolerant)
                 if number >= start:
-                    key = number_key(number) if self._numbered else own
-                    yield Record(key=key, fields=fields, where=file.url, origin=which)
+                    yield rest
                 number += 1
             at = 0
 

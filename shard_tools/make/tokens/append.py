@@ -36,6 +36,8 @@ def append_tokens(
     kind: str = "auto",
     workers: int = DEFAULT_WORKERS["local"],
     allow_unfinished: bool = False,
+    on_error: str | None = None,
+    max_bad: int | None = None,
     storage_options: Mapping[str, object] | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -53,6 +55,8 @@ def append_tokens(
         kind: Format of the source; ``"auto"``: as of the set.
         workers: Batches in progress.
         allow_unfinished: Take what is there of shards that are still being written.
+        on_error: As for ``convert``; None: as the set was made.
+        max_bad: With ``"skip"``, most inputs left out so; None: any number.
         storage_options: How to reach the stores.
         executor: Where to encode; None: in a thread.
         progress: Receives documents and bytes of text.
@@ -60,7 +64,8 @@ def append_tokens(
     Raises:
         OvertakenError: Somebody else changed the set meanwhile; nothing was added.
         ConfigError: It is another tokenizer, or the set is none of tokens.
-        DataError: A record gives no tokens, and the set was made so that this is an error.
+        DataError: A record gives no tokens, and that is an error.
+        TooManyBadSamplesError: More inputs are left out than ``max_bad``.
         StorageError: A store failed.
     """
     begun_s = time.monotonic()
@@ -70,7 +75,8 @@ def append_tokens(
     if journal is None:
         raise ConfigError(f"{redact(head.home)}: it does not say how its tokens were made (convert.json is missing)")
     options = _options_of(
-        journal, kind, tokenizer, chat_template, workers=workers, allow_unfinished=allow_unfinished
+        journal, kind, tokenizer, chat_template, workers=workers, allow_unfinished=allow_unfinished,
+        on_error=on_error or journal.options["on_error"], max_bad=max_bad,
     )  # fmt: skip
     work = Appending.of(storage, head, options, journal, _records_of(head, storage))
     reader = work.opened(
@@ -94,7 +100,7 @@ def append_tokens(
         documents = TokenSource(
             below=numbered, reading=replace(reading, group_field=said["group_field"]), encoder=encoder, executor=pool,
             ahead=2 * workers + 2, keep=options.keep, fields_kept=tuple(extension for _, extension in options.fields),
-            columns=options.columns, on_error=options.on_error, progress=progress,
+            columns=options.columns, on_error=options.leaving_out, progress=progress,
         )  # fmt: skip
         added = work.add(
             documents, numbered, source, columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
@@ -124,7 +130,7 @@ def _options_of(
         kind=str(journal.source["kind"]) if kind == "auto" else kind, keep_order=said["shuffle_seed"] is None,
         fields=tuple((column, extension) for column, extension in said["fields"]), columns=tuple(said["columns"]),
         keep=tuple(said["keep"]), mask_field=said["mask_field"], documents=said["documents"],
-        on_error=said["on_error"], tokenizer=tokenizer or (None if made is None else BYTES),
+        tokenizer=tokenizer or (None if made is None else BYTES),
         pattern=None if made is None else made["pattern"], chat_template=chat_template,
         **{name: said[name] for name in plain}, **ends, **how,
     )  # fmt: skip

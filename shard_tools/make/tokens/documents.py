@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
 
-from shard_tools.make.convert.base.records import Record
+from shard_tools.make.convert.base.records import MAX_LISTED, Record, Skipped
 from shard_tools.make.tokens.ids import TokenIds
 from shard_tools.make.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.make.write.columns import follow
@@ -103,6 +103,7 @@ class SetTally:
         rejected: Number of records without tokens, by reason.
         keys: Keys of messages that were compared with the template.
         waiting: Number and reason of rejected records, to be attached to the next document written.
+        listed: Rejected records by their place, up to 10,000 of them.
     """
 
     num_documents: int = 0
@@ -112,10 +113,14 @@ class SetTally:
     rejected: Counter[str] = field(default_factory=Counter)
     keys: set[str] = field(default_factory=set)
     waiting: list[tuple[int, str]] = field(default_factory=list)
+    listed: dict[str, Skipped] = field(default_factory=dict)
 
-    def reject(self, number: int, reason: str) -> None:
-        """Count a rejected record."""
+    def reject(self, number: int, where: str, reason: str, what: str) -> None:
+        """Count a rejected record, and list it."""
         self.rejected[reason] += 1
+        if len(self.listed) < MAX_LISTED:
+            words = f"{reason}: {what.removeprefix(f'{where}: ')}"
+            self.listed[where] = Skipped(path=where, reason=words, is_lost=reason != "empty")
         heapq.heappush(self.waiting, (number, reason))
 
     def left_out_before(self, number: int | None) -> list[str]:
@@ -185,9 +190,18 @@ class Reading:
                 raise RejectedError("invalid UTF-8", f"{name}: byte {error.start} is not UTF-8") from error
             except (ValueError, RecursionError) as error:
                 raise RejectedError("unreadable", f"{name}: {error}") from error
+        if value is None and _has(sample, name):
+            raise RejectedError("null", f"{name!r} is null")
         if value is None:
             raise RejectedError("missing field", f"no {name!r}; there are: {', '.join(sample)}")
         return value
+
+
+def _has(sample: Mapping[str, object], name: str) -> bool:
+    """Tell whether a sample has an entry of this name, or path, whatever its value."""
+    above, _, last = name.rpartition(".")
+    place = follow(sample, above) if above else sample
+    return name in sample or (isinstance(place, Mapping) and last in place)
 
 
 def dump(value: object) -> bytes:

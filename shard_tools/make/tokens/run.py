@@ -13,7 +13,7 @@ import numpy as np
 
 from shard_tools.make.convert.base.files import is_local
 from shard_tools.make.convert.base.identity import KnownInputs
-from shard_tools.make.convert.base.records import TEXT_UNITS, Source
+from shard_tools.make.convert.base.records import TEXT_UNITS, Skipped, Source
 from shard_tools.make.convert.pack import Destination, PackedTarget, PackingRun
 from shard_tools.make.convert.run import RecordOptions, check_columns
 from shard_tools.make.tokens.chat import ChatTemplate
@@ -49,7 +49,6 @@ from streaming.shards.index.layout import samples_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
 
-ON_ERROR = ("raise", "skip")
 _WITHOUT_TEXT = ("images", "audio", "coco", "voc")
 _log = logging.getLogger(__name__)
 
@@ -58,8 +57,9 @@ _log = logging.getLogger(__name__)
 class TokenizeOptions(RecordOptions):
     """Options of tokenization, in addition to ``RecordOptions``.
 
-    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep their keys. ``columns``
-    are added to ``tokens`` and ``document``.
+    With ``on_error="raise"``, a record without a document is an error, unless it is empty. Keys are numbers of
+    documents in the source unless ``key_field`` names a field; tars keep their keys. ``columns`` are added to
+    ``tokens`` and ``document``.
 
     Attributes:
         tokenizer: A ``tokenizer.json``, a directory with one, a sentencepiece model, a file of tiktoken ranks, or
@@ -79,7 +79,6 @@ class TokenizeOptions(RecordOptions):
             into ``train``.
         group_field: Split by the hash of this column; None: by that of the document.
         documents: The unit of text that is a document: ``"line"``, ``"blank-line"`` or ``"file"``.
-        on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: it is counted.
     """
 
     tokenizer: str | None = None
@@ -95,7 +94,6 @@ class TokenizeOptions(RecordOptions):
     split: tuple[str, ...] = ()
     group_field: str | None = None
     documents: str = "line"
-    on_error: str = "raise"
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -117,9 +115,8 @@ class TokenizeOptions(RecordOptions):
             raise ConfigError("--chat-template turns messages into text; say where they are with --messages-field")
         if self.group_field is not None and not self.split:
             raise ConfigError("--group-field says by what --split divides the documents; give both, or neither")
-        for option, value, known in (("documents", self.documents, TEXT_UNITS), ("on-error", self.on_error, ON_ERROR)):
-            if value not in known:
-                raise ConfigError(f"--{option} {value!r}: expected one of {', '.join(known)}")
+        if self.documents not in TEXT_UNITS:
+            raise ConfigError(f"--documents {self.documents!r}: expected one of {', '.join(TEXT_UNITS)}")
         check_kept((*self.keep, *(extension for _, extension in self.fields)))
 
 
@@ -141,6 +138,7 @@ class TokenSet(Report):
         was_complete: An earlier run had written everything, so that this one wrote nothing.
         changed: Inputs that changed since an earlier run; their documents and all later ones are written again.
         rejected: Records left out, by reason, including those of earlier runs.
+        skipped: Records of the source that are no documents, with reasons: up to 10,000.
     """
 
     name: str
@@ -155,6 +153,7 @@ class TokenSet(Report):
     was_complete: bool
     changed: tuple[str, ...]
     rejected: Mapping[str, int]
+    skipped: tuple[Skipped, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +247,7 @@ def tokenize(
                 keep=options.keep,
                 fields_kept=tuple(extension for _, extension in options.fields),
                 columns=options.columns,
-                on_error=options.on_error,
+                on_error=options.leaving_out,
                 progress=progress,
                 tally=tally,
             )
@@ -343,6 +342,7 @@ def open_reader(
         NotFoundError: There is nothing to read.
     """
     reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True, known=known)
+    options.leaving_out.refuse(reader.skipped, redact(source if isinstance(source, str) else ", ".join(source)))
     if known is not None and known.left_out and not reader.origins().inputs:
         return reader
     if reader.kind in _WITHOUT_TEXT:
@@ -429,6 +429,7 @@ def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> Tok
         was_complete=packed.was_complete,
         changed=packed.changed,
         rejected=packed.left_out,
+        skipped=tuple({one.path: one for one in (*packed.skipped, *documents.skipped)}.values()),
     )
 
 

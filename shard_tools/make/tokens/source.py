@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from shard_tools.make.convert.base.identity import Origins
 from shard_tools.make.convert.base.records import Record, Skipped, Source
 from shard_tools.make.convert.base.rows import dump_json
+from shard_tools.make.convert.left_out import OnError
 from shard_tools.make.tokens.documents import Content, Document, Reading, SetTally
 from shard_tools.make.tokens.encode import DocumentEncoder, Encoded
 from shard_tools.make.tokens.messages import Conversation, RejectedError
@@ -43,7 +44,7 @@ class TokenSource:
         keep: Columns that go into the field ``json``; for tars: fields that are kept unchanged.
         fields_kept: Fields of the records that are kept unchanged.
         columns: Additional columns of the sample table.
-        on_error: ``"raise"``: a record without tokens is an error, unless it is empty; ``"skip"``: it is counted.
+        on_error: What is done with records without tokens; empty ones are left out in any case.
         progress: Called with bytes of text.
         tally: Counts of this run.
     """
@@ -56,7 +57,7 @@ class TokenSource:
     keep: tuple[str, ...]
     fields_kept: tuple[str, ...]
     columns: tuple[str, ...]
-    on_error: str
+    on_error: OnError
     progress: Progress
     tally: SetTally = field(default_factory=SetTally)
 
@@ -77,8 +78,8 @@ class TokenSource:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """Inputs that the underlying source left out."""
-        return self.below.skipped
+        """Inputs that the underlying source left out, and records without tokens."""
+        return (*self.below.skipped, *self.tally.listed.values())
 
     @property
     def fields(self) -> Mapping[str, bool]:
@@ -147,12 +148,14 @@ class TokenSource:
             )  # fmt: skip
 
     def _reject(self, number: int, record: Record, reason: str, what: str) -> None:
-        where = f"{record.where or f'sample {record.key!r}'}, document {number}"
-        if self.on_error == "raise" and reason != "empty":
+        place = record.where or f"sample {record.key!r}"
+        where = f"{place}, document {number}"
+        if not self.on_error.skips and reason != "empty":
             raise DataError(f"{where}: {reason}: {what}; correct it, or leave such documents out with --on-error skip")
         if not self.tally.rejected[reason]:
             _log.warning("%s is left out: %s: %s; others like it are counted but not logged", where, reason, what)
-        self.tally.reject(number, reason)
+        self.tally.reject(number, place, reason, what)
+        self.on_error.check(self.tally.rejected.total() - self.tally.rejected["empty"], f"{where}: {reason}: {what}")
 
     def _encoded(self, documents: Iterator[Document]) -> Iterator[tuple[Document, Encoded]]:
         """Yield documents with their tokens, in order; batches are encoded ahead."""

@@ -11,13 +11,19 @@ from collections.abc import Mapping
 from typing import Final
 
 _BOXED: Final = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}  # RIFF containers, by the word at byte 8
-_BRANDS: Final = {b"avif": "avif", b"heic": "heic", b"M4A ": "m4a"}  # ISO media files, by the brand at byte 8
+_BRANDS: Final = {
+    b"avif": "avif",
+    b"avis": "avif",
+    b"heic": "heic",
+    b"M4A ": "m4a",
+}  # ISO media files, by the brand at byte 8
 _MARKS: Final = (
     (re.compile(rb"\xff\xd8\xff[\xc0-\xcf\xda-\xfe]"), "jpg"),
     (re.compile(rb"\x89PNG\r\n\x1a\n"), "png"),
     (re.compile(rb"GIF8[79]a"), "gif"),
     (re.compile(rb"BM....\0\0\0\0....[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL), "bmp"),  # a known header size
     (re.compile(rb"II\*\0|MM\0\*"), "tif"),
+    (re.compile(rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51"), "jp2"),
     (re.compile(rb"fLaC"), "flac"),
     (re.compile(rb"ID3[\2-\4][\0-\x0f]"), "mp3"),
     (re.compile(rb"OggS"), "ogg"),
@@ -27,12 +33,16 @@ _MARKS: Final = (
 )
 _BITRATES: Final = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)  # kbit/s of MPEG-1 layer III
 _SAMPLE_RATES: Final = (44100, 48000, 32000)
-_ALIASES: Final[Mapping[str, str]] = {"jpeg": "jpg", "jpe": "jpg", "tiff": "tif"}
+_ALIASES: Final[Mapping[str, str]] = {
+    "jpeg": "jpg", "jpe": "jpg", "tiff": "tif", **dict.fromkeys(("j2k", "j2c", "jpx"), "jp2"),
+}  # fmt: skip
 FILE_TYPES: Final = frozenset(
     {*(name for _, name in _MARKS), *_BOXED.values(), *_BRANDS.values(), "mp4", *_ALIASES}
 )  # fmt: skip
 """Extensions of the types that :func:`file_type` detects, with other usual spellings."""
-_ONE_DECODER: Final = frozenset({"jpg", "png", "gif", "bmp", "tif", "webp"})  # whose decoder inspects the content
+_ONE_DECODER: Final = frozenset(
+    {"jpg", "png", "gif", "bmp", "tif", "webp", "avif", "jp2"}
+)  # whose decoder inspects the content
 
 ONE_FIELD: Final = "all become the field .%s, since decoders of images look at the content; other tools may not"
 

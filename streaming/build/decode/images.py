@@ -17,6 +17,7 @@ import io
 import os
 import re
 import reprlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -29,6 +30,7 @@ from PIL import (
     GifImagePlugin,
     Image,
     ImageFile,
+    Jpeg2KImagePlugin,
     JpegImagePlugin,
     PngImagePlugin,
     PpmImagePlugin,
@@ -37,7 +39,7 @@ from PIL import (
 )
 
 from streaming.build.decode.crops import CenterPart, Chooser, PixelBox, RandomPart, jpeg_part
-from streaming.build.decode.upright import orientation_of, stored_box, turned
+from streaming.build.decode.upright import AVIF, AVIF_READER, orientation_of, stored_box, turned
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
 
@@ -69,6 +71,13 @@ SAMPLED_UP_TO = 4
 _LIBRARY_PATH = "LD_LIBRARY_PATH"
 _SPEC = re.compile(r"([a-z0-9]+)(?::(crop|center)?([0-9]+)x([0-9]+))?")
 
+
+def _open_avif(data: io.BytesIO) -> ImageFile.ImageFile:
+    if AVIF_READER is None:
+        raise ValueError("an AVIF image, which this release of Pillow does not read; pip install 'pillow>=11.3'")
+    return AVIF_READER(data)
+
+
 # Pillow's Image.open would warn or refuse by a process-wide limit, and would try formats that start other programs
 # (EPS). Only these readers are accepted, by the first bytes of a file.
 _READERS: tuple[tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile.ImageFile]], ...] = (
@@ -79,7 +88,10 @@ _READERS: tuple[tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile.ImageF
     (re.compile(rb"BM"), BmpImagePlugin.BmpImageFile),
     (re.compile(rb"II\*\0|MM\0\*|II\+\0|MM\0\+"), TiffImagePlugin.TiffImageFile),
     (re.compile(rb"P[1-6f]\s"), PpmImagePlugin.PpmImageFile),
+    (AVIF, _open_avif),
+    (re.compile(rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51"), Jpeg2KImagePlugin.Jpeg2KImageFile),
 )
+_CODESTREAM, _SIZES = b"\xff\x4f\xff\x51", struct.Struct(">4xHHIIII")  # of JPEG 2000: mark; marks, sizes and offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +230,7 @@ class ImageDecoder:
         return pixels[:, :, 0] if pixels is not None and pixels.shape[2] == 1 else pixels
 
     def _decode_pillow(self, data: ReadBuffer) -> npt.NDArray[Any]:
-        check_webp(data, self._check)
+        check_sizes(data, self._check)
         with open_image(data) as image:
             self._check(image.height, image.width)
             if not self.upright and isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -369,7 +381,9 @@ def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
     for magic, reader in _READERS:
         if magic.match(prefix):
             return reader(io.BytesIO(data))
-    raise ValueError(f"not a JPEG, PNG, WebP, GIF, BMP, TIFF or PNM image: it starts with {prefix[:8]!r}")
+    raise ValueError(
+        f"not a JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF, JPEG 2000 or PNM image: it starts with {prefix[:8]!r}"
+    )
 
 
 def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
@@ -530,9 +544,37 @@ def use_one_thread() -> None:
         cv2.setNumThreads(1)
 
 
-def check_webp(data: ReadBuffer, check: Callable[[int, int], None]) -> None:
-    """Call ``check(height, width)`` for an extended WebP, whose canvas Pillow would allocate on opening."""
+def check_sizes(data: ReadBuffer, check: Callable[[int, int], None]) -> None:
+    """Call ``check(height, width)`` for what Pillow's own size of an image does not tell.
+
+    That is the canvas of an extended WebP, which it would allocate on opening, and the size of the pixels of a JPEG
+    2000, which may be another than its header says.
+    """
+    at = _codestream_of(memoryview(data))
+    if at is not None:
+        sizes = bytes(data[at : at + _SIZES.size])
+        if len(sizes) < _SIZES.size:
+            raise ValueError("a JPEG 2000 that ends within its header")
+        _, _, right, bottom, left, top = _SIZES.unpack(sizes)
+        check(max(0, bottom - top), max(0, right - left))
     head = bytes(data[:30])
     if len(head) == 30 and head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":
         width = int.from_bytes(head[24:27], "little") + 1
         check(int.from_bytes(head[27:30], "little") + 1, width)
+
+
+def _codestream_of(view: memoryview) -> int | None:
+    """Return where the pixels of a JPEG 2000 begin; None: it is none, or has none."""
+    if bytes(view[:4]) == _CODESTREAM:
+        return 0
+    at = 0
+    while bytes(view[4:8]) == b"jP  " and at + 8 <= len(view):
+        size, begin = int.from_bytes(view[at : at + 4], "big"), at + 8
+        if size == 1:
+            size, begin = int.from_bytes(view[at + 8 : at + 16], "big"), at + 16
+        if bytes(view[at + 4 : at + 8]) == b"jp2c":
+            return begin
+        if size < begin - at:  # the last box, or none
+            return None
+        at += size
+    return None

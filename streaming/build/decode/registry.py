@@ -40,7 +40,10 @@ class FieldDecoder(Protocol):
 
 
 _IMAGES = frozenset(
-    ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm")
+    (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm"),
+        *("avif", "jp2", "j2k", "j2c", "jpx"),
+    )
 )
 _NPZ = arrays.npz()
 _RGB8 = images.image("rgb8")

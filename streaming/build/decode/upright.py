@@ -2,20 +2,41 @@
 
 The orientation is entry 274 of the EXIF block (EXIF 2.32, section 4.6.4): a segment APP1 in JPEG, a chunk ``eXIf`` in
 PNG, a chunk ``EXIF`` in WebP. It is read here for all formats, by one rule, without a library's parser: most images
-have no orientation, and a scan of the segments takes a few microseconds. Pillow turns TIFFs itself.
+have no orientation, and a scan of the segments takes a few microseconds. Pillow turns TIFFs itself, and converts the
+properties of AVIF, which has its own for orientation, to the same entry.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import ImageFile
 
 from streaming.build.decode.crops import PixelBox
 from streaming.types import ReadBuffer
 
+AVIF = re.compile(rb"....ftypavi[fs]", re.DOTALL)
+"""What an AVIF begins with."""
+
+
+def _avif_reader() -> Callable[[io.BytesIO], ImageFile.ImageFile] | None:
+    try:
+        found: Callable[[io.BytesIO], ImageFile.ImageFile] = importlib.import_module(
+            "PIL.AvifImagePlugin"
+        ).AvifImageFile
+    except ImportError:
+        return None
+    return found
+
+
+AVIF_READER = _avif_reader()
+"""Pillow's reader, of releases that have it: 11.3 and later."""
 _TAG = 274
 _EXIF = b"Exif\0\0"
 _TURNS: dict[int, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
@@ -30,7 +51,7 @@ _TURNS: dict[int, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
 
 
 def orientation_of(data: ReadBuffer) -> int:
-    """Return the orientation of an encoded JPEG, PNG or WebP, 1 to 8; 1 (upright) if it states none.
+    """Return the orientation of an encoded JPEG, PNG, WebP or AVIF, 1 to 8; 1 (upright) if it states none.
 
     From 5 on, the upright image is as high as the stored one is wide.
     """
@@ -42,12 +63,22 @@ def orientation_of(data: ReadBuffer) -> int:
         blocks = _png_blocks(view)
     elif start.startswith(b"RIFF") and start.endswith(b"WEBP"):
         blocks = _webp_blocks(view)
+    elif AVIF.match(start):
+        return _avif_orientation(data)
     else:
         return 1
     for block in blocks:
         if found := _orientation_in(block):
             return found
     return 1
+
+
+def _avif_orientation(data: ReadBuffer) -> int:
+    if AVIF_READER is None:
+        return 1  # which is said when it is decoded
+    with AVIF_READER(io.BytesIO(data)) as image:
+        value = image.getexif().get(_TAG, 1)
+    return value if value in range(1, 9) else 1
 
 
 def turned(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:

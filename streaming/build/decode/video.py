@@ -253,6 +253,18 @@ def orientation_of(frame: Any) -> int:
     return _ORIENTATIONS.get(tuple(np.sign(values).tolist()), 1)
 
 
+def measured(data: Encoded, max_pixels: int = MAX_PIXELS) -> tuple[float, float, int, int]:
+    """Return the seconds of a video, its mean number of frames a second, width and height, without decoding it.
+
+    Raises:
+        ValueError: It is no video that :class:`Video` reads.
+        Exception: Errors of FFmpeg.
+    """
+    with opened(data) as file, closing(_opened_container(file, max_pixels)) as container:
+        reader = _Reader(container, max_pixels)
+        return reader.lasts_s(), reader.rate, *reader.size
+
+
 def _opened_container(file: WatchedFile, max_pixels: int) -> Any:
     """Open a file of a known kind.
 
@@ -358,6 +370,11 @@ class _Reader:
                 f"frames of {height} x {width} pixels, more than the {self._max_pixels} allowed; raise the limit with "
                 "max_pixels="
             )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of its frames, as stored."""
+        return self._stream.codec_context.width, self._stream.codec_context.height
 
     def lasts_s(self) -> float:
         """Return the length of the stream in seconds."""

@@ -9,7 +9,7 @@ from streaming.common.arguments import unpacked_name
 KINDS: Final = ("image", "audio", "video", "text", "tokens", "integer", "float", "array", "json", "bytes")
 """Kinds of content of a field."""
 _BY_KIND: Final = {
-    "image": "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 jxl",
+    "image": "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 j2k j2c jpx jxl",
     "audio": "wav flac mp3 ogg opus m4a aac",
     "video": "mp4 webm mkv avi mov m4v mpg mpeg",
     "text": "txt text transcript",

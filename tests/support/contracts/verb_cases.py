@@ -128,4 +128,5 @@ VERBS: dict[str, Run] = {
 
 def files(base: str, storage: Storage) -> dict[str, bytes]:
     """Every file below a folder or prefix, by its path there."""
-    return {info.url.removeprefix(base): bytes(storage.read(info.url)) for info in storage.list(base)}
+    urls = (info.url for info in storage.list(base) if "/copied-" not in info.url)  # which is of one place
+    return {url.removeprefix(base): bytes(storage.read(url)) for url in urls}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import shutil
 import tarfile
@@ -10,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shard_tools.make.convert import ConvertOptions
 from shard_tools.make.convert.recode import ImageOptions
 from tests.support.code.folders import TESTS
+from tests.support.sources import token_files
 from tests.support.sources.foreign_sets import MAKE
 
 COUNT = 40
@@ -109,6 +112,31 @@ def _several(folder: Path) -> Made:
     return [str(one), str(two)], ConvertOptions(kind="files", max_bytes=20_000)
 
 
+def _json(folder: Path) -> Made:
+    for part in range(2):
+        rows = [{"id": f"{part}-{number}", "text": "ä" * number} for number in range(COUNT)]
+        (folder / f"{part}.json").write_text(json.dumps(rows, indent=part or None))
+    return [str(folder)], ConvertOptions(key_field="id", max_samples=9)
+
+
+def _tokens(kind: str, **options: object) -> Callable[[Path], Made]:
+    """Streams of several megabytes, so that reading begins within them."""
+
+    def made(folder: Path) -> Made:
+        documents = [[number] * (number * 7919 % 60_000) for number in range(1, COUNT)]
+        if kind == "megatron":
+            token_files.megatron(folder / "a", documents)
+            token_files.megatron(folder / "b", documents[:7], code=4)
+        elif kind == "nanogpt":
+            token_files.nanogpt(folder / "a.bin", documents)
+            token_files.nanogpt(folder / "b.bin", documents[5:])
+        else:
+            np.save(folder / "a.npy", np.arange(COUNT * 50).reshape(COUNT, 50))
+        return [str(folder)], ConvertOptions(**{"kind": kind, "max_samples": 7, **options})  # type: ignore[arg-type]
+
+    return made
+
+
 def _built(folder: Path) -> Made:
     """A set that a builder of ``datasets`` makes, in a cache of its own."""
     for part in range(2):
@@ -118,6 +146,12 @@ def _built(folder: Path) -> Made:
 
 
 EVERY: dict[str, Callable[[Path], Made]] = {
+    "json": _json,
+    "megatron": _tokens("megatron"),
+    "megatron, shuffled": _tokens("megatron", shuffle_seed=4),
+    "nanogpt": _tokens("nanogpt", document_token="50256"),
+    "nanogpt, in pieces": _tokens("nanogpt", document_token="none", max_samples=1),
+    "npy": _tokens("npy"),
     "images": _images,
     "zip": _made("zip", shuffle_seed=3),
     "jsonl": _jsonl,

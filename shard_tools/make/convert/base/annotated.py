@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shard_tools.make.convert.base.class_folders import KeyedFile, field_of, keyed
 from shard_tools.make.convert.base.files import SourceFile, identity_of, read_file
@@ -22,7 +22,7 @@ from streaming.storage import Storage, redact
 IMAGE_EXTENSIONS = frozenset(
     {
         *("jpg", "jpeg", "jpe", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "pnm"),
-        *("avif", "heic", "heif", "jp2", "jxl"),
+        *("avif", "heic", "heif", "jp2", "j2k", "j2c", "jpx", "jxl"),
     }
 )
 TURNED = (
@@ -49,14 +49,6 @@ def look_at_image(data: bytes) -> tuple[dict[str, object], str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotatedFile(KeyedFile):
     """An image, what is noted about it, and the files of further fields, such as masks."""
-
-    note: Mapping[str, object]
-    beside: Mapping[str, SourceFile] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all fields that are files."""
-        return sum(file.size_bytes for file in (self.file, *self.beside.values()))
 
     @classmethod
     def of(

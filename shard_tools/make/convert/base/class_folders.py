@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
-from shard_tools.make.convert.base.files import SourceFile, identity_of, is_local, list_files, read_file
-from shard_tools.make.convert.base.identity import Origins, origins_of
+from shard_tools.make.convert.base.files import SourceFile, identity_of, is_aside, is_local, list_files, read_file
+from shard_tools.make.convert.base.identity import EVERYWHERE, Origins, origins_of
 from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
     Growing,
@@ -25,11 +25,12 @@ from shard_tools.make.convert.base.records import (
     numbered,
     permutation,
 )
+from shard_tools.make.convert.base.rows import json_of
 from shard_tools.make.write.above import sets_above
 from shard_tools.make.write.filetypes import plain_extension
 from shard_tools.make.write.keys import WRONG_NAMES, wrong_names
 from shard_tools.running.engine import map_sized
-from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError, first_of
+from streaming.errors import AccessDeniedError, ConfigError, DataError, DuplicateKeyError, NotFoundError, first_of
 from streaming.shards.catalog.build import read_schema
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import SCHEMA_FILE
@@ -42,18 +43,32 @@ HIDDEN = "hidden: a name that starts with a dot"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
 _LISTED = 12  # names that a message lists
+_NOTE = "json"  # the field of notes
+_OTHER_CLASS = "its notes name another class than its folder; json has that of the folder"
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedFile:
-    """A file, the key and the extension that its name gives it, and its class."""
+    """A file, the key and the extension that its name gives it, and its class.
+
+    Attributes:
+        beside: The files of further fields, such as captions or masks.
+        note: What is noted about it.
+    """
 
     file: SourceFile
     key: str
     extension: str
     class_name: str | None = None
+    beside: Mapping[str, SourceFile] = field(default_factory=dict)
+    note: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all fields that are files."""
+        return sum(file.size_bytes for file in (self.file, *self.beside.values()))
 
 
 _K = TypeVar("_K", bound=KeyedFile)
@@ -65,7 +80,8 @@ class ClassFolders(ABC):
     The first folder of a path is the class. Classes are numbered (field ``cls``) by :func:`numbered_classes`: as in the
     training set beside it, otherwise in the order of their sorted names. The key is the path without its extension,
     with dots in the file's name replaced by ``_``. Bytes are stored unchanged, all in one field: the most frequent
-    extension, in lower case; with a ``json`` field that holds class and path.
+    extension, in lower case; with a ``json`` field that holds class and path. Files of its stem (``a.txt`` beside
+    ``a.jpg``) are further fields of its sample; entries of ``a.json`` join its ``json``, and are metadata.
 
     Files of several classes are shuffled, unless ``keep_order`` is set: in the order of their names, a shard would
     hold one class or two, and a batch no more than a few.
@@ -79,6 +95,7 @@ class ClassFolders(ABC):
         own_field: What to say of files of several kinds, which become one field.
         measures: Columns that :meth:`look` gives.
         unread: The remark about a file of which :meth:`look` raises.
+        common: Files that describe others, so that every record may depend on them.
 
     Raises:
         NotFoundError: There is no such file.
@@ -91,20 +108,17 @@ class ClassFolders(ABC):
     own_field: ClassVar[str]
     measures: ClassVar[tuple[str, ...]]
     unread: ClassVar[str]
+    common: Sequence[SourceFile] = ()
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         key_field = options.key_field
         if key_field not in {None, "path", NUMBER_KEYS}:
             raise ConfigError(f"--key: {self.kind} take their keys from 'path' or 'number', not from {key_field!r}")
         self._storage, self._num_threads = storage, options.num_threads
+        self._tolerant = options.tolerant
         found, skipped = list_files((spec, *options.more), storage, options.exclude, options.walks)
-        files: list[KeyedFile] = []
-        for file in found:
-            one = self._classify(file)
-            if isinstance(one, Skipped):
-                skipped.append(one)
-            else:
-                files.append(one)
+        files, others = self._sorted_out(found)
+        skipped += others
         if not files:
             raise NotFoundError(
                 f"{redact(spec)}: no {self.kind} there ({summary(skipped)}); check the path, or use --from"
@@ -152,34 +166,55 @@ class ClassFolders(ABC):
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(one.file.size_bytes for one in self._files)
+        return sum(one.size_bytes for one in self._files)
 
     @property
     def fields(self) -> Mapping[str, bool]:
-        """The files, ``json``, and ``cls`` where there are classes."""
+        """The files, ``json``, ``cls`` where there are classes, and what lies beside files."""
         classes = {one.class_name is not None for one in self._files}
-        return {self._field: True, "json": True, **({"cls": classes == {True}} if True in classes else {})}
+        counts = Counter(name for one in self._files for name in one.beside)
+        beside = {name: count == len(self._files) for name, count in sorted(counts.items())}
+        known = {self._field: True, "json": True, **({"cls": classes == {True}} if True in classes else {})}
+        return beside | known
 
     def identity(self) -> dict[str, object]:
         """Return a digest of names, in order."""
-        return identity_of(self.kind, [f"{one.key}\0{one.file.name}" for one in self._files])
+        lines = ("\0".join((one.key, *(file.name for file in _files_of(one)))) for one in self._files)
+        return identity_of(self.kind, [*lines, *(file.name for file in self.common)])
 
     def origins(self) -> Origins:
         """Return the files, in the order of their records."""
-        inputs = origins_of([one.file for one in self._files], self._storage)
+        each = enumerate(map(_files_of, self._files))
+        inputs = origins_of(self.common, self._storage, number=EVERYWHERE)
+        inputs += [one for number, files in each for one in origins_of(files, self._storage, number=number)]
         return Origins(inputs=inputs, store=self._storage)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the files from number ``start`` on, read by several threads."""
         files = self._files[start:]
-        return numbered(map_sized(self._read, files, lambda one: one.file.size_bytes, self._num_threads), start)
+        return numbered(map_sized(self._read, files, lambda one: one.size_bytes, self._num_threads), start)
 
     def _read(self, one: KeyedFile) -> Record:
-        metadata: dict[str, object] = {"class": one.class_name, "path": one.file.name}
+        where = redact(one.file.url)
+        try:
+            note = self._note(one)
+        except DataError as error:
+            if not self._tolerant:
+                raise
+            return Record(key=one.key, fields={}, where=where, problem=error)
+        metadata: dict[str, object] = {"class": one.class_name, "path": one.file.name, **note}
+        if one.class_name is not None:
+            metadata["class"] = one.class_name
         fields = {
+            **{name: read_file(file, self._storage) for name, file in one.beside.items() if name != _NOTE},
             self._field: read_file(one.file, self._storage),
             "json": f'{{"class":{_json(one.class_name)},"path":{_json(one.file.name)}}}'.encode(),
         }
+        remarks = list[str]()
+        if note:
+            fields["json"], remark = json_of(metadata)
+            remarks += [remark] if remark else []
+            remarks += [_OTHER_CLASS] if note.get("class", one.class_name) != metadata["class"] else []
         if one.class_name is not None:
             number = self.classes[one.class_name]
             fields["cls"] = str(number).encode()
@@ -189,20 +224,70 @@ class ClassFolders(ABC):
             metadata |= told
         except Exception:  # noqa: BLE001  of a library: a damaged file is stored as it is, for readers to pass over
             remark = self.unread
-        where, remarks = redact(one.file.url), (remark,) if remark else ()
-        return Record(key=one.key, fields=fields, metadata=metadata, where=where, remarks=remarks)
+        remarks += [remark] if remark else []
+        return Record(key=one.key, fields=fields, metadata=metadata, where=where, remarks=tuple(remarks))
 
-    def _classify(self, file: SourceFile) -> KeyedFile | Skipped:
+    def _note(self, one: KeyedFile) -> Mapping[str, object]:
+        """Return the notes about a file: of a metadata file, or of a file beside it.
+
+        Raises:
+            DataError: The file beside it is no JSON object.
+        """
+        note, file = dict(one.note), one.beside.get(_NOTE)
+        if file is not None:
+            try:
+                beside = json.loads(read_file(file, self._storage))
+                note |= {**beside}
+            except (ValueError, TypeError, RecursionError) as error:
+                raise DataError(
+                    f"{file.shown_url}: not a JSON object ({error}), as notes beside {self.kind} have to be; correct "
+                    "it, or leave such files out with --on-error skip"
+                ) from error
+        return note
+
+    def _sorted_out(self, found: Sequence[SourceFile]) -> tuple[list[KeyedFile], list[Skipped]]:
+        """Return the files of the medium, each with those of its stem; and what belongs to none of them."""
+        files, others = list[KeyedFile](), list[tuple[SourceFile, str]]()
+        for file in found:
+            one = self._classify(file)
+            if isinstance(one, str):
+                others.append((file, one))
+            else:
+                files.append(one)
+        beside: dict[str, dict[str, SourceFile]] = {one.file.name.rpartition(".")[0]: {} for one in files}
+        has_classes = any(one.class_name is not None for one in files)
+        skipped = []
+        for file, why in others:
+            stem, _, field = file.name.rpartition(".")
+            own = beside.get(stem)
+            is_taken = own is None or field.lower() in own or (field.lower() == "cls" and has_classes)
+            if is_taken or why_left_out(file):
+                skipped.append(left_out(file, why))
+            else:
+                beside[stem][field.lower()] = file
+        return [replace(one, beside=beside[one.file.name.rpartition(".")[0]]) for one in files], skipped
+
+    def _classify(self, file: SourceFile) -> KeyedFile | str:
+        """Return a file of the medium, or why it is none."""
         folder, _, name = file.name.rpartition("/")
         stem, dot, extension = name.rpartition(".")
-        if not dot or not stem or name.startswith("._") or extension.lower() not in self.extensions:
-            return Skipped(path=file.name, reason=f"not {self.one}")
         why = why_left_out(file)
-        if why:  # .ipynb_checkpoints would be a class
-            return Skipped(path=file.name, reason=why)
+        if why and (file.size_bytes or extension.lower() in self.extensions):  # .ipynb_checkpoints would be a class
+            return why
+        if not dot or not stem or extension.lower() not in self.extensions:
+            return f"not {self.one}, and beside none of its name"
         key = (folder + "/" if folder else "") + stem.replace(".", "_")
         class_name = file.name.partition("/")[0] if folder else None
         return KeyedFile(file=file, key=key, extension=extension.lower(), class_name=class_name)
+
+
+def _files_of(one: KeyedFile) -> list[SourceFile]:
+    return [one.file, *one.beside.values()]
+
+
+def left_out(file: SourceFile, why: str) -> Skipped:
+    """Return the report of a file that belongs to no sample: it is lost, unless its name is that of no data."""
+    return Skipped(path=file.name, reason=why, is_lost=not is_aside(file.name))
 
 
 def why_left_out(file: SourceFile) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import fnmatch
 import gzip
 import hashlib
 import io
+import lzma
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
@@ -22,14 +25,20 @@ from shard_tools.make.convert.base.identity import (
     origins_of,
     version_of_file,
 )
-from shard_tools.make.convert.base.records import FolderWalks, Skipped
+from shard_tools.make.convert.base.records import FolderWalks, Skipped, SourceOptions
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, NotFoundError
 from streaming.shards.catalog.urls import expand_urls
+from streaming.shards.tar.passed_over import in_side_folder
 from streaming.storage import Storage, local_path, redact, scheme_of, split_query, split_url
 
 _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")
+_FOR_READERS = re.compile(  # names of files that programs and people put beside data
+    r"(read_?me|licen[cs]e|copying|notice|authors|citation|changelog|contributing|attribution|_success|classes"
+    r"|synset_words|checksums?|(md5|sha\d+)(sums?)?|index\.html?|thumbs\.db|desktop\.ini|\d+_stats)(\.[^/]*)?|[^/]*\.(md|rst)",
+    re.IGNORECASE,
+)
 MEMBER = re.compile(r"zip://(.+?\.zip)!/(.*)", re.IGNORECASE | re.DOTALL)
 """The URL of a member of a zip archive: the archive, and the member's name."""
 
@@ -59,6 +68,7 @@ class FileSource:
 
     in_order = True
     common: Sequence[SourceFile] = ()
+    _beside: tuple[Skipped, ...] = ()
 
     def __init__(self, kind: str, files: Sequence[SourceFile], storage: Storage) -> None:
         self.kind = kind
@@ -77,8 +87,8 @@ class FileSource:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """Nothing is left out."""
-        return ()
+        """What lies beside the files, and is not read."""
+        return self._beside
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
@@ -94,6 +104,30 @@ class FileSource:
         common = origins_of(self.common, self._storage, number=EVERYWHERE)
         own = origins_of(self.files, self._storage, number=None if self.in_order else EVERYWHERE)
         return Origins(inputs=common + own, store=self._storage)
+
+
+def table_files(
+    kind: str, spec: str, storage: Storage, suffixes: tuple[str, ...], options: SourceOptions
+) -> tuple[list[SourceFile], tuple[Skipped, ...]]:
+    """Return the files of a layout that has its own name extensions, and the files beside them.
+
+    That is lost if nobody has said which layout is meant.
+
+    Raises:
+        NotFoundError: There is nothing.
+    """
+    others: list[SourceFile] = []
+    found = find_files(spec, storage, suffixes, exclude=options.exclude, more=options.more, others=others)
+    reason = f"not taken for {kind}, by its name"
+    return found, tuple(
+        Skipped(path=file.name, reason=reason, is_lost=options.guessed and not is_aside(file.name)) for file in others
+    )
+
+
+def is_aside(name: str) -> bool:
+    """Tell whether a name is that of no data: hidden, beside files by a system, or notes for readers."""
+    hidden = name.startswith(".") or "/." in name
+    return hidden or in_side_folder(name) or _FOR_READERS.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def identity_of(kind: str, lines: Sequence[str]) -> dict[str, object]:
@@ -121,6 +155,7 @@ def find_files(
     *,
     exclude: str | None = None,
     more: Sequence[str] = (),
+    others: list[SourceFile] | None = None,
 ) -> list[SourceFile]:
     """Return the files that ``spec`` names, sorted by name within each of its parts.
 
@@ -130,17 +165,21 @@ def find_files(
         suffixes: In folders and prefixes, take only names with these endings (compared in lower case).
         exclude: A folder or prefix whose content is not taken.
         more: Further such specs, whose files follow.
+        others: Gets the files of folders and prefixes whose names end otherwise.
 
     Raises:
         NotFoundError: There is nothing, or nothing at one of several.
         ConfigError: Of several, two name the same file.
     """
     if more:
-        each = (find_files(one, storage, suffixes, exclude=exclude) for one in (spec, *more))
+        each = (find_files(one, storage, suffixes, exclude=exclude, others=others) for one in (spec, *more))
         return once([file for found in each for file in found])
     literal = is_local(spec) and os.path.exists(local_path(spec))
     parts = expand_urls(spec, storage) if "{" in spec and not literal else [spec]
-    found = _new([file for part in parts for file in _find_part(part, storage, suffixes, exclude)], storage)
+    aside: list[SourceFile] = []
+    found = _new([file for part in parts for file in _find_part(part, storage, suffixes, exclude, aside)], storage)
+    if others is not None:
+        others += aside
     if not found:
         wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
         raise NotFoundError(f"{redact(spec)}: nothing found{wanted}; check the path, or name the layout with --from")
@@ -230,7 +269,7 @@ def places(specs: Sequence[str], storage: Storage, suffixes: tuple[str, ...]) ->
 
 
 def _find_part(
-    part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None
+    part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None, others: list[SourceFile]
 ) -> Iterator[SourceFile]:
     wildcard = None if MEMBER.match(part) else _WILDCARD.search(split_query(part)[0])
     if wildcard and not (is_local(part) and os.path.exists(local_path(part))):
@@ -243,19 +282,21 @@ def _find_part(
         for file in _list(part.rstrip("/") + "/", storage, exclude):
             if suffixes is None or file.name.lower().endswith(suffixes):
                 yield file
+            else:
+                others.append(file)
     else:
-        yield from _file_or_prefix(part, storage, suffixes, exclude)
+        yield from _file_or_prefix(part, storage, suffixes, exclude, others)
 
 
 def _file_or_prefix(
-    part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None
+    part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None, others: list[SourceFile]
 ) -> Iterator[SourceFile]:
     try:
         info = storage.info(part)
     except NotFoundError:
         if is_local(part):
             raise
-        below = list(_find_part(part + "/", storage, suffixes, exclude))
+        below = list(_find_part(part + "/", storage, suffixes, exclude, others))
         if not below:
             raise
         yield from below
@@ -305,7 +346,9 @@ def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile]
                     size_bytes, version = status.st_size, version_of_file(status)
                     files.append(SourceFile(url=entry.path, name=relative, size_bytes=size_bytes, version=version))
                 else:
-                    skipped.append(Skipped(path=relative.encode(errors="backslashreplace").decode(), reason=reason))
+                    is_lost = not entry.name.startswith(".") and "/." not in f"/{prefix}"
+                    path = relative.encode(errors="backslashreplace").decode()
+                    skipped.append(Skipped(path=path, reason=reason, is_lost=is_lost))
     return files, skipped
 
 
@@ -391,7 +434,7 @@ class StoredFile(io.RawIOBase):
 def open_each(
     files: Sequence[SourceFile], storage: Storage, num_threads: int, *, unzip: bool = True
 ) -> Generator[tuple[SourceFile, BinaryIO], None, None]:
-    """Open files one after the other; unless ``unzip`` is False, ``.gz`` and ``.zst`` are decompressed.
+    """Open files one after the other; unless ``unzip`` is False, what ends as :data:`PACKED` is decompressed.
 
     In a store, their first blocks (often all of a file) are prefetched on threads.
     """
@@ -408,7 +451,7 @@ def open_each(
 
 
 def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True, fetch: bool = False) -> BinaryIO:
-    """Return a buffered reader of ``file``; ``.gz`` and ``.zst`` are decompressed. The caller closes it.
+    """Return a buffered reader of ``file``; what ends as :data:`PACKED` is decompressed. The caller closes it.
 
     Args:
         file: The file.
@@ -419,9 +462,22 @@ def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True, fetch
     reader = io.BufferedReader(StoredFile(file.url, file.size_bytes, storage), _BLOCK_BYTES)
     if fetch:
         reader.peek(1)
-    if unzip and file.name.lower().endswith(".gz"):
-        return cast("BinaryIO", gzip.GzipFile(fileobj=reader, mode="rb"))
-    if unzip and file.name.lower().endswith(".zst"):
-        unpacked = pa.CompressedInputStream(pa.PythonFile(reader, mode="r"), "zstd")
-        return cast("BinaryIO", io.BufferedReader(unpacked, _BLOCK_BYTES))
-    return cast("BinaryIO", reader)
+    unpack = next((one for end, one in _UNPACK.items() if file.name.lower().endswith(end)), None)
+    return cast("BinaryIO", reader if unpack is None or not unzip else unpack(reader))
+
+
+def _unzstd(reader: Any) -> Any:
+    unpacked = pa.CompressedInputStream(pa.PythonFile(reader, mode="r"), "zstd")
+    return io.BufferedReader(unpacked, _BLOCK_BYTES)
+
+
+_UNPACK: dict[str, Callable[[Any], Any]] = {
+    ".gz": lambda reader: gzip.GzipFile(fileobj=reader, mode="rb"),
+    ".zst": _unzstd,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+PACKED = tuple(_UNPACK)
+"""How names of compressed files end that :func:`open_stored` decompresses."""
+DAMAGED = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""What reading them raises if they are damaged, besides EOFError and OSError."""

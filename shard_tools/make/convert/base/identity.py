@@ -25,6 +25,11 @@ from streaming.storage import ChangedError, ObjectInfo, Storage, local_path, red
 EVERYWHERE = -1
 """Number of an input that every record may depend on."""
 
+
+class ChangedInputError(DataError):
+    """An input is changed while it is read, so that no part of it can be left out or taken."""
+
+
 _PIECE_BYTES = 8 << 20
 _OF_FILE = re.compile(r"\d+-(\d+)-\d+")  # the version of a local file, or of a member of one
 _TICK_NS = 20_000_000  # twice the longest step of the clock by which Linux stamps files
@@ -368,9 +373,9 @@ class SourceStorage(Storage):
         return is_file(url) or self._store.adapter(url).keeps_versions
 
 
-def changed_meanwhile(url: str) -> DataError:
+def changed_meanwhile(url: str) -> ChangedInputError:
     """Return the error for an input that is changed while it is read."""
-    return DataError(
+    return ChangedInputError(
         f"{redact(url)}: it was changed while it was read; run this again when nothing writes to it: what is there of "
         "its old content is made again"
     )

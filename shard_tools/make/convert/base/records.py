@@ -27,6 +27,9 @@ from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
+ON_ERROR = ("raise", "skip")
+MAX_LISTED = 10_000
+"""The report lists at most this many records that are left out; all are counted."""
 RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # that are written together
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
@@ -104,10 +107,18 @@ class Remarks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Report):
-    """Something in the source that is not a sample, and why."""
+    """Something in the source that is not a sample, and why.
+
+    Attributes:
+        path: A file, or a record by its place.
+        reason: Why it is left out.
+        is_lost: It is data, or may be: ``--on-error`` decides whether it may be left out. Hidden files, notes of other
+            programs and the like are no data.
+    """
 
     path: str
     reason: str
+    is_lost: bool = False
 
 
 FolderWalks = dict[tuple[str, str | None], Any]
@@ -147,6 +158,8 @@ class SourceOptions:
         walks: What is known of folders, so that none is walked twice.
         known: The inputs of a set that the records are appended to, which are left out.
         medium_field: The field that files of one medium are stored in; None: by their most frequent extension.
+        guessed: The names of the files determined the layout.
+        document_token: The id between documents of a stream of ids, or ``"none"``; None: the usual one.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -169,6 +182,8 @@ class SourceOptions:
     walks: FolderWalks = field(default_factory=dict)
     known: KnownInputs | None = None
     medium_field: str | None = None
+    guessed: bool = False
+    document_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shard_tools.make.convert.base.identity import ChangedInputError
 from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, SourceOptions, number_key
 from shard_tools.make.write.columns import plain_value
 from shard_tools.make.write.filetypes import FILE_TYPES, ONE_FIELD, file_type, is_alike, is_read_as
@@ -210,7 +211,8 @@ class RowMapper:
             return number_key(number)
         value = row.get(self.key_field)
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-            raise DataError(f"--key {self.key_field}: expected text or a whole number there, got {value!r}")
+            got = "null" if value is None else repr(value)
+            raise DataError(f"--key {self.key_field}: expected text or a whole number there, got {got}")
         return str(value).replace(".", "_")
 
     def _fields(self, row: Mapping[str, object], raw: bytes | None) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -350,6 +352,17 @@ class _NumberedFields(dict[str, str]):
 def unreadable(number: int, where: str, problem: DataError, origin: int) -> Record:
     """Return the record that represents an unreadable line or row of an input."""
     return Record(key=number_key(number), fields={}, where=where, problem=problem, origin=origin)
+
+
+def unreadable_rest(number: int, where: str, problem: DataError, origin: int, *, tolerant: bool) -> Record:
+    """Return the record that represents what cannot be read of an input, from record ``number`` to its end.
+
+    Raises:
+        DataError: The problem: it is not tolerated, or the input is being changed.
+    """
+    if not tolerant or isinstance(problem, ChangedInputError):
+        raise problem
+    return unreadable(number, f"{where}, from here to its end", problem, origin)
 
 
 def safe_extension(column: str) -> str:

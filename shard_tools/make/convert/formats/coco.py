@@ -167,7 +167,7 @@ def _found(
         if file is None or not file.size_bytes:
             why = "no such image" if file is None else "empty file"
             reason = f"{why}; annotations of it: {len(objects) + len(captions)}"
-            left_out.append(Skipped(path=name, reason=reason))
+            left_out.append(Skipped(path=name, reason=reason, is_lost=True))
             continue
         used.add(file.name)
         note = {"image_id": number, "file_name": name, "width": image.get("width"), "height": image.get("height")}
@@ -177,7 +177,8 @@ def _found(
         images.append(AnnotatedFile.of(file, name, note))
     for number in dict.fromkeys([*notes.objects, *notes.captions]):
         count = len(notes.objects.get(number, ())) + len(notes.captions.get(number, ()))
-        left_out.append(Skipped(path=f"image {number}", reason=f"not listed; annotations of it: {count}"))
+        reason = f"not listed; annotations of it: {count}"
+        left_out.append(Skipped(path=f"image {number}", reason=reason, is_lost=True))
     folders = {name.rpartition("/")[0] for name in used}
     left_out += [
         Skipped(path=name, reason="an image that the annotations do not list")

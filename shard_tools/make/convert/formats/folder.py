@@ -6,10 +6,10 @@ import logging
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
-from shard_tools.make.convert.base.class_folders import KeyedFile, keyed, summary, why_left_out
+from shard_tools.make.convert.base.class_folders import KeyedFile, keyed, left_out, summary, why_left_out
 from shard_tools.make.convert.base.files import SourceFile, identity_of, list_files, read_file
 from shard_tools.make.convert.base.identity import Origins, origins_of
-from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, Skipped, SourceOptions, numbered, permutation
+from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, SourceOptions, numbered, permutation
 from shard_tools.running.engine import map_sized
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError, first_of
 from streaming.storage import Storage, redact
@@ -55,7 +55,7 @@ class FolderFiles:
             folder, slash, name = file.name.rpartition("/")
             stem, dot, field = name.partition(".")
             if why or not dot or not field:
-                skipped.append(Skipped(path=file.name, reason=why or "no extension, which names the field"))
+                skipped.append(left_out(file, why or "no extension, which names the field"))
                 continue
             other = groups.setdefault(folder + slash + stem, {}).setdefault(field.lower(), file)
             if other is not file:

@@ -26,6 +26,7 @@ from shard_tools.make.convert.base.rows import (
     choose_type,
     safe_extension,
     unreadable,
+    unreadable_rest,
     with_lists,
 )
 from shard_tools.make.convert.base.unpack import IN_MEMORY, open_unpacked, refuse_bomb
@@ -301,8 +302,21 @@ class IndexedFiles(FileSource):
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the samples from number ``start`` on; files before it are not read."""
         slow = any(column.slow for column in self._columns.values())
-        with contextlib.closing(self._samples(start)) as samples:
-            yield from map_threads(self._record, samples, self._num_threads if slow else 1)
+        threads = self._num_threads if slow and not self._mapper.tolerant else 1  # so that all before a damage come
+        ends = list(itertools.accumulate(part.num_samples for part in self._parts))
+        while start < ends[-1]:
+            try:
+                with contextlib.closing(self._samples(start)) as samples:
+                    for record in map_threads(self._record, samples, threads):
+                        yield record
+                        start += 1
+            except DataError as error:
+                which = bisect.bisect_right(ends, start)
+                place = self._parts[which].file.shown_url
+                for number in range(start, ends[which]):
+                    where = f"{place}, sample {number - ends[which] + self._parts[which].num_samples}"
+                    yield unreadable_rest(number, where, error, which, tolerant=self._mapper.tolerant)
+                start = ends[which]
 
     def _record(self, sample: _Sample) -> Record:
         number, which, part, at, data = sample

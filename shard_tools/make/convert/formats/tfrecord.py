@@ -21,6 +21,7 @@ import numpy as np
 
 from shard_tools.make.convert.base.counts import CountedFiles, FileCount, Marker, refuse_packed
 from shard_tools.make.convert.base.files import SourceFile, find_files, is_folder, once, open_each, open_stored
+from shard_tools.make.convert.base.identity import ChangedInputError
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.make.convert.base.rows import (
     DROP,
@@ -29,6 +30,7 @@ from shard_tools.make.convert.base.rows import (
     content_type,
     safe_extension,
     unreadable,
+    unreadable_rest,
     with_lists,
 )  # fmt: skip
 from shard_tools.make.convert.base.unpack import InflatedStream
@@ -88,8 +90,11 @@ class TfRecords(CountedFiles):
             for number, data, where, which in stored:
                 yield self._record(number, data, where, which)
 
-    def _stored(self, start: int) -> Generator[tuple[int, bytes, str, int], None, None]:
-        """Yield number, bytes, place and file of the records from number ``start`` on; earlier ones are passed over."""
+    def _stored(self, start: int) -> Generator[tuple[int, bytes | DataError, str, int], None, None]:
+        """Yield number, bytes, place and file of the records from number ``start`` on; earlier ones are passed over.
+
+        An error takes the place of what cannot be read of a file, if that is allowed.
+        """
         begin = self._beginning(start)
         number, at, number_in_file = begin.number, begin.at, begin.number_in_file
         files = self.files[begin.which :]
@@ -97,13 +102,23 @@ class TfRecords(CountedFiles):
             for which, (file, stream) in enumerate(opened, begin.which):
                 reader = _RecordReader(file, stream, self._max_ratio, at, number_in_file)
                 for place in itertools.count(number_in_file):
-                    data = reader.read(skip=number < start)
+                    data = self._next(reader, skip=number < start)
                     if data is None:
                         break
                     if number >= start:
                         yield number, data, f"{file.shown_url}, record {place}", which
                     number += 1
+                    if isinstance(data, DataError):
+                        break
                 at = number_in_file = 0
+
+    def _next(self, reader: _RecordReader, *, skip: bool) -> bytes | DataError | None:
+        try:
+            return reader.read(skip=skip)
+        except DataError as error:
+            if not self._mapper.tolerant or isinstance(error, ChangedInputError):
+                raise
+            return error
 
     def count_file(self, file: SourceFile) -> FileCount:
         """Count the records of a file by their sizes.
@@ -141,13 +156,18 @@ class TfRecords(CountedFiles):
             file, at = self.files[which], source_number - int(first[which])
             begin, end = tables[which][at].tolist()
             stream = io.BytesIO(bytes(self._storage.read(file.url, begin, end)))
-            data = _RecordReader(replace(file, size_bytes=end - begin), stream, self._max_ratio).read()
-            return self._record(number, data or b"", f"{file.shown_url}, record {at}", which)
+            data = self._next(_RecordReader(replace(file, size_bytes=end - begin), stream, self._max_ratio), skip=False)
+            where = f"{file.shown_url}, record {at}"
+            if isinstance(data, DataError):
+                return unreadable(number, where, data, which)
+            return self._record(number, data or b"", where, which)
 
         order = permutation(int(first[-1]), seed)[start:]
         return map_threads(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
 
-    def _record(self, number: int, data: bytes, where: str, which: int) -> Record:
+    def _record(self, number: int, data: bytes | DataError, where: str, which: int) -> Record:
+        if isinstance(data, DataError):
+            return unreadable_rest(number, where, data, which, tolerant=True)
         try:
             row = self._row(data, where)
         except DataError as error:
@@ -199,6 +219,8 @@ class TfRecords(CountedFiles):
         num_bytes = 0
         with contextlib.closing(self._stored(0)) as stored:
             for _, data, where, _ in itertools.islice(stored, _LOOKED_AT):
+                if isinstance(data, DataError):
+                    continue
                 try:
                     features = self._features(data, where)
                 except DataError:

@@ -62,7 +62,11 @@ class VocFolder(AnnotatedImages):
             wanted = _names_of(options.part, below[_LISTS], storage, redact(spec))
         else:
             skipped += [
-                Skipped(path=notes[stem]["path"], reason=f"no such image; objects: {len(notes[stem]['objects'])}")
+                Skipped(
+                    path=notes[stem]["path"],
+                    reason=f"no such image; objects: {len(notes[stem]['objects'])}",
+                    is_lost=True,
+                )
                 for stem in sorted({*notes} - {*images})
             ]
         chosen: list[AnnotatedFile] = []
@@ -74,7 +78,7 @@ class VocFolder(AnnotatedImages):
                 chosen.append(AnnotatedFile.of(images[stem], note["file_name"], note, masks))
             else:
                 why = "empty file" if stem in images else "no such image, though the split or a list names it"
-                skipped.append(Skipped(path=_IMAGES + stem, reason=why))
+                skipped.append(Skipped(path=_IMAGES + stem, reason=why, is_lost=True))
         annotations = [*below[_NOTES].values(), *below[_LISTS].values()]
         super().__init__("voc", chosen, skipped, storage, options, annotations)
 

@@ -1,12 +1,12 @@
-"""Read a folder of sounds whose sub-folders are classes. The only module of the tools that knows soundfile."""
+"""Read a folder of sounds, as one of images. The only module of the tools that knows soundfile."""
 
 from __future__ import annotations
 
 import io
 from typing import Any, ClassVar
 
-from shard_tools.make.convert.base.class_folders import ClassFolders
 from shard_tools.make.convert.base.records import SourceOptions
+from shard_tools.make.convert.media.metadata import MediaFolder
 from streaming.build.decode.sound import measured
 from streaming.errors import ConfigError
 from streaming.storage import Storage
@@ -18,7 +18,7 @@ _UNREAD = (
 )
 
 
-class AudioFolder(ClassFolders):
+class AudioFolder(MediaFolder):
     """Sounds: ``duration`` in seconds, ``rate`` in Hz and ``channels`` become columns. No sound is decoded.
 
     Raises:

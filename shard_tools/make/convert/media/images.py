@@ -1,15 +1,15 @@
-"""Read a folder of images whose sub-folders are classes."""
+"""Read a folder of images: its sub-folders are classes, or a metadata file describes them."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS, NO_SIZE, look_at_image
-from shard_tools.make.convert.base.class_folders import ClassFolders
+from shard_tools.make.convert.media.metadata import MediaFolder
 from shard_tools.make.write.filetypes import ONE_FIELD
 
 
-class ImageFolder(ClassFolders):
+class ImageFolder(MediaFolder):
     """Images: ``width`` and ``height`` of the upright image become columns.
 
     A remark counts images without a size, and those that their EXIF orientation turns.
