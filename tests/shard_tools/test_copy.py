@@ -200,7 +200,7 @@ def test_damage_is_an_error_by_name_and_nothing_of_it_is_copied(data: Path, tmp_
         run(data, tmp_path / "out")
     body[9000] ^= 1
     (data / "000002.tar").write_bytes(bytes(body[:-1]) + b"x")
-    with pytest.raises(ChecksumError, match=r"000002\.tar: bytes behind the last chunk"):
+    with pytest.raises(ChecksumError, match=r"000002\.tar: bytes after the last chunk"):
         run(data, tmp_path / "out")
     assert "000002.tar" not in tree(tmp_path / "out")
     assert not any(name.endswith(".parquet") for name in tree(tmp_path / "out"))

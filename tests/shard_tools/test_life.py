@@ -328,7 +328,7 @@ def test_what_stays_has_the_same_bytes_and_late_columns(web: Path) -> None:
 def test_purge_leaves_no_byte_of_what_is_deleted(web: Path) -> None:
     tag(str(web), "v1", storage=Storage())
     with pytest.raises(
-        ConfigError, match="the versions v1 hold these samples; give them up first: shard_tools version"
+        ConfigError, match="the versions v1 hold these samples; drop them first: shard_tools version"
     ):
         delete(str(web), storage=Storage(), keys=["0006"], purge=True)
     assert history(str(web), storage=Storage()).versions[-1].number == 1

@@ -321,7 +321,7 @@ class ShardCheck:
             self.progress.advance(num_bytes=body.size)
             if body.any():
                 at = begin + int(np.flatnonzero(body)[0])
-                self._find("tail", "bytes behind the last chunk that are not zero", byte_start=at, byte_end=size_bytes)
+                self._find("tail", "bytes after the last chunk that are not zero", byte_start=at, byte_end=size_bytes)
                 return
         if size_bytes - start < 1024:
             self._find("tail", "the end-of-archive mark is missing", byte_start=start, byte_end=size_bytes)

@@ -60,7 +60,7 @@ def refuse_tagged(storage: Storage, home: str, names: Collection[str]) -> None:
     if tagged:
         drops = " ".join(f"--drop {shell_word(name)}" for name in tagged)
         raise ConfigError(
-            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; give them up first: shard_tools "
+            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; drop them first: shard_tools "
             f"version prune {shell_place(home)} {drops}"
         )
 
@@ -72,7 +72,7 @@ def prune(
     """Drop versions of a set, and remove the shards, sample tables and columns that no other version holds.
 
     The current version stays, and so do tagged versions that ``drop`` does not name. Shards that no version has ever
-    listed are left alone, unless a published or abandoned change wrote them.
+    listed are left alone, except those of a change that is no longer pending.
 
     Args:
         home: Directory of the set.
@@ -109,8 +109,8 @@ def prune(
         storage.put(join_url(home, version_path(str(head.number))), head.data)
         for one in goes:  # first: nobody can tag them from now on, and a concurrent `tag` sees that they are gone
             storage.delete(join_url(home, version_path(one.name)))
-    # The listing comes before the notes: a change notes its shards before it writes them, and keeps its note until it
-    # has published them.
+    # List shards first, then notes, then versions: a change writes its note before its shards, and deletes the note
+    # only after it has published them.
     sizes = {info.url: info.size_bytes for info in storage.list(home)}
     left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
     gone = {one.name for one in goes}

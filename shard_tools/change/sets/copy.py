@@ -366,7 +366,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
     for tail in _tails(shard, shard.source, there):
         if np.frombuffer(tail, np.uint8).any():
             raise ChecksumError(
-                f"{redact(shard.source)}: bytes behind the last chunk that are not zero; see "
+                f"{redact(shard.source)}: bytes after the last chunk that are not zero; see "
                 f"`shard_tools verify {shell_place(shard.source)}`"
             )
         out.write(tail)
