@@ -191,6 +191,8 @@ def _by_key(head: Head, storage: Storage) -> list[list[int]]:
 def _by_bytes(head: Head, storage: Storage, by: str) -> tuple[list[list[int]], int]:
     """Return groups of samples with equal bytes, by their numbers, and the number of samples that were read.
 
+    The codes of :func:`_codes` narrow the search from the index alone; digests of the bytes decide.
+
     Raises:
         ConfigError: No sample has the field.
     """
