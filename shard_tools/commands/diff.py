@@ -98,8 +98,8 @@ def _show(report: DiffReport) -> None:
     for name, count in zip("AB", report.repeated, strict=True):
         if count:
             click.echo(
-                f"{name} has {counted(count, 'sample')} whose key occurs more than once; of each key, equal samples are "
-                "matched first, then the others in order",
+                f"{name} has {counted(count, 'sample')} whose key occurs more than once; of each key, equal samples "
+                "are matched first, then the others in order",
                 err=True,
             )
     if report.unindexed:

@@ -155,7 +155,7 @@ def delete_command(
     type=click.Choice(get_args(Keep)),
     default="first",
     show_default=True,
-    help="The one that stays, in order.",
+    help="Which one stays.",
 )
 @click.option("--pairs", metavar="FILE", help="Write each pair to this file, as a line of JSON.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
