@@ -508,7 +508,7 @@ def test_convert_writes_anew_what_a_whole_set_means(
             assert "convert that again" in " ".join(finding.split())
     with caplog.at_level(logging.WARNING):
         run("convert", tmp_path / "from/two", sets[1])
-    assert f"schema.json is {how}: written anew" in caplog.text
+    assert f"schema.json is {how}: rewritten from" in caplog.text
     assert path.read_bytes() == before
 
 

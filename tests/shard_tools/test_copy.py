@@ -175,9 +175,7 @@ def test_a_target_inside_the_source(data: Path, caplog: pytest.LogCaptureFixture
     before = tree(data)
     for _ in range(2):
         run(data, data / "new")
-        said = (
-            f"{data}/new lies below {data}: from now on whoever reads the latter, training included, reads the shards"
-        )
+        said = f"{data}/new lies below {data}: every reader of the latter, training included, will read the shards"
         assert f"{said} of both" in caplog.text
     assert tree(data / "new") == before
     caplog.clear()

@@ -345,8 +345,8 @@ class Appending:
             self.refuse_changed()
             if again:
                 raise ConfigError(
-                    f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of "
-                    f"kind {reader.kind!r} the new part cannot be told; give new records in files of their own"
+                    f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and the new part of a "
+                    f"source of kind {reader.kind!r} cannot be identified; give new records in separate files"
                 )
         if reader.kind == "files":
             stems = {_stem(name) for name in self.known.left_out}
@@ -355,7 +355,7 @@ class Appending:
                 raise ConfigError(
                     f"{plain(late[0])}: its sample is in the set already, without this file "
                     f"({counted(len(late), 'file')} like it); delete the sample by its key and name its files "
-                    "otherwise, or convert the source anew"
+                    "otherwise, or convert the whole source again, to another target"
                 )
 
     def _identity(self, reader: Source, columns: Sequence[str]) -> object:
@@ -454,8 +454,8 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
         )
     if made_of not in LAYOUTS or "key_field" not in said:
         raise ConfigError(
-            f"{redact(head.home)}: `shard_tools convert` did not make this set of records as they are, so it is not "
-            "known how to make more of its samples; write them with ShardWriter(…, append=True)"
+            f"{redact(head.home)}: `shard_tools convert` did not make this set of unchanged records, so it cannot "
+            "make more of its samples; write them with ShardWriter(…, append=True)"
         )
     images = dict(said.get("images", {}))
     return ConvertOptions(

@@ -230,5 +230,5 @@ def _check(writer: UnmarkedWriter, shard: _Shard) -> None:
         raise DataError(
             f"shard {shard.number}: expected {shard.num_samples} samples of {shard.num_bytes} bytes, got "
             f"{writer.num_samples} of {writer.shard_bytes}: the source is being changed, or its index is not of its "
-            "shards (`shard_tools verify` tells); run this again when it is whole"
+            "shards (`shard_tools verify` checks that); run this again when it is whole"
         )

@@ -345,7 +345,7 @@ class PackingRun:
             found = "is damaged"
         if found == "is missing" and url in self._there:
             return
-        _log.warning("%s %s: written anew, by the source and the sample tables", redact(url), found)
+        _log.warning("%s %s: rewritten from the source and the sample tables", redact(url), found)
         IndexRecorder(
             self._storage, self.place.directory, index=None, columns={}, schema=self._target.schema
         ).renew_schema()
@@ -462,7 +462,7 @@ def warn_of_nesting(source: str, place: Destination) -> None:
     """Warn if shards are written below the source, because readers of the source will then get both."""
     if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
         _log.warning(
-            "%s lies below %s: from now on whoever reads the latter, training included, reads the shards of both; give "
+            "%s lies below %s: every reader of the latter, training included, will read the shards of both; give "
             "a target beside the source",
             redact(place.directory),
             redact(source),
@@ -485,7 +485,7 @@ def _contents(place: Destination, storage: Storage) -> list[str]:
         name = info.url.removeprefix(base)
         if is_shard(info.url, base) and "/" in name:
             raise TargetNotEmptyError(
-                f"{redact(place.directory)} holds shards in folders, such as {redact(info.url)}: who reads it would "
+                f"{redact(place.directory)} holds shards in folders, such as {redact(info.url)}: readers would "
                 "read them together with those of this command; give another target"
             )
         is_mark = name == UNFINISHED_FILE or name.startswith(f"{WRITERS_DIRECTORY}/")

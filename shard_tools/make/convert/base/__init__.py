@@ -1,1 +1,1 @@
-"""Code shared by all sources, whatever the format: files in any store, records, and the mapping of rows to fields."""
+"""Code shared by all sources, not specific to a format: files in any store, records, and mapping rows to fields."""
