@@ -69,12 +69,12 @@ class CopyReport(Report):
 
     Attributes:
         target: Location of the shards now.
-        num_shards: Number of shards of the source.
-        num_samples: Number of their samples.
-        num_bytes: Total size of the shards.
+        num_shards: Shards of the source.
+        num_samples: Their samples.
+        num_bytes: Their bytes.
         num_copied: Shards that this run wrote; the others existed already, and were read and found right.
         num_copied_bytes: Bytes of those.
-        num_without_samples: Number of shards without a sample table, in the source, too.
+        num_without_samples: Shards without a sample table, which the source lacks, too.
         seconds: Wall time.
     """
 
@@ -121,10 +121,10 @@ def copy(
 ) -> CopyReport:
     """Copy the shards of ``source`` and their index to ``target``, byte for byte; directories are kept.
 
-    Before anything is written, the contents of the target are checked: it may hold any shards of this set, but no
-    others. Every chunk is compared with the checksum in the index before it is written. A shard appears at the target
-    only when it is complete. Sample tables follow after all shards, and the chunk table comes last, merged with that
-    of other shards of the set. Until then the target is marked as unfinished. An interrupted
+    Before anything is written, everything at the target is compared: there may be shards of this set, in whatever
+    number, but no others. Every chunk is compared with the checksum in the index before it is written. A shard appears
+    at the target only when it is whole; sample tables follow when all shards are there, and the chunk table comes
+    last, merged with that of other shards of the set. Until then the target is marked as unfinished. An interrupted
     run is continued by running it again: a shard that exists at the target is read there and skipped if it is right.
 
     Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
@@ -137,8 +137,7 @@ def copy(
         target_options: Options of the target's store; None: those of the source.
         workers: Number of shards copied in parallel.
         overwrite: Replace different shards of the same name.
-        allow_unfinished: Accept an unfinished source, and copy the shards that are there; the copy stays marked as
-        unfinished, too.
+        allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
         executor: Executor on which shards and sample tables are copied, such as a cluster, instead of on threads.
         progress: Receives bytes and shards.
 

@@ -330,8 +330,8 @@ def list_samples(
         limit: Maximum number of samples; None: all.
         where: Only samples that meet this condition.
         view: Only samples of this saved view.
-        columns: Columns whose values are included, also late ones; None: all of the sample tables.
-        allow_unfinished: Accept an unfinished set, and list the samples that are there.
+        columns: Columns whose values are told, also late ones; None: all of the sample tables.
+        allow_unfinished: List what is there of a set that is not whole.
 
     Raises:
         ConfigError: A column or the view does not exist, or no sample is kept.

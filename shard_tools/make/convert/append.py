@@ -105,16 +105,16 @@ def append(
     Args:
         source: As for ``convert``.
         target: Directory of the set.
-        kind: Format of the source; ``"auto"``: the format of the set.
-        workers: Number of threads that read.
-        allow_unfinished: Accept unfinished sets as the source.
-        storage_options: Options of both stores.
+        kind: Format of the source; ``"auto"``: as of the set.
+        workers: Threads that read.
+        allow_unfinished: Take what is there of shards that are still being written.
+        storage_options: How to reach both stores.
         progress: Receives the samples and bytes written.
 
     Raises:
-        OvertakenError: Another change of the set was published meanwhile; nothing was added.
-        ConfigError: Samples of this source cannot be added to the set, or one of its inputs was changed.
-        IndexMissingError, UnfinishedError: The set has no index, or is unfinished.
+        OvertakenError: Somebody else changed the set meanwhile; nothing was added.
+        ConfigError: The set is not one that samples of this source can be added to, or an input of it was changed.
+        IndexMissingError, UnfinishedError: There is no whole set with an index.
         DataError: A record cannot be read or stored.
         StorageError: A store failed.
     """
@@ -468,7 +468,7 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
 
 
 def _pattern_of(names: Sequence[str]) -> str:
-    """Return the pattern of the names of shards, from the last of them."""
+    """Return the pattern of the names of shards, by the last of them."""
     found = next((one for one in map(_SHARD_NUMBER.fullmatch, reversed(names)) if one is not None), None)
     return "{:06d}.tar" if found is None else f"{found[1]}{{:0{len(found[2])}d}}.tar"
 

@@ -383,7 +383,7 @@ class PackingRun:
             self._noted, self._noted_bytes, self._bytes_since = inputs, len(data), 0
 
     def _skipped(self) -> dict[str, str]:
-        """Return the entries of the source that are not samples, from this run and earlier ones."""
+        """Return what reading found that is no sample, this time or before."""
         listed = {one.path for one in self._listed}
         found = {one.path: one.reason for one in self._reader.skipped if one.path not in listed}
         return {**self._earlier.skipped, **found}

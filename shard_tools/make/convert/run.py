@@ -37,15 +37,15 @@ class RecordOptions(ShardOptions):
 
     Attributes:
         kind: The source's layout, or ``"auto"``.
-        key_field: The field that holds keys; ``"number"`` counts; None: the default of the layout.
-        fields: (column, extension) pairs: columns to store as separate fields.
-        columns: Metadata to store in the sample table, in addition to the layout's own.
-        keep_order: Do not shuffle folders of several classes, which are shuffled by default.
-        max_gzip_ratio: Maximum ratio by which a ``.tar.gz`` may inflate.
-        allow_unfinished: Accept unfinished sets as the source.
-        part: The split to take, if the source has several.
-        config: The configuration to take, if the source has several.
-        unlike_columns: Accept files with different columns, and log it.
+        key_field: The field that holds keys; ``"number"`` counts; None: what is usual for the layout.
+        fields: (column, extension) pairs: columns to be stored as fields of their own.
+        columns: Metadata that the sample table shall hold, in addition to those that the layout gives it.
+        keep_order: Do not shuffle what usually is shuffled: folders of several classes.
+        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
+        allow_unfinished: Take what is there of shards that are still being written.
+        part: The split to take, of a source that has several.
+        config: The configuration to take, of a source that has several.
+        unlike_columns: Take files of unlike columns as they are, and log it.
     """
 
     kind: str = "auto"
@@ -134,8 +134,8 @@ class ConvertReport(Report):
         classes: Class numbers, if the source has classes.
         classes_from: Origin of the class numbers; "" if it is the source alone.
         shuffle_seed: The seed by which records were shuffled; None: they keep the source's order.
-        skipped: Entries of the source that were left out.
-        remarks: Number of samples by remark, including earlier runs.
+        skipped: What was left out of the source.
+        remarks: What is odd about samples, and about how many; of earlier runs, too.
         seconds: Wall time of this run.
     """
 

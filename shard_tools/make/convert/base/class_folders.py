@@ -41,7 +41,7 @@ from streaming.storage import Storage, join_url, local_path, redact, split_url
 HIDDEN = "hidden: a name that starts with a dot"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
-_LISTED = 12  # maximum number of names in a message
+_LISTED = 12  # names that a message lists
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ClassFolders(ABC):
         extensions: Extensions of its files, in lower case, without the dot.
         own_field: Text of the warning for files of several types, which become one field.
         measures: Columns that :meth:`look` gives.
-        unread: The remark about a file for which :meth:`look` raises.
+        unread: The remark about a file of which :meth:`look` raises.
 
     Raises:
         NotFoundError: There is no such file.

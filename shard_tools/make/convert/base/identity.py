@@ -369,7 +369,7 @@ class SourceStorage(Storage):
 
 
 def changed_meanwhile(url: str) -> DataError:
-    """Return the error for an input that changed while it was read."""
+    """Return the error for an input that is changed while it is read."""
     return DataError(
         f"{redact(url)}: it was changed while it was read; run this again when nothing writes to it: what is there of "
         "its old content is made again"

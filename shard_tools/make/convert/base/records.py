@@ -27,7 +27,7 @@ from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key for the keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
-RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # limits of a run of records that are written together
+RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # that are written together
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
 _SEEDS = 0x9E3779B97F4A7C15  # spreads neighboring seeds far apart
