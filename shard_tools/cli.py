@@ -1,8 +1,8 @@
 """Parse the command line: every command is a thin wrapper around one library function.
 
-Exit codes: 0 done, 1 a finding or a failure, 2 wrong usage, 3 of commands that judge: they could not look, 130 stopped
-by Ctrl-C. Results go to standard output,
-progress and errors to standard error; an error is a single message, without a traceback unless ``--debug`` is given.
+Exit codes: 0 done; 1 a finding or a failure; 2 wrong usage; 3 a command that checks could not read its subject; 130
+stopped by Ctrl-C. Results go to standard output, progress and errors to standard error. An error is a single message,
+without a traceback unless ``--debug`` is given.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def cli() -> None:
     help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
 @start_over_option
-@click.option("--append", "appends", is_flag=True, help="Add what is new to the set in TARGET, with the set's options.")
+@click.option("--append", "appends", is_flag=True, help="Add new inputs to the set in TARGET, with the set's options.")
 @unfinished_option
 @json_option
 @with_storage_options
@@ -248,7 +248,7 @@ def convert_command(
 
 
 def _refuse_options_of_the_set(taken: frozenset[str]) -> None:
-    """Refuse options of a conversion that a set has already.
+    """Refuse options of a conversion that are fixed by the set.
 
     Raises:
         click.UsageError: One is given.
@@ -281,7 +281,7 @@ def index_command(
 ) -> None:  # fmt: skip
     """Build the index of existing shards, beside them or at --index. A run that was stopped can be continued.
 
-    An index that is there is checked, and rebuilt where it is damaged.
+    An existing index is checked, and its damaged files are rebuilt.
 
     \b
     Example:
@@ -334,8 +334,8 @@ def verify_command(
 ) -> None:
     """Check the index against every byte of the shards.
 
-    Everything that is wrong is listed. With --bad, check only the samples in a list, in these shards or (without URL)
-    in all shards of the list, and show which are still bad, and why.
+    Every problem is listed. With --bad, check only the samples in a list, in these shards or (without URL) in all
+    shards of the list, and show which are still bad, and why.
 
     \b
     Example:
@@ -386,13 +386,13 @@ def verify_command(
     help="Make a field from the values of a column, late or not.",
 )
 @click.option(
-    "--dedupe", is_flag=True, help="Merge samples with the same key; of a field that occurs twice, keep the first."
+    "--dedupe", is_flag=True, help="Merge samples with the same key; if a field occurs twice, keep the first."
 )
 @click.option(
     "--key-prefix", default="", metavar="TEXT", help="Prefix for every key; may contain {shard} and {number}."
 )
 @click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples in this list (see verify).")
-@click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line.")
+@click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one per line.")
 @click.option(
     "--memory",
     "memory_bytes",
@@ -471,7 +471,7 @@ def _changes(arguments: dict[str, Any]) -> FieldChanges:
 @click.option("--drop-damaged", is_flag=True, help="Also write shards that have lost samples.")
 @on_shards
 def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **arguments: Any) -> None:
-    """Save what is left of damaged tars to TARGET.
+    """Salvage the intact samples of damaged tars to TARGET.
 
     Shards keep their names and are indexed; losses are reported. Repairs a missing end-of-archive marker, archives
     concatenated with cat, and hard links. If the shards have an index, its checksums identify damaged bytes. A shard

@@ -31,7 +31,7 @@ DESCRIBED: dict[str, Any] = {
     **{f"Schedule.{name}": getattr(streaming.Schedule, name) for name in ("linear", "root", "cosine", "steps")},
     **{name: getattr(streaming, name) for name in ("DevicePrefetcher", "SequenceSlice", "StageFields", "Broadcast")},
     **{name: getattr(streaming, name) for name in ("Sound", "Video")},
-    **{name: getattr(streaming, name) for name in ("OrdinaryDataset", "TableDataset", "TorchIterable")},
+    **{name: getattr(streaming, name) for name in ("OrdinaryDataset", "TableDataset", "TorchIterable", "Tickets")},
     **{name: getattr(streaming, name) for name in ("DeviceMeshFetcher", "DeviceMeshSampler", "RetrySampler")},
     **{name: getattr(streaming, name) for name in ("RemoteGroup",)},
     "storage_options": StorageOptions,

@@ -1,4 +1,4 @@
-"""Parse commands that are too long for ``cli``, and print what they did: one module for each.
+"""Parse the commands that are too long for ``cli``, and print their reports: one module per command or group.
 
-The work itself is done by functions of the packages below, which know no command line.
+The work itself is done by functions of other packages, which do not depend on the command line.
 """

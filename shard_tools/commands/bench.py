@@ -1,4 +1,4 @@
-"""Parse the commands that say where the time goes: ``bench`` on this machine, ``trace`` in a job that ran."""
+"""Parse the commands that show where time is spent: ``bench`` on this machine, ``trace`` for a job that ran."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_DATASET = ("cache_dir", "cache_limit")
     type=click.FloatRange(min=0, min_open=True),
     default=20.0,
     show_default=True,
-    help="Time to measure, beside what it takes to start.",
+    help="Time to measure, in addition to the start.",
 )
 @click.option("--bytes", "max_bytes", type=SIZE, default="1GB", show_default=True, help="Bytes to read, about.")
 @click.option("--batch-size", type=COUNT, default=64, show_default=True, help="Samples per batch, as in training.")
@@ -52,14 +52,14 @@ _OF_DATASET = ("cache_dir", "cache_limit")
 @json_option
 @with_storage_options
 def bench_command(urls: tuple[str, ...], *, to_tune: bool, out: str | None, as_json: bool, **arguments: Any) -> None:
-    """Measure how fast this machine reads a set, and say what limits it.
+    """Measure how fast this machine reads a set, and report the bottleneck.
 
     Measures the store (latency and bandwidth, by size and number of requests), decoding (on threads and in processes)
-    and delivery (a DataLoader loop with nothing that uses its batches). Says which of them limits and why, suggests
-    settings for DataLoader and StreamingDataset, and how many requests and bytes an epoch takes. Nothing is written.
+    and delivery (a DataLoader loop that does not use its batches). Reports which of them is the limit and why, suggests
+    settings for DataLoader and StreamingDataset, and counts the requests and bytes of an epoch. Nothing is written.
 
     With --tune it measures delivery only, with one and more threads and processes, then with more batches ahead, each
-    twice. It writes the least of them that is as fast as the fastest into a file, for DataLoader(tuned="tuned.json").
+    twice. It writes the smallest setting that is as fast as the fastest to a file, for DataLoader(tuned="tuned.json").
 
     \b
     Example:
@@ -87,12 +87,12 @@ def _tune(
     urls: tuple[str, ...], storage_options: Mapping[str, object], *, index_url: str | None, options: BenchOptions,
     out: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Say how long it takes, measure, show what was found, and write it."""
+    """Print the expected time, measure, print the results, and write them."""
     storage, plan = Storage(storage_options), plan_here(options)
     check_out(out, storage)
     click.echo(
         f"{counted(plan.num_settings, 'setting')} in {counted(plan.num_passes, 'pass')}: at most {plan.seconds:g} s "
-        "in all, beside what processes take to start",
+        "in all, in addition to the start of processes",
         err=True,
     )
     with progress_bar("tune", "passes") as progress:
@@ -123,7 +123,7 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 
 def _show(report: BenchReport) -> None:
-    """Print what was measured, and the advice."""
+    """Print the measurements and the advice."""
     click.echo(f"limit: {report.limit}; {report.why}")
     click.echo(f"sure?  {report.sure}")
     click.echo("")
@@ -163,7 +163,7 @@ def _show(report: BenchReport) -> None:
 
 @click.group("trace")
 def trace_group() -> None:
-    """Join and sum up the traces that ``loader.trace(path)`` writes."""
+    """Merge and summarize the traces that ``loader.trace(path)`` writes."""
 
 
 @trace_group.command("merge")
@@ -171,11 +171,11 @@ def trace_group() -> None:
 @click.option("-o", "--out", metavar="OUT", help="The file to write, for Perfetto. Default: none, only the summary.")
 @json_option
 def merge_command(files: tuple[str, ...], *, out: str | None, as_json: bool) -> None:
-    """Join the traces of several ranks in one file, and say what they waited for.
+    """Merge the traces of several ranks into one file, and report their waits.
 
-    Give the files that `loader.trace("trace-{rank}.json")` wrote. Ranks on one machine share its clock. The times of a
-    rank on another machine are shifted, such that its steps end when those of the lowest rank do; the summary says by
-    how much, and how far apart they are then. Open the result at ui.perfetto.dev, or in chrome://tracing.
+    Give the files that `loader.trace("trace-{rank}.json")` wrote. Ranks on one machine share its clock. The times of
+    ranks on other machines are shifted so that their steps end when those of the lowest rank do; the summary shows the
+    shift, and the remaining difference. Open the result at ui.perfetto.dev, or in chrome://tracing.
 
     \b
     Example:
@@ -186,7 +186,7 @@ def merge_command(files: tuple[str, ...], *, out: str | None, as_json: bool) -> 
 
 
 def _show_merged(report: MergeReport) -> None:
-    """Print a line for each rank, and who is waited for."""
+    """Print a line per rank, and the rank that the others wait for."""
     for one in report.ranks:
         click.echo(_rank_line(one))
     if (worst := report.worst) is not None:

@@ -1,4 +1,4 @@
-"""Parse the command ``clean``: remove what killed runs left."""
+"""Parse the command ``clean``: remove leftovers of killed runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 class AgeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
-    """A time as ``90s``, ``30m``, ``12h`` or ``2d``."""
+    """A duration, written as ``90s``, ``30m``, ``12h`` or ``2d``."""
 
     name = "age"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return seconds."""
+        """Return the duration in seconds."""
         if isinstance(value, (int, float)):
             return float(value)
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value))
         if found is None:
-            self.fail(f"{value!r} is no time such as 90s, 30m, 12h or 2d", param, ctx)
+            self.fail(f"{value!r} is not a time such as 90s, 30m, 12h or 2d", param, ctx)
         return float(found[1]) * _UNITS[found[2]]
 
 
@@ -36,15 +36,15 @@ class AgeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
     "--older-than", "older_than_s", type=AgeType(), default="1d", show_default=True, metavar="TIME",
     help="Keep uploads that began later: somebody may be writing them.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @quiet_option
 @json_option
 @with_storage_options
 def clean_command(url: str, *, older_than_s: float, dry_run: bool, as_json: bool, **arguments: Any) -> None:
-    """Remove what killed runs left below URL: temporary files, and uploads to S3 that were never finished.
+    """Remove leftovers of killed runs below URL: temporary files, and unfinished uploads to S3.
 
-    Shards, indexes and marks of unfinished sets are kept: running their command again goes on. Stores charge for the
-    parts of unfinished uploads, and list them nowhere else.
+    Shards, indexes and marks of unfinished sets are kept, so that their command can continue. Stores charge for the
+    parts of unfinished uploads, but do not show them in ordinary listings.
 
     \b
     Example:
@@ -57,7 +57,7 @@ def clean_command(url: str, *, older_than_s: float, dry_run: bool, as_json: bool
 
 
 def _show(report: CleanReport) -> None:
-    """Print what was found."""
+    """Print the leftovers."""
     for one in report.found:
         size = "" if one.num_bytes is None else f", {format_bytes(one.num_bytes)}"
         done = f"kept: {one.why_kept}" if one.why_kept else "would be removed" if report.dry_run else "removed"

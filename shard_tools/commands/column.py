@@ -1,4 +1,4 @@
-"""Parse the commands ``column`` and ``view``: values and filters that are added to existing shards."""
+"""Parse the commands ``column`` and ``view``, which add values and filters to existing shards."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def column_group() -> None:
 
 @column_group.command("add")
 @writing_options
-@click.option(
-    "--from", "source", metavar="FILE", help="Parquet, JSONL or CSV, or a pattern of such: one row per sample."
-)
+@click.option("--from", "source", metavar="FILE", help="Parquet, JSONL or CSV file, or a pattern: one row per sample.")
 @click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
@@ -68,9 +66,9 @@ def add_command(
 
     Values are joined from a file by key, taken from the samples, or computed. The column is stored beside the index, in
     one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. It
-    is an error if none matches, or if a key occurs twice in the table. A function gets a decoded sample (a dict) and
-    returns a number, text, a bool or None; it is called on several threads, or on Ray, where every node must find its
-    module.
+    is an error if no key matches, or if a key occurs twice in the table. A function gets a decoded sample (a dict) and
+    returns a number, text, a bool or None. It is called on several threads, or on Ray, where every node must be able
+    to import its module.
 
     \b
     Example:
@@ -187,7 +185,7 @@ def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
 
 
 def show_added(report: AddReport) -> None:
-    """Print what was added, and which keys did not match."""
+    """Print the totals, and the keys that did not match."""
     for count, what, keys in (
         (counted(report.num_missing, "sample"), "without a value", report.first_missing),
         (counted(report.num_unmatched, "row"), "without a sample", report.first_unmatched),

@@ -1,4 +1,4 @@
-"""Parse the command ``diff``: what differs between two sets."""
+"""Parse the command ``diff``: the differences between two sets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHOWN_SHARDS = 5
     "--limit",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Keys to list of each kind; numbers are always of all.  [default: {_SHOWN}; with --json {_LISTED:,}]",
+    help=f"Keys to list per kind of difference; counts always cover all.  [default: {_SHOWN}; with --json {_LISTED:,}]",
 )
 @click.option(
     "--memory",
@@ -62,9 +62,9 @@ def diff_command(
 ) -> None:
     """Compare the samples of A and B by key and content, and their columns.
 
-    How samples are distributed over shards, and their order, makes no difference; shards that were added, removed,
-    replaced or reordered are reported. What the checksums of both indexes tell is not read. A set without an index is
-    read whole. Exits with 0 if the sets are equal, and with 1 if they differ.
+    The order of samples and their distribution over shards do not matter; shards that were added, removed, replaced or
+    reordered are reported. Samples that the checksums of both indexes can compare are not read. A set without an index
+    is read whole. Exits with 0 if the sets are equal, and with 1 if they differ.
 
     \b
     Example:
@@ -84,7 +84,7 @@ def diff_command(
 
 
 def _show(report: DiffReport) -> None:
-    """Print what differs in words."""
+    """Print the differences as text."""
     click.echo(_summary(report))
     for name, keys, total in (("A", report.only_a, report.num_only_a), ("B", report.only_b, report.num_only_b)):
         if keys:
@@ -98,8 +98,8 @@ def _show(report: DiffReport) -> None:
     for name, count in zip("AB", report.repeated, strict=True):
         if count:
             click.echo(
-                f"{name} has {counted(count, 'sample')} whose key occurs more than once; of one key, equal samples are "
-                "matched first, then the others in order",
+                f"{name} has {counted(count, 'sample')} whose key occurs more than once; of each key, equal samples "
+                "are matched first, then the others in order",
                 err=True,
             )
     if report.unindexed:
@@ -108,7 +108,7 @@ def _show(report: DiffReport) -> None:
 
 
 def _summary(report: DiffReport) -> str:
-    """Return one line: how many samples are where, and which columns differ."""
+    """Return one line: counts of samples by difference, and the columns that differ."""
     parts = [
         f"{counted(count, 'sample')} only in {name}"
         for name, count in (("A", report.num_only_a), ("B", report.num_only_b))
@@ -136,7 +136,7 @@ def _changed(sample: ChangedSample) -> str:
 
 
 def _shard_lines(report: DiffReport) -> list[str]:
-    """Return how shards differ."""
+    """Return the lines about shards that differ."""
     shards = report.shards
     lines = [
         f"shards {what}: {_listed(names[:_SHOWN_SHARDS], len(names))}"

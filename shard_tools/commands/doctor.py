@@ -1,4 +1,4 @@
-"""Parse the command ``doctor``: what is wrong here, and what will limit."""
+"""Parse the command ``doctor``: faults and limits of this machine and a store."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from streaming.storage import redact_text
 @json_option
 @with_storage_options
 def doctor_command(urls: tuple[str, ...], *, no_imports: bool, as_json: bool, **arguments: Any) -> None:
-    """Look at this machine, its packages and the store of URL; say what is wrong and what will limit.
+    """Examine this machine, its packages and the store of URL; report faults and limits.
 
-    Lists versions, extras, cores, memory, shared memory, descriptors, disk, the launcher, and of the store how it is
-    reached, where the credentials come from, how long an answer takes and how far its clock is off. The text holds no
-    secret and can be pasted into a question. Nothing is written. Exits with 1 if something is wrong, and with 3 if the
-    store could not be looked at.
+    Lists versions, extras, cores, memory, shared memory, descriptors, disk, the launcher, and for the store its route,
+    the source of the credentials, the time of an answer and the error of its clock. The text holds no secret and can be
+    pasted into a question. Nothing is written. Exits with 1 if something is wrong, and with 3 if the store could not be
+    examined.
 
     \b
     Example:
@@ -50,7 +50,7 @@ def doctor_command(urls: tuple[str, ...], *, no_imports: bool, as_json: bool, **
 
 
 def _show(report: DoctorReport) -> None:
-    """Print everything, a line for each, and what is wrong last."""
+    """Print everything, one line each, and the faults last."""
     rows = [("shardstream", f"{report.version}, Python {report.machine.python}, {report.machine.system}")]
     rows += _package_rows(report)
     rows += _machine_rows(report.machine)

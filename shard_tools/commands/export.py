@@ -1,4 +1,4 @@
-"""Parse the command ``export``: write what other programs need to read a set."""
+"""Parse the command ``export``: write the files that other programs need to read a set."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SHOWN = 3
 @click.option("--fields", type=names, metavar="EXT,...", help="Parquet only: keep these fields.")
 @click.option("--columns", type=names, default=(), metavar="A,B", help="Parquet only: late columns to keep.")
 @click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Shards in parallel.")
-@click.option("--overwrite", is_flag=True, help="Replace files that are there with other content.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files that have other content.")
 @index_option
 @unfinished_option
 @json_option
@@ -55,11 +55,11 @@ _SHOWN = 3
 def export_command(
     urls: tuple[str, ...], *, to: str, as_json: bool, fields: tuple[str, ...] | None, **arguments: Any
 ) -> None:
-    """Write what another program needs to read the shards at URL: beside them, or as Parquet in TARGET.
+    """Write the files that another program needs to read the shards at URL: metadata, or Parquet in TARGET.
 
     energon, dali, wids and card write metadata from the index, and those programs read the tars themselves. parquet and
-    hf (for `datasets`, with a card) write the samples, a file for each shard. The shards are never changed. A run that
-    was stopped goes on where it was when it is run again.
+    hf (for `datasets`, with a card) write the samples, one file per shard. The shards are never changed. A run that was
+    stopped continues where it left off when it is run again.
 
     \b
     Example:
@@ -78,7 +78,7 @@ def export_command(
 
 
 def _show(report: ExportReport) -> None:
-    """Print what is where."""
+    """Print the files and totals."""
     shown = ", ".join(report.files[:_SHOWN])
     more = f", … ({counted(len(report.files), 'file')})" if len(report.files) > _SHOWN else ""
     there = len(report.files) - report.num_written
@@ -86,5 +86,5 @@ def _show(report: ExportReport) -> None:
         f"{report.target}: {shown}{more}, for {counted(report.num_samples, 'sample')} in "
         f"{counted(report.num_shards, 'shard')}"
         + (f"; {counted(there, 'file')} of them there before" if there else "")
-        + ("; the tars are read as they are" if report.reads_tars else "")
+        + ("; the tars are read directly" if report.reads_tars else "")
     )

@@ -1,4 +1,4 @@
-"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe``, ``split`` and ``version``."""
+"""Parse the commands that change a set by versions: ``append``, ``delete``, ``dedupe``, ``split``, ``version``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _store(arguments: dict[str, Any]) -> Storage:
     "--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]"
 )
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer that made SET, if it holds tokens.")
-@click.option("--chat-template", metavar="FILE", help="Its template.  [default: the tokenizer's]")
+@click.option("--chat-template", metavar="FILE", help="The chat template of SET.  [default: the tokenizer's]")
 @click.option(
     "--workers", type=COUNT, help="Reader threads (default 8), or tokenizer processes (default: one per core)."
 )
@@ -66,10 +66,10 @@ def _store(arguments: dict[str, Any]) -> Storage:
 @json_option
 @with_storage_options
 def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
-    """Add what is new in each SOURCE to SET, as its next version.
+    """Add the new inputs of each SOURCE to SET, as its next version.
 
-    Options are those with which SET was converted. Its classes keep their numbers, and new ones get the next. Inputs
-    that SET has are not read again; what is there is not written again. Readers see all that is new, or nothing yet.
+    SET keeps the options of its conversion. Its classes keep their numbers, and new classes get the next ones. Inputs
+    that SET already has are not read again, and existing shards are not rewritten. Readers see all new samples or none.
 
     \b
     Example:
@@ -84,7 +84,7 @@ def append_all(
     sources: Sequence[str], target: str, *, tokenizer: str | None, chat_template: str | None, workers: int | None,
     on_error: str | None, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Add sources to a set, and print what was added.
+    """Add sources to a set, and print the totals.
 
     Raises:
         click.UsageError: A tokenizer is given for a set without tokens.
@@ -93,7 +93,7 @@ def append_all(
     directory = Destination.of(target).directory
     has_tokens = is_of_tokens(load_journal(directory, Storage(storage_options)))
     if not has_tokens and (tokenizer or chat_template):
-        raise click.UsageError(f"--tokenizer is for sets of tokens, and {redact(directory)} is none. Leave it out.")
+        raise click.UsageError(f"--tokenizer is for sets of tokens; {redact(directory)} is not one. Leave it out.")
     with progress_bar("append", "samples") as progress:
         how = {"storage_options": storage_options, "progress": progress, **arguments}
         if not has_tokens:
@@ -109,16 +109,16 @@ def append_all(
 
 @click.command("delete")
 @click.argument("target", metavar="SET")
-@click.option("--keys", metavar="FILE", help="Delete the samples with these keys: a file with one in each line.")
+@click.option("--keys", metavar="FILE", help="Delete the samples with these keys: a file with one per line.")
 @click.option("--where", metavar="CONDITION", help='Delete the samples that match, such as "score < 0.2".')
 @click.option(
     "--contents",
     metavar="FILE",
-    help="Delete the samples with a field of such SHA-256 or MD5, one in each line.",
+    help="Delete the samples with a field of one of these SHA-256 or MD5 digests: a file with one per line.",
 )
-@click.option("--purge", is_flag=True, help="Remove the old shards, and the versions without a name.")
+@click.option("--purge", is_flag=True, help="Remove the old shards, and all untagged versions.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
-@click.option("--dry-run", is_flag=True, help="Only tell what would be deleted and written.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be deleted and written.")
 @quiet_option
 @json_option
 @with_storage_options
@@ -126,9 +126,9 @@ def delete_command(
     target: str, *, keys: str | None, where: str | None, contents: str | None, purge: bool, workers: int,
     dry_run: bool, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Leave samples out of SET, a directory of indexed shards.
+    """Delete samples from SET, a directory of indexed shards.
 
-    Only the shards that hold them are written anew, under other names; then the set's next version is published.
+    Only the shards that hold them are rewritten, under other names; then the set's next version is published.
     Earlier versions keep the old shards, until --purge or `version prune` removes them.
 
     \b
@@ -151,14 +151,18 @@ def delete_command(
 @click.argument("target", metavar="SET")
 @click.option(
     "--by", metavar="content|key|FIELD", default=CONTENT, show_default=True,
-    help="What makes samples the same: the bytes of all fields, the key, or the bytes of a field.",
+    help="Compare the bytes of all fields, the keys, or the bytes of one field.",
 )  # fmt: skip
 @click.option(
-    "--keep", type=click.Choice(get_args(Keep)), default="first", show_default=True, help="Which one stays, in order."
+    "--keep",
+    type=click.Choice(get_args(Keep)),
+    default="first",
+    show_default=True,
+    help="Which one stays.",
 )
 @click.option("--pairs", metavar="FILE", help="Write each pair to this file, as a line of JSON.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
-@click.option("--dry-run", is_flag=True, help="Only tell what SET has twice.")
+@click.option("--dry-run", is_flag=True, help="Only report the duplicates.")
 @quiet_option
 @json_option
 @with_storage_options
@@ -166,10 +170,10 @@ def dedupe_command(
     target: str, *, by: str, keep: Keep, pairs: str | None, workers: int, dry_run: bool, as_json: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Leave out the samples that SET, a directory of indexed shards, has twice or more.
+    """Remove duplicates from SET, a directory of indexed shards.
 
-    Each is named with the one that stays. Only samples that the index cannot tell apart, by keys, sizes and checksums,
-    are read. Shards are written as by `delete`, as the set's next version.
+    Each duplicate is listed with the sample that stays. Only samples that the index cannot distinguish by keys, sizes
+    and checksums are read. Shards are rewritten as by `delete`, as the set's next version.
 
     \b
     Example:
@@ -193,7 +197,7 @@ def dedupe_command(
     "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
 )
 @click.option(
-    "--group-field", metavar="COLUMN", help="Keep samples with one value of this column, late or not, together."
+    "--group-field", metavar="COLUMN", help="Keep samples with the same value of this column, late or not, together."
 )
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
@@ -206,10 +210,10 @@ def dedupe_command(
 @json_option
 @with_storage_options
 def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
-    """Write each sample of SOURCE into one of several sets, TARGET/train and others, in one pass.
+    """Divide the samples of SOURCE among several sets, TARGET/train and others, in one pass.
 
-    The hash of its key, or of a column, decides alone. So a set that has grown is split as before, and a group, such as
-    all pictures of one person, is never in two sets.
+    Only the hash of a sample's key, or of its value in a column, decides. So samples keep their set when SOURCE grows,
+    and a group, such as all pictures of one person, is never in two sets.
 
     \b
     Example:
@@ -228,10 +232,10 @@ def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: 
 
 @click.group("version")
 def version_group() -> None:
-    """Name, list, show, compare and prune the versions of a set.
+    """Tag, list, show, compare and prune the versions of a set.
 
-    Each change of a set is its next version; earlier ones can be opened by number until they are pruned, and by name
-    for good.
+    Each change of a set makes its next version. Earlier versions can be opened by number until they are pruned; tagged
+    versions can be opened by name until the tag is dropped.
 
     \b
     Example:
@@ -243,11 +247,11 @@ def version_group() -> None:
 @writing_options
 @click.argument("target", metavar="SET")
 @click.argument("name")
-@click.option("--of", "version", metavar="VERSION", help="The version that gets the name. Default: the current one.")
+@click.option("--of", "version", metavar="VERSION", help="The version to tag. Default: the current one.")
 @json_option
 @with_storage_options
 def tag_command(target: str, name: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
-    """Keep a version of SET under NAME, for good: StreamingDataset(SET, version=NAME).
+    """Tag a version of SET as NAME, so that it is kept: StreamingDataset(SET, version=NAME).
 
     \b
     Example:
@@ -264,7 +268,7 @@ def tag_command(target: str, name: str, *, version: str | None, as_json: bool, *
 @json_option
 @with_storage_options
 def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
-    """List the versions of SET that can be opened, and changes that are not published.
+    """List the versions of SET that can be opened, and unpublished changes.
 
     \b
     Example:
@@ -280,7 +284,7 @@ def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
 @json_option
 @with_storage_options
 def show_command(target: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
-    """Show what a version of SET holds. Default: the current one.
+    """Show the contents of a version of SET. Default: the current one.
 
     \b
     Example:
@@ -298,7 +302,7 @@ def show_command(target: str, *, version: str | None, as_json: bool, **arguments
 @json_option
 @with_storage_options
 def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arguments: Any) -> None:
-    """Tell which samples of SET, by key, version NEW has and OLD has not, and the other way round.
+    """Show the samples of SET, by key, that only one of the versions OLD and NEW has.
 
     NEW is the current version by default. Only the key columns of shards that differ are read.
 
@@ -314,13 +318,13 @@ def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arg
 @version_group.command("prune")
 @click.argument("target", metavar="SET")
 @click.option(
-    "--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Latest versions without a name to keep."
+    "--keep", type=click.IntRange(min=0), default=0, show_default=True, help="Latest untagged versions to keep."
 )
-@click.option("--drop", multiple=True, metavar="NAME", help="Give up the version of this name, too.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Drop this tagged version, too.")
 @click.option(
-    "--abandon", multiple=True, metavar="CHANGE", help="Remove what a killed change wrote; see `version list`."
+    "--abandon", multiple=True, metavar="CHANGE", help="Remove the shards of a killed change; see `version list`."
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @quiet_option
 @json_option
 @with_storage_options
@@ -328,7 +332,7 @@ def prune_command(
     target: str, *, keep: int, drop: tuple[str, ...], abandon: tuple[str, ...], dry_run: bool, as_json: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Give up the versions of SET without a name, and remove the shards that no other version holds.
+    """Drop the untagged versions of SET, and remove the shards that no other version holds.
 
     \b
     Example:
@@ -426,7 +430,7 @@ def _show_diff(report: VersionDiff) -> None:
 def _show_prune(report: PruneReport) -> None:
     would = "would be " if report.dry_run else ""
     click.echo(
-        f"{counted(len(report.dropped), 'version')} {would}given up, {counted(report.num_shards, 'shard')} "
+        f"{counted(len(report.dropped), 'version')} {would}dropped, {counted(report.num_shards, 'shard')} "
         f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: "
         f"{', '.join(report.kept) or 'none'}"
     )

@@ -1,4 +1,4 @@
-"""Parse the command ``map``: a user's function over the samples of a set."""
+"""Parse the command ``map``, which applies a user's function to the samples of a set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from streaming.common.arguments import counted, format_bytes
 @writing_options
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET MODULE:FUNCTION")
 @shard_size_options
-@click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay as is.")
+@click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay unchanged.")
 @click.option("--where", metavar="CONDITION", help='Take only samples that match, such as "tokens >= 512".')
 @click.option("--view", metavar="NAME", help="Take only the samples of a saved view.")
 @click.option("--columns", type=names, default=(), metavar="A,B", help="Late columns to keep, in the sample tables.")
@@ -46,7 +46,7 @@ from streaming.common.arguments import counted, format_bytes
     show_default=True,
     help="What to do with samples on which the function fails.",
 )
-@click.option("--max-bad", type=COUNT, help="With --on-error drop: most of these.  [default: 0.1 % of the samples]")
+@click.option("--max-bad", type=COUNT, help="With --on-error drop: maximum number.  [default: 0.1 % of the samples]")
 @click.option("--write-bad", metavar="FILE", help="With --on-error drop: list them, for reshard --drop.")
 @engine_option
 @click.option("--workers", type=COUNT, help="Processes (default: one per core), or Ray tasks (default 64).")
@@ -59,11 +59,11 @@ def map_command(
     sources: tuple[str, ...], *, engine: str, workers: int | None, on_error: str, max_bad: int | None,
     write_bad: str | None, fields: tuple[str, ...] | None, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Write what your function makes of the samples of SOURCE into new shards in TARGET.
+    """Apply your function to the samples of SOURCE, and write the results into new shards in TARGET.
 
-    It gets a decoded sample (a dict), and returns the fields that change (None removes one), several such dicts, or
-    None to leave the sample out. Other fields keep their bytes, samples their keys and columns. It runs in processes. A
-    run that was stopped continues where it left off when it is run again.
+    The function gets a decoded sample (a dict). It returns the fields that change (None removes one), several such
+    dicts, or None to leave the sample out. Other fields keep their bytes, samples their keys and columns. It runs in
+    worker processes. A run that was stopped continues where it left off when it is run again.
 
     \b
     Example:
@@ -91,7 +91,7 @@ def map_command(
 
 
 def show_made(report: FunctionReport) -> None:
-    """Print what became of the inputs of a function."""
+    """Print the totals of the inputs and samples."""
     show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
         f"{counted(report.num_inputs, 'sample')} taken, {report.num_empty:,} left out by the function, "

@@ -1,4 +1,4 @@
-"""Parse the command ``plan``: what a run reads, what was in a step of it, and when a sample comes."""
+"""Parse the command ``plan``: the reads of a run, the samples of a step, and the steps of a sample."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from streaming.storage import Storage
 from streaming.types import LastBatch
 
 _OF_THE_STATE = ("shuffle", "lanes", "window", "seed", "epoch", "epoch_size")
-"""Options that a state has; those of ``_NO_READING`` have no effect on which sample comes when."""
+"""Options that a state contains; those of ``_NO_READING`` do not affect the order of samples."""
 _NO_READING = ("memory_limit", "plot")
 
 
 class RampType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
-    """A number, or ``ROW:N,…``: that number from this row of the run on."""
+    """A number, or ``ROW:N,…``: the number N from row ROW of the run on."""
 
     name = "N|0:N,ROW:N…"
 
@@ -55,7 +55,7 @@ class RampType(click.ParamType):  # type: ignore[type-arg]  # generic in newer r
 
 
 class ObjectType(click.ParamType):  # type: ignore[type-arg]
-    """A JSON object of options; a word without braces stands for the column of ``--balanced``."""
+    """A JSON object of options; a word without braces is the column of ``--balanced``."""
 
     name = "JSON"
 
@@ -83,7 +83,7 @@ described_options = together(
         "--length",
         type=RAMP,
         metavar="T|0:T,ROW:T…",
-        help="Packs of T tokens, Packed(…, length=T); of several, from which row of the run on.",
+        help="Packs of T tokens, Packed(…, length=T); several lengths with the rows where they begin.",
     ),
     click.option("--padded", is_flag=True, help="With --length: padded packs, batches by size."),
     click.option(
@@ -95,12 +95,12 @@ described_options = together(
         "--balanced",
         type=OBJECT,
         metavar="COLUMN|JSON",
-        help="As Balanced(…, by=COLUMN) has it, or with the options of a JSON object.",
+        help="As Balanced(…, by=COLUMN), or with the options of a JSON object.",
     ),
     click.option("--curriculum", type=OBJECT, help="A Curriculum with these options, as in a mixture's file."),
     click.option("--where", metavar="CONDITION", help="Only the samples that match; see docs/filters.md."),
     click.option("--view", metavar="NAME", help="Only the samples of a saved view."),
-    click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one a line."),
+    click.option("--exclude", metavar="FILE", help="Leave out the samples of this file of keys, one per line."),
     click.option("--version", metavar="VERSION", help="A version of the set, by number or name; see version list."),
     click.option("--subset", metavar="A..B", help="Only a range of the stored samples: 0%..80%, or 1000..2000."),
     click.option(
@@ -115,7 +115,7 @@ described_options = together(
         help="Let the file of a mixture set this option, such as endpoint_url, which does not describe data.",
     ),
 )
-"""What chooses samples and shapes rows; see :func:`take_description`."""
+"""Options that select samples and shape rows; see :func:`take_description`."""
 
 
 @click.command("plan")
@@ -128,13 +128,13 @@ described_options = together(
 @click.option("--ulysses", type=COUNT, default=1, help="Sequence-parallel (Ulysses) size: the same data.")
 @click.option("--ep", type=COUNT, default=1, help="Expert-parallel size, as a separate axis: the same data.")
 @click.option(
-    "--batch-size", type=RAMP, help="Samples per batch and data rank; of a ramp, from which row of the run on."
+    "--batch-size", type=RAMP, help="Samples per batch and data rank; for a ramp, with the rows where they begin."
 )
-@click.option("--global-batch-size", type=RAMP, help="Samples per batch over all ranks; likewise.")
+@click.option("--global-batch-size", type=RAMP, help="Samples per batch over all ranks; or a ramp.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Shuffled (default), or in storage order.")
-@click.option("--lanes", type=COUNT, help="Parts of an epoch that are read in parallel. Default: as the loader.")
+@click.option("--lanes", type=COUNT, help="Parts of an epoch that are read in parallel. Default: as in the loader.")
 @click.option(
-    "--window", type=click.IntRange(min=0), help="How far a sample may move within its lane. Default: as the loader."
+    "--window", type=click.IntRange(min=0), help="Maximum move of a sample within its lane. Default: as in the loader."
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the order. Default: 0, or the mixture's seed.")
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Epoch to plan.")
@@ -187,11 +187,11 @@ def plan_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Show which data rank reads what under a topology.
+    """Show the reads of every data rank under a topology.
 
     The report shows lanes, bytes, requests, memory and read amplification of every data rank. It comes from the planner
-    that training uses, and needs only the index. A plan that does not fit into memory, or that reads much more than
-    once, causes a warning that says what to do. URL may be the JSON file of a mixture (Mixture.from_file).
+    that training uses, and needs only the index. A plan that does not fit into memory, or that reads many bytes twice,
+    causes a warning with a cure. URL may be the JSON file of a mixture (Mixture.from_file).
 
     \b
     Example:
@@ -237,7 +237,7 @@ def _check_effect(context: click.Context, *, is_run: bool, when: bool) -> None:
     """Refuse options that would have no effect.
 
     Raises:
-        UsageError: There is one.
+        UsageError: An option would have no effect.
     """
     given = {
         name for name in (*_OF_THE_STATE, *_NO_READING, "thorough")
@@ -272,7 +272,7 @@ def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
     if twice:
         raise click.UsageError(f"--{twice[0]} and --packed both give {twice[0]!r}. Leave one out.")
     packs |= packed or {}
-    if isinstance(packs.get("length"), Schedule):  # as a file of a mixture has it
+    if isinstance(packs.get("length"), Schedule):  # the form in a mixture's file
         packs["length"] = packs["length"].to_dict()
     if (packs or packed is not None) and "length" not in packs:
         raise click.UsageError("Packs need --length, their tokens; with --padded, the budget of a batch.")

@@ -1,4 +1,4 @@
-"""Parse the command ``show``: pages over a set, a mixture or a running job, served on this machine or as one file."""
+"""Parse the command ``show``: pages about a set, a mixture or a running job, served locally or written to a file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_THE_SERVER = ("port", "no_browser", "host", "expose")
 )  # fmt: skip
 @click.option("--bad", multiple=True, metavar="FILE", help="List of bad samples (bad_samples_file, or verify's).")
 @click.option("--tokenizer", metavar="FILE", help="Tokenizer that made the tokens, to show them as text.")
-@click.option("--html", metavar="FILE", help="Write the pages into one file, and end.")
+@click.option("--html", metavar="FILE", help="Write the pages into one file, and exit.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, metavar="IP", help="Address to listen at; see --expose."
 )
@@ -54,11 +54,11 @@ def show_command(
     run: tuple[str, ...], bad: tuple[str, ...], tokenizer: str | None, html: str | None, host: str, expose: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Look at samples, columns, and the order of training, in a web page.
+    """Browse samples, columns, and the order of training, in a web page.
 
     Prints one line, the address of the pages with its secret token, and serves them to this machine until it is
-    stopped. Every page is also JSON, by format=json. Only what is shown is read, and nothing is ever written. URL may
-    be the JSON file of a mixture (Mixture.from_file).
+    stopped. Every page is also available as JSON, by format=json. Only shown samples are read, and nothing is ever
+    written. URL may be the JSON file of a mixture (Mixture.from_file).
 
     \b
     Example:
@@ -107,7 +107,7 @@ def _serve(subject: Subject, host: str, port: int, *, opens: bool) -> None:
 
 
 def _check_file(context: click.Context) -> None:
-    """Refuse options of the server beside ``--html``, which starts none.
+    """Refuse options of the server together with ``--html``, which starts no server.
 
     Raises:
         UsageError: One is given.

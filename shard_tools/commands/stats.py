@@ -30,7 +30,7 @@ from streaming.sets.filters.select import parse_subset
 from streaming.storage import Storage, redact_text
 
 _SHOWN = 6  # words of a field, values of a column
-_RARE = 100  # a value that less than one in so many samples has
+_RARE = 100  # a value is rare if fewer than one in 100 samples has it
 
 
 @click.command("stats")
@@ -56,11 +56,11 @@ def stats_command(
     subset: str | None, html: str | None, as_json: bool, index_url: str | None, allow_unfinished: bool,
     engine: str, workers: int | None, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Say what is in a set, and what will surprise in training.
+    """Summarize a set, and report surprises for training.
 
     Shows fields with their sizes, kinds of content, classes, image sizes and modes, lengths of texts, columns (late
-    ones, too), duplicates, and surprises, each with its cure. What the index knows is that of all samples; the rest
-    comes from --limit of them.
+    ones, too), duplicates, and surprises, each with its cure. Facts from the index cover all samples; the rest comes
+    from --limit of them.
 
     \b
     Example:
@@ -91,10 +91,10 @@ def stats_command(
 
 
 def check_page(path: str) -> None:
-    """Refuse a local file of ``--html`` that cannot be written, before the work; what is there stays.
+    """Refuse a local file of ``--html`` that cannot be written, before the work; an existing file is not changed.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The file cannot be written.
     """
     checked_path("--html", path)
     with _errors_of(path):
@@ -106,7 +106,7 @@ def check_page(path: str) -> None:
 
 
 def write_page(path: str, text: str) -> None:
-    """Write the local file of ``--html``, whole or not at all.
+    """Write the local file of ``--html`` atomically.
 
     Raises:
         ConfigError: It cannot be written.
@@ -121,7 +121,7 @@ def write_page(path: str, text: str) -> None:
 
 
 def _is_replaced(path: str) -> bool:
-    """Tell whether a whole file takes the place of what is there; a device or pipe, such as /dev/stdout, is written."""
+    """Return whether a new file replaces the path; a device or pipe, such as /dev/stdout, is written directly."""
     return not os.path.exists(path) or os.path.isfile(path)
 
 
@@ -214,7 +214,7 @@ def _most(top: Top, total: int | None = None) -> str:
 
 
 def _frequent(top: Top) -> str:
-    """Return the most frequent values of a column, or how many there are if each is rare."""
+    """Return the most frequent values of a column, or the number of values if each is rare."""
     most = max(top.counts.values(), default=0)
     if most * _RARE >= top.num:
         return _most(top)

@@ -40,7 +40,7 @@ tokenizer_options = together(
     click.option(
         "--bos", metavar="TOKEN", help="Put before each document: name, id or 'none'. Default: the tokenizer's."
     ),
-    click.option("--eos", metavar="TOKEN", help="Put after each document, likewise."),
+    click.option("--eos", metavar="TOKEN", help="Put after each document. Default: the tokenizer's."),
     click.option("--keep", type=names, metavar="FIELD,...", help="Keep these columns, in the field json."),
     click.option(
         "--split", multiple=True, metavar="NAME=SHARE", help="Split by hash, such as val=0.5%; the rest is train."
@@ -55,7 +55,7 @@ tokenizer_options = together(
         "--pattern", metavar="NAME|REGEX", help="Split pattern for tiktoken, if the file name does not imply it."
     ),
 )
-"""What turns text into tokens; see :func:`convert_tokens`."""
+"""Options of tokenization; see :func:`convert_tokens`."""
 
 
 def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def convert_tokens(
         raise click.UsageError("--tokens-field: there is nothing to encode elsewhere; leave --engine out.")
     workers = workers or (DEFAULT_WORKERS["ray"] if engine == "ray" else num_cores())
     chosen = TokenizeOptions(workers=workers, **options)
-    # A single one is this process, which also takes ids as they are.
+    # A single worker is this process, which also copies given ids.
     processes = engine == "local" and workers > 1 and chosen.tokens_field is None
     opened: AbstractContextManager[Executor | None]
     opened = ProcessExecutor(workers) if processes else open_engine(engine, workers)
@@ -107,7 +107,7 @@ def convert_tokens(
 
 
 def show_tokens(report: TokenizeReport) -> None:
-    """Print the outcome of a tokenization."""
+    """Print the result of a tokenization."""
     for one in report.sets:
         show_earlier(one.num_resumed_documents, was_complete=one.was_complete, changed=one.changed, what="document")
         click.echo(

@@ -7,10 +7,11 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from infra import launch
 from shard_tools.make.convert.sources import LAYOUTS
@@ -30,6 +31,7 @@ def test_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     tables = (BY_EXTENSION, BY_NAME, LAYOUTS)
     before = [dict(table) for table in tables]
     names: dict[str, object] = {"__name__": "contributing"}
+    monkeypatch.setitem(sys.modules, "contributing", ModuleType("contributing"))  # dataclasses look there
     ran = 0
     try:
         for block in blocks(PAGE):
@@ -37,11 +39,21 @@ def test_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 exec(compile("\n" * (block.line - 1) + block.code, "CONTRIBUTING.md", "exec"), names)
                 ran += 1
         added = [sorted(table.keys() - old.keys()) for table, old in zip(tables, before, strict=True)]
-        assert (ran, added) == (9, [["wav"], ["wav"], ["fasta"]])
+        assert (ran, added) == (10, [["wav"], ["wav"], ["fasta"]])
     finally:
         for table, old in zip(tables, before, strict=True):
             table.clear()  # type: ignore[attr-defined]
             table.update(old)  # type: ignore[attr-defined]
+
+
+def test_the_command_prints_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [one for one in blocks(PAGE) if one.language == "python" and "longest_command" in one.code]
+    names: dict[str, Any] = {"__name__": "contributing"}
+    monkeypatch.setitem(sys.modules, "contributing", ModuleType("contributing"))
+    exec(compile(block.code, "CONTRIBUTING.md", "exec"), names)
+    write_set(tmp_path / "set", (3, 4))
+    result = CliRunner().invoke(names["longest_command"], [str(tmp_path / "set")])
+    assert (result.exit_code, result.output) == (0, "000001.tar: 4 samples\n")
 
 
 def test_examples_are_short() -> None:
@@ -52,6 +64,7 @@ def test_examples_are_short() -> None:
         "kind of row",
         "kind of order",
         "decoder",
+        "command",
         "source of `convert`",
         "launcher",
     ]

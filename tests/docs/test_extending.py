@@ -73,7 +73,7 @@ def test_batteries_pass_under_pytest(folder: Path, name: str) -> None:
 
 
 def test_the_table_has_every_battery_and_contracts_have_every_name() -> None:
-    table = PAGE.partition("| of your own |")[2].partition("\n\n")[0]
+    table = PAGE.partition("| to add |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+Tests)`", table)) == {*streaming.testing.__all__}
     for module in (streaming.contracts, streaming.testing):
         assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
@@ -267,7 +267,7 @@ def test_what_a_stranger_meets_first_says_what_to_write() -> None:
             pytest.raises(IndexMismatchError, match=said),
         ):
             next(iter(loader))
-    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## What you may meet")[2], re.MULTILINE)
+    quoted = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Troubleshooting")[2], re.MULTILINE)
     assert len(quoted) == 8
 
 

@@ -340,7 +340,7 @@ def test_columns_lifted_from_unlike_classes_are_not_chosen_by(tmp_path: Path, ki
     with pytest.raises(ConfigError, match=refused):
         Curriculum(union, column, Schedule.root(0.25, 1.0, over=4, degree=3))
     out = tmp_path / "out"
-    assert "written anew" in run("reshard", *urls, out, "--classes", "union", "--sort", column, fails=True)
+    assert "rewritten" in run("reshard", *urls, out, "--classes", "union", "--sort", column, fails=True)
     assert refused in run("reshard", *urls, out, "--classes", "union", "--where", f"{column} = 1", fails=True)
     assert len(StreamingDataset(urls[0], where=f"{column} = 1")) == 1  # by itself, each set is plain
     assert Schema.from_bytes(schema_of(urls[0]).to_bytes(), "again") == schema_of(urls[0])
@@ -508,7 +508,7 @@ def test_convert_writes_anew_what_a_whole_set_means(
             assert "convert that again" in " ".join(finding.split())
     with caplog.at_level(logging.WARNING):
         run("convert", tmp_path / "from/two", sets[1])
-    assert f"schema.json is {how}: written anew" in caplog.text
+    assert f"schema.json is {how}: rewritten from" in caplog.text
     assert path.read_bytes() == before
 
 

@@ -215,7 +215,7 @@ def test_a_table_of_other_keys_is_an_error_with_an_example_of_both(tmp_path: Pat
     file = scores(tmp_path / "s", {f"train/{number:05d}.jpg": number for number in range(4)})
     refused = run("column", "add", data, "score", "--from", file, "--on", "key", "--memory", memory)
     assert refused.exit_code == 1
-    for told in ("no row is of a sample: 4 rows", "such as 'train/00000.jpg'", "90 samples, such as '00000'"):
+    for told in ("no row matches a sample: 4 rows", "such as 'train/00000.jpg'", "90 samples, such as '00000'"):
         assert told in refused.stderr
     assert run("column", "list", data).stdout == "no late columns\n"
 

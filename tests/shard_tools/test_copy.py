@@ -177,9 +177,7 @@ def test_a_target_inside_the_source(data: Path, caplog: pytest.LogCaptureFixture
     before = tree(data)
     for _ in range(2):
         run(data, data / "new")
-        said = (
-            f"{data}/new lies below {data}: from now on whoever reads the latter, training included, reads the shards"
-        )
+        said = f"{data}/new lies below {data}: every reader of the latter, training included, will read the shards"
         assert f"{said} of both" in caplog.text
     assert tree(data / "new") == before
     caplog.clear()
@@ -202,7 +200,7 @@ def test_damage_is_an_error_by_name_and_nothing_of_it_is_copied(data: Path, tmp_
         run(data, tmp_path / "out")
     body[9000] ^= 1
     (data / "000002.tar").write_bytes(bytes(body[:-1]) + b"x")
-    with pytest.raises(ChecksumError, match=r"000002\.tar: bytes behind the last chunk"):
+    with pytest.raises(ChecksumError, match=r"000002\.tar: bytes after the last chunk"):
         run(data, tmp_path / "out")
     assert "000002.tar" not in tree(tmp_path / "out")
     assert not any(name.endswith(".parquet") for name in tree(tmp_path / "out"))

@@ -327,9 +327,7 @@ def test_what_stays_has_the_same_bytes_and_late_columns(web: Path) -> None:
 
 def test_purge_leaves_no_byte_of_what_is_deleted(web: Path) -> None:
     tag(str(web), "v1", storage=Storage())
-    with pytest.raises(
-        ConfigError, match="the versions v1 hold these samples; give them up first: shard_tools version"
-    ):
+    with pytest.raises(ConfigError, match="the versions v1 hold these samples; drop them first: shard_tools version"):
         delete(str(web), storage=Storage(), keys=["0006"], purge=True)
     assert history(str(web), storage=Storage()).versions[-1].number == 1
     prune(str(web), storage=Storage(), drop=["v1"])
@@ -520,7 +518,7 @@ def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: P
     assert (again.was_complete, again.sets) == (True, report.sets)
     jsonl(tmp_path / "days/1.jsonl", rows_of(100, 60))
     append(str(tmp_path / "days"), str(web))
-    with pytest.raises(TargetNotEmptyError, match="holds something else"):
+    with pytest.raises(TargetNotEmptyError, match="holds other files"):
         split(str(web), str(tmp_path / "out"), options=options)
     split(str(web), str(tmp_path / "out"), options=replace(options, overwrite=True))
     grown = parts_of(tmp_path / "out", decode=None)
@@ -734,7 +732,7 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     assert "13 samples" in run("plan", web, "--batch-size", "4")
     assert run("show", web, "--version", "1", "--html", tmp_path / "page.html") is not None
     assert "12" in (tmp_path / "page.html").read_text()
-    assert "2 versions given up, 1 shard" in run("version", "prune", web)
+    assert "2 versions dropped, 1 shard" in run("version", "prune", web)
     assert "--tokenizer is for sets of tokens" in run("append", tmp_path / "days", web, "--tokenizer", "bytes", code=2)
     run("convert", tmp_path / "days", tmp_path / "tokens", "--tokenizer", "bytes", "--workers", 1)
     jsonl(tmp_path / "days/2.jsonl", rows_of(200, 2))

@@ -217,7 +217,7 @@ def test_a_target_inside_the_source(data: Path, tmp_path: Path, caplog: pytest.L
     for _ in range(2):  # the second run must not see the first one's shards as its source
         run(tmp_path / "in", tmp_path / "in" / "new", max_samples=9)
     assert numbers(tmp_path / "in" / "new") == list(range(COUNT))
-    assert f"{tmp_path}/in/new lies below {tmp_path}/in: from now on whoever reads the latter" in caplog.text
+    assert f"{tmp_path}/in/new lies below {tmp_path}/in: every reader of the latter" in caplog.text
     with pytest.raises(ConfigError, match="the same place"):
         run(tmp_path / "in", tmp_path / "in")
 

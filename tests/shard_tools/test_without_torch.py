@@ -14,6 +14,7 @@ from xml.dom import minidom
 
 import pytest
 
+from shard_tools.cli import cli
 from streaming.common.platforms import later
 from tests.release import verbs
 from tests.support.code.folders import ROOT, TESTS
@@ -36,6 +37,11 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 def run(environment: dict[str, str], *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=cwd, check=False, capture_output=True, text=True, timeout=250)
+
+
+def test_the_steps_of_a_release_have_every_verb() -> None:
+    tried = {words.split()[0] for _, words in verbs.COMMANDS}
+    assert {*cli.commands} - tried == {"doctor"}, "whose findings are about the machine"
 
 
 def test_every_verb_runs_or_names_what_it_needs(tmp_path: Path, without_torch: dict[str, str]) -> None:

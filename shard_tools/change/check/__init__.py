@@ -1,4 +1,4 @@
 """Check shards against their index and against every byte: the command ``verify``.
 
-Nothing here writes or repairs: every problem becomes a ``Finding`` that says what to do.
+Nothing here writes or repairs: every problem becomes a ``Finding`` that names the cure.
 """

@@ -1,4 +1,4 @@
-"""Check the samples in a list again (``verify --bad``): are they still bad? Only their bytes are read."""
+"""Check whether the samples in a list are still bad (``verify --bad``), reading only their bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RecheckReport(Report):
         num_listed: Records in the list.
         num_samples: Samples read.
         num_good: Samples that can now be read and decoded; user transforms are not run.
-        num_elsewhere: Records of shards that were not named.
+        num_elsewhere: Records that refer to other shards than those checked.
         num_unreadable: Lines of the list that are not records.
         num_bytes: Bytes read.
         seconds: Wall time.
@@ -78,7 +78,7 @@ def recheck(
         bad: The list.
         storage: Store of the shards.
         index_url: Location of the index, if not beside the shards.
-        allow_unfinished: Check them in a set that is not whole, too.
+        allow_unfinished: Accept an unfinished set.
         workers: Shards checked in parallel.
         executor: Executor on which to check them, such as a cluster, instead of on threads.
         progress: Receives the number of shards.

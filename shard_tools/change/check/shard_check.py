@@ -28,21 +28,20 @@ from streaming.types import Int64Array
 _REINDEX = "if the shard is right, run `shard_tools index --force`; if not, restore it"
 _REPLACED = "restore the shard that was indexed, or run `shard_tools index --force` for this one"
 _CONVERT_AGAIN = "restore the shard that was written, or convert again with --overwrite"
-_MAX_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk
-_KEYS_AT_ONCE = 1 << 13  # hashed; fewer cost more each
+_MAX_TAIL_BYTES = 1 << 20  # read at a time after the last chunk
+_KEYS_AT_ONCE = 1 << 13  # hashed in one call; smaller batches cost more per key
 _MAX_KEYS_LISTED = 10  # findings about single samples, per chunk and kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTask:
-    """What to check one shard against; small, and it can be pickled.
+    """One shard, and the index rows to check it against; small, and can be pickled.
 
     Attributes:
         url: The shard.
         chunks: Its chunk rows in the chunk table: a table of this one shard.
         index_url: Location of its sample table, if not beside it.
-        fields: The fields that the conversion which wrote it gives its samples, True for those of every sample; None:
-            nothing says.
+        fields: The fields that the conversion of this shard writes, True for those of every sample; None: unknown.
     """
 
     url: str
@@ -57,13 +56,13 @@ class ShardOutcome:
 
     Attributes:
         findings: Findings in byte order.
-        key_hashes: int64 ``[n]``, a hash of every key in the tar, in every process the same; 8 bytes instead of about
-            60 for the key.
+        key_hashes: int64 ``[n]``, a hash of every key in the tar, equal in every process; 8 bytes instead of about 60
+        for the key.
         num_bytes: Bytes read.
         not_decoded: Fields that are never decoded.
         passed_over: Files that belong to no sample.
-        first: Checksum and size of the first chunk, if it is not the promised one: perhaps that of another shard. The
-            first finding of kind ``checksum`` is about it.
+        first: Checksum and size of the first chunk, if it differs from the index: perhaps it is that of another shard.
+        The first finding of kind ``checksum`` is about it.
     """
 
     findings: tuple[Finding, ...]
@@ -75,14 +74,14 @@ class ShardOutcome:
 
 
 class _KeyHashes:
-    """Hash keys, many at a time."""
+    """Hash keys in batches."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
         self._hashes: list[Int64Array] = [np.empty(0, np.int64)]
 
     def add(self, keys: Sequence[str]) -> None:
-        """Take in some keys."""
+        """Add keys."""
         self._keys += keys
         if len(self._keys) >= _KEYS_AT_ONCE:
             self._hash()
@@ -105,10 +104,10 @@ class _KeyHashes:
 
 @dataclass(slots=True, kw_only=True)
 class ShardCheck:
-    """Check one shard; used once, by one thread.
+    """Check one shard. Use it once, from one thread.
 
     Args:
-        task: The shard, and its index.
+        task: The shard, and its index rows.
         storage: Store of the shard.
         decoder: Decodes every field too, if given.
         progress: Receives the number of bytes.
@@ -126,7 +125,7 @@ class ShardCheck:
     first: tuple[int, int] | None = None
 
     def run(self) -> ShardOutcome:
-        """Read the whole shard. Never raises for anything that is wrong with the shard or its index."""
+        """Read the whole shard. Never raise for a fault in the shard or its index."""
         try:
             self._check()
         except NotFoundError:
@@ -162,7 +161,7 @@ class ShardCheck:
         for row in range(chunks.num_chunks):
             start, end = int(chunks.byte_start[row]), int(chunks.byte_end[row])
             if end > size_bytes:
-                break  # reported by size
+                break  # reported by its size
             self._check_chunk(row, start, end, samples)
         if size_bytes == promised:
             self._check_tail(int(chunks.byte_end[-1]) if chunks.num_chunks else 0, size_bytes)
@@ -184,7 +183,7 @@ class ShardCheck:
         return None
 
     def _asked(self, start: int, end: int, promised: int) -> tuple[memoryview, int]:
-        """Return bytes of the shard and their CRC32C, asked for again if it is not the promised one."""
+        """Return bytes of the shard and their CRC32C; read them a second time if it differs from the promised one."""
         answers: list[tuple[memoryview, int]] = []
 
         def attempt(reader: Reader) -> None:
@@ -193,7 +192,7 @@ class ShardCheck:
             if answers[0][1] != promised:
                 raise WrongBytesError(ChecksumError(f"{self.task.url}, bytes {start}-{end}"))
 
-        with suppress(ChecksumError):  # which this command tells in its own words
+        with suppress(ChecksumError):  # this command has its own message for it
             self.storage.until_right(self.task.url, attempt)
         return answers[0]
 
@@ -237,7 +236,7 @@ class ShardCheck:
             self._decode(layout, body, start)
 
     def _check_fields(self, layout: ChunkLayout, promised: Mapping[str, bool], base: int) -> None:
-        """Compare the fields of a chunk's samples with those that the conversion gives them."""
+        """Compare the fields of a chunk's samples with those that the conversion writes."""
         for name in sorted({*promised, *layout.fields}):
             column = layout.fields.index(name) if name in layout.fields else None
             there = np.zeros(len(layout.keys), bool) if column is None else layout.starts[:, column] >= 0
@@ -272,7 +271,7 @@ class ShardCheck:
             self._compare_field(name, layout, samples, first, base)
 
     def _compare_sums(self, body: memoryview, samples: SampleTable, first: int, last: int) -> None:
-        """Compare all checksums in a chunk whose bytes are right and whose records match the table."""
+        """Compare all checksums in a chunk whose bytes are intact and whose records match the table."""
         base = int(samples.record_starts[first])
         spans_alone = replace(samples, large=LargeSums())
         for one in dict.fromkeys((*sums_of(spans_alone, first, last), *sums_of(samples, first, last))):
@@ -322,7 +321,7 @@ class ShardCheck:
             self.progress.advance(num_bytes=body.size)
             if body.any():
                 at = begin + int(np.flatnonzero(body)[0])
-                self._find("tail", "bytes behind the last chunk that are not zero", byte_start=at, byte_end=size_bytes)
+                self._find("tail", "bytes after the last chunk that are not zero", byte_start=at, byte_end=size_bytes)
                 return
         if size_bytes - start < 1024:
             self._find("tail", "the end-of-archive mark is missing", byte_start=start, byte_end=size_bytes)

@@ -35,9 +35,9 @@ _MAX_DUPLICATES = 1000  # findings; beyond that only their number is reported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """What was checked and found, in the order of the shards, and the fields that have no safe decoder.
+    """The findings, in the order of the shards, and the fields that have no safe decoder.
 
-    Files that belong to no sample are counted, and the first ones named: they are no finding.
+    Files that belong to no sample are not a finding: they are counted, and the first ones named.
     """
 
     findings: tuple[Finding, ...]
@@ -62,15 +62,14 @@ def verify(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Read every byte of the shards once, and compare it with everything that the index says.
+    """Read every byte of the shards once, and compare it with the index.
 
     This checks the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples fill
     the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in the data
-    set, that samples of a converted set have the fields that the conversion gives them, that nothing follows the
-    archive's end, that no shard is missing, and (for a folder or prefix) that none is missing in the index; with
-    ``decode`` also that every field can be decoded. Every file of the index is read whole: values that are not in the
-    shards, such as columns, are compared with the checksum that each file carries.
-    That several sets do not mean the same is a finding.
+    set, that samples of a converted set have the fields that the conversion writes, that nothing follows the archive's
+    end, that no shard is missing, and (for a folder or prefix) that the index lists every shard; with ``decode`` also
+    that every field can be decoded. Every file of the index is read whole: values that are not in the shards, such as
+    columns, are compared with the checksum in each file. Sets whose schemas contradict each other are a finding.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -78,7 +77,7 @@ def verify(
         index_url: Location of the index, if not beside the shards.
         decode: Whether to decode every field.
         duplicate_keys: ``"keep"``: a key that occurs twice is not a finding.
-        allow_unfinished: That the set is not whole is not a finding.
+        allow_unfinished: An unfinished set is not a finding.
         workers: Shards checked in parallel; each holds one chunk in memory.
         executor: Executor on which to check them, such as a cluster, instead of on threads.
         progress: Receives the number of shards and bytes.
@@ -107,7 +106,7 @@ def verify(
     for outcome in outcomes:
         findings += _named(outcome, owners)
     findings += check_beside({task.url: task.chunks for task in tasks}, storage=storage, index_url=index_url)
-    with suppress(IndexFormatError):  # which check_beside has found
+    with suppress(IndexFormatError):  # check_beside reports it
         findings += unlike_sets([*dict.fromkeys(home_of(url, index_url) for url in shards)], storage)
     if duplicate_keys == "error":
         findings += repeated_keys(tasks, outcomes, storage)
@@ -127,7 +126,7 @@ def verify(
 def _plan(
     shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool, marked: Sequence[str]
 ) -> tuple[list[ShardTask], list[Finding]]:
-    """Return what to check, and the findings that do not require reading a shard."""
+    """Return the tasks, and the findings that need no shard to be read."""
     findings: list[Finding] = []
     promised: dict[str, ChunkTable] = {}  # by URL, each a table of one shard
     named = {(home_of(url, index_url), shard_name(url, index_url)): url for url in shards}
@@ -157,7 +156,7 @@ def _plan(
 def _chunk_table(
     storage: Storage, home: str, folder: str, shards: Sequence[str], index_url: str | None, *, is_marked: bool
 ) -> ChunkTable:
-    """Return the chunk table; of a set that is not whole, the rows of the shards that have a sample table."""
+    """Return the chunk table; for an unfinished set, the rows of the shards that have a sample table."""
     try:
         return read_chunks(storage, home)
     except NotFoundError as error:
@@ -174,22 +173,22 @@ def _chunk_table(
 
 
 def _converted_fields(storage: Storage, home: str, table: ChunkTable) -> Mapping[str, bool] | None:
-    """Return the fields that ``convert`` gave the samples of a directory; None if others have written there since."""
-    with suppress(IndexFormatError):  # see check_beside
+    """Return the fields that ``convert`` wrote in a directory; None if another program has written there since."""
+    with suppress(IndexFormatError):  # check_beside reports it
         journal = whole_journal(home, storage, table.total_samples)
         return None if journal is None else journal.fields
     return None
 
 
 def _check(storage: Storage, decoder: FieldDecoder | None, task: ShardTask, progress: Progress) -> ShardOutcome:
-    """Check one shard, wherever this runs."""
+    """Check one shard, in this process or another."""
     outcome = ShardCheck(task=task, storage=storage, decoder=decoder, progress=progress).run()
     progress.advance(num=1)
     return outcome
 
 
 def _named(outcome: ShardOutcome, owners: Mapping[tuple[int, int], str]) -> Sequence[Finding]:
-    """Return the findings; one about a first chunk names the shard that begins with these bytes, if there is one."""
+    """Return the findings; for a wrong first chunk, name the shard that begins with these bytes, if there is one."""
     other = None if outcome.first is None else owners.get(outcome.first)
     if other is None:
         return outcome.findings
@@ -199,10 +198,10 @@ def _named(outcome: ShardOutcome, owners: Mapping[tuple[int, int], str]) -> Sequ
 
 
 def repeated_keys(tasks: Sequence[ShardTask], outcomes: Sequence[ShardOutcome], storage: Storage) -> list[Finding]:
-    """Find every key that occurs again, in its shard or a later one; list the first thousand, and give the total.
+    """Find every key that occurs again, in its shard or a later one; return the first thousand, and the total.
 
-    Keys are compared by a 64-bit hash first and then as text, which comes from the sample tables of the shards
-    concerned; a shard without one already has a finding for that.
+    Keys are compared by a 64-bit hash first, then as text. The text comes from the sample tables of the shards
+    concerned; a shard without a sample table already has a finding for that.
     """
     findings: list[Finding] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Keep the samples for which a function says yes, as a view: ``select``."""
+"""Save the samples for which a function returns True as a view: ``select``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def select(
 ) -> ViewReport:  # fmt: skip
     """Call a function once for each sample, and save those for which it returns True as a view.
 
-    ``StreamingDataset(url, view=name)`` then reads these samples, on any machine, without the function. The answers are
-    a late column of the same name, so ``where="NAME and width > 256"`` works, too; it knows a digest of the function's
-    source text, and the view knows the column's version. A run that was interrupted goes on with the shards that are
-    left.
+    ``StreamingDataset(url, view=name)`` then reads these samples, on any machine, without the function. The results are
+    a late column of the same name, so ``where="NAME and width > 256"`` works, too. The column records a digest of the
+    function's source text, and the view records the column's version. An interrupted run continues with the remaining
+    shards.
 
     Example::
 
@@ -41,20 +41,21 @@ def select(
         dataset = StreamingDataset("s3://bucket/train/", view="long-captions")
 
     Args:
-        fn: Gets a sample (its fields as training decodes them by default, with ``__key__`` and ``__url__``), returns
-            True, False or None, which counts as no; or its name as ``"module:function"``. Called on several threads.
+        fn: Function of one sample (its fields as training decodes them by default, with ``__key__`` and ``__url__``)
+        that returns True, False or None (counts as False); or its name as ``"module:function"``. Called on several
+        threads.
         url: Shards with an index, as for ``StreamingDataset``.
         name: Name of the view, and of the column.
-        fields: Fields that the function gets; None: all. Others are not read.
+        fields: Fields to read and pass to the function; None: all.
         index: Location of the index, if not beside the shards.
         storage_options: As for ``StreamingDataset``.
-        workers: Shards in parallel.
+        workers: Number of shards processed in parallel.
         overwrite: Replace a view or column of this name.
-        allow_unfinished: Take what is there of a set that is not whole.
+        allow_unfinished: Accept an unfinished set, and take the samples that are there.
         progress: Receives every shard.
 
     Raises:
-        ConfigError: There is no such function, it returns something else, keeps nothing, or the name is taken.
+        ConfigError: There is no such function, it returns another type, it keeps no sample, or the name is taken.
         IndexMissingError: The shards have no index.
         Exception: Whatever the function raises; a note names the sample.
     """
@@ -72,7 +73,7 @@ def select(
 
 
 def _answering(function: Answer) -> Callable[[Mapping[str, object]], bool | None]:
-    """Refuse answers that are neither yes nor no: 0 and "no" would be taken for one by chance."""
+    """Refuse results that are not True, False or None: the truth value of 0 or "no" may not be what is meant."""
 
     def answer(sample: Mapping[str, Any]) -> bool | None:
         found = function(sample)

@@ -1,4 +1,4 @@
-"""Compute a late column: a user's function over all samples, or the number of tokens they hold."""
+"""Compute a late column: a user's function of each sample, or its number of tokens."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _DECODERS = resolve_decoders("auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How to compute values.
+    """Options for computing values.
 
     Attributes:
-        fields: Fields that the function gets; None: all. Other large fields are not read. For tokens: the one field.
+        fields: Fields that the function gets; None: all. Other large fields are not read. For tokens: the only field.
         dtype: For tokens: ``"uint16"`` or ``"uint32"``; None: as recorded in ``_shardstream/schema.json``.
-        workers: Shards in parallel.
+        workers: Number of shards processed in parallel.
     """
 
     fields: tuple[str, ...] | None = None
@@ -56,20 +56,20 @@ def compute_column(
 
     A function gets one sample: a dict of its fields, decoded as training does by default, with ``__key__`` and
     ``__url__``. It returns an int, float, str, bool or None, and is called on several threads. After an interruption,
-    shards that are done are not computed again.
+    finished shards are not computed again.
 
     Args:
         target: The column.
         spec: ``"tokens"``; or ``"module:function"``: a module that can be imported, also from the current folder; or
             a function.
         options: The options.
-        made_from: What identifies a function that is given as such.
+        made_from: Identity of a function that is passed as an object.
         executor: Executor on which to compute, such as a cluster, instead of on threads.
         progress: Receives every shard.
 
     Raises:
-        ConfigError: There is no such function, or values are of types that cannot be compared; or the executor is on a
-            machine that does not see these files.
+        ConfigError: There is no such function, values have types that cannot be compared, or the executor is on a
+        machine that cannot access these files.
         DataError: A field cannot be read, or is not an array of tokens.
         Exception: Whatever the function raises; a note names the sample.
     """
@@ -94,7 +94,7 @@ def _array(values: Values, shard: ColumnShard) -> pa.Array:
 
 
 def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
-    """Return a function that counts the tokens of a shard's samples, and an identifier of this way of counting.
+    """Return a function that counts the tokens of a shard's samples, and the identity of this computation.
 
     Each set has its own width.
     """
@@ -118,7 +118,7 @@ def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict
 
 
 def _counts(field: str, widths: Mapping[str, int], shard: ColumnShard) -> Sequence[ColumnValue]:
-    """Return how many tokens each sample of a shard has, by the width of its set."""
+    """Return the number of tokens of each sample of a shard, by the token width of its set."""
     table, width = shard.table(), widths[shard.home]
     if field not in table.fields:
         return [None] * table.num_samples
@@ -141,7 +141,7 @@ def _imported(spec: str) -> Function:
 def _applied(
     function: Function, name: str, fields: tuple[str, ...] | None, shard: ColumnShard
 ) -> Sequence[ColumnValue]:  # fmt: skip
-    """Return what the user's function says of each sample of a shard."""
+    """Return the user's function of each sample of a shard."""
     url = redact(shard.url)
 
     def value(key: str, encoded: Mapping[str, bytes]) -> ColumnValue:

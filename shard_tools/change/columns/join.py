@@ -5,7 +5,7 @@ The file is read once for each group of shards whose keys fit into memory, batch
     keys of a group of shards  -> hashes, sorted           (about 60 bytes per sample)
     a batch of rows of the file -> hashes -> places among them -> keys compared -> values stored
 
-So memory is bounded by ``memory_bytes``, whatever the size of the file. Hashes only narrow the search; keys decide.
+Memory is bounded by ``memory_bytes``, whatever the size of the file. Hashes only narrow the search; keys decide.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
 Missing = Literal["null", "error"]
-_BYTES_A_SAMPLE = 96  # a key of 20 bytes, its hash, its place in the order, and a value, with what sorting takes
+_BYTES_A_SAMPLE = 96  # a key of 20 bytes, its hash, its position in the order, a value, and the memory for sorting
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOptions:
-    """How to join values.
+    """Options for joining values.
 
     Attributes:
         on: Column of the file that holds the samples' keys.
         value: Column that holds the values; None: the one named like the late column, or the only other one.
-        missing: Samples without a row, or with an empty value in it, get none (``"null"``), or are an error.
+        missing: Treatment of samples without a row or value: no value (``"null"``), or an error.
         memory_bytes: Memory for keys and values.
     """
 
@@ -61,8 +61,8 @@ def join_column(
 
     Raises:
         ConfigError: The table lacks a column, or it has no values that conditions support.
-        DataError: A key occurs twice in the table, no row is of a sample, or a sample has no value and that is an
-            error; then nothing is written if all keys fit into ``memory_bytes``.
+        DataError: A key occurs twice in the table, no row matches a sample, or a sample has no value and ``missing``
+        forbids it. Nothing is written then if all keys fit into ``memory_bytes``.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     rows, digest = open_rows(source, storage, name=target.name, on=options.on, value=options.value)
@@ -96,11 +96,11 @@ def join_column(
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """The state after some groups.
+    """The result of the groups of shards so far.
 
     Attributes:
-        matched: For each batch, packed bits: rows that matched a sample of any group so far.
-        missing: Samples without a value, by shard.
+        matched: One bit per row, packed, for each batch: whether it matched a sample of any group so far.
+        missing: Number of samples without a value, by shard.
     """
 
     matched: list[Any] = field(default_factory=list)
@@ -142,7 +142,7 @@ def _joined(target: ColumnTarget, group: Sequence[int], rows: TableRows, found: 
         _refuse_twice(row_of, samples, matches, row_keys)
         wanted = np.zeros(len(row_keys), np.bool_)
         wanted[matches] = True
-        # Only values that match a sample are held: rows of a batch are numbered among these.
+        # Only matching rows are kept, so `row_of` counts positions among the kept values of all batches.
         row_of[samples] = num_values + (np.cumsum(wanted) - 1)[matches]
         chunks.append(values.filter(pa.array(wanted)))
         num_values += len(chunks[-1])
@@ -165,17 +165,27 @@ def _keys_of(target: ColumnTarget, group: Sequence[int]) -> pa.Array:
 def _matches(
     keys: pa.Array, hashes: Int64Array, order: Int64Array, row_keys: pa.Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the matched samples, and the row of the batch for each, int64 [n] each."""
+    """Match the rows of a batch to samples by key: return samples and rows, int64 ``[M]`` each, one pair per match.
+
+    Args:
+        keys: Keys of ``N`` samples.
+        hashes: Their hashes, ascending, ``[N]``.
+        order: Number of the sample with each of these hashes, int64 ``[N]``.
+        row_keys: Keys of ``R`` rows; NULL matches no sample.
+    """
+    # Search for the hashes of all rows in ascending order, without rows that have no key.
     hashed = stable_hash(row_keys)
     valid = np.flatnonzero(hashed.is_valid().to_numpy(zero_copy_only=False))
     wanted = hashed.fill_null(0).to_numpy(zero_copy_only=False)[valid]
-    by_hash = np.argsort(wanted)  # searching in order is several times faster
+    by_hash = np.argsort(wanted)  # searching in ascending order is several times faster
     wanted, valid = wanted[by_hash], valid[by_hash]
     low, high = (np.searchsorted(hashes, wanted, side=side) for side in ("left", "right"))
+    # Expand each range [low, high) of equal hashes to one (sample, row) pair per element.
     counts = high - low
     matches = np.repeat(valid, counts)
     places = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
     samples = order[places]
+    # Equal hashes are candidates only: keep the pairs whose keys are equal.
     there = keys.take(pa.array(samples))
     equal = pc.equal(there, row_keys.take(pa.array(matches)).cast(there.type)).to_numpy(zero_copy_only=False)
     return samples[equal], matches[equal]
@@ -202,7 +212,7 @@ def _refuse_twice(row_of: Int64Array, samples: Int64Array, matches: Int64Array, 
 def _no_match(source: str, rows: TableRows, on: str, num_samples: int, found: _Found) -> str:
     here, there = (f", such as {some[0]!r}" if some else "" for some in (found.first_unmatched, found.first_missing))
     return (
-        f"{redact(source)}: no row is of a sample: {counted(rows.num_rows, 'row')}, column {on!r}{here}; "
+        f"{redact(source)}: no row matches a sample: {counted(rows.num_rows, 'row')}, column {on!r}{here}; "
         f"{counted(num_samples, 'sample')}{there}. Keys are compared letter by letter, with their folders and without "
         "an extension: write them so (`shard_tools ls` lists those of the samples), or name another column with --on"
     )

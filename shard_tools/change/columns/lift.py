@@ -1,4 +1,4 @@
-"""Lift values out of the samples of existing shards, such as ``json.similarity``, into a late column."""
+"""Copy values out of the samples of existing shards, such as ``json.similarity``, into a late column."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
 
 _DECODERS = resolve_decoders("auto")
-_GAP_BYTES = 128 << 10  # as where a filter leaves out samples: shards are many, and read side by side
+_GAP_BYTES = 128 << 10  # the same as for filtered reads: many shards are read in parallel
 _PIECE_BYTES = 8 << 20
 
 
@@ -40,26 +40,26 @@ def lift_column(
 
     Args:
         target: The column.
-        path: Where the values are in a sample.
+        path: Path of the value in a sample.
         workers: Shards read in parallel.
         executor: Executor on which to read them, such as a cluster, instead of on threads.
         progress: Receives every shard.
 
     Raises:
-        ConfigError: No sample has the field, or a value there; or values are of types that cannot be compared; or the
-            executor is on a machine that does not see these files.
+        ConfigError: No sample has the field, or a value there; values have types that cannot be compared; or the
+        executor is on a machine that cannot access these files.
         DataError: A field cannot be read.
     """
     begun = time.monotonic()
     version = target.version_of(lift=path)
     if not any(_field_of(target.shard(number).table(), path) for number in range(len(target.urls))):
-        raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
+        raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows a sample")
 
     calls = Calls(workers=workers, executor=executor, progress=progress or NoProgress())
 
     def check(filled: Sequence[Filled]) -> None:
         if sum(one.num_missing for one in filled) == sum(target.sizes):
-            raise ConfigError(f"{path}: no sample has a value there; `shard_tools cat URL KEY` shows what one has")
+            raise ConfigError(f"{path}: no sample has a value there; `shard_tools cat URL KEY` shows a sample")
 
     filled = target.replace(version, partial(_lifted, path), check, calls=calls)
     return target.finish(filled, version=version, made_from=path, begun_s=begun)
@@ -69,7 +69,7 @@ def lift_all(
     urls: Sequence[str], paths: Sequence[str], *, storage: Storage, index_url: str | None, workers: int,
     allow_unfinished: bool = False, executor: Executor | None = None, progress: Progress | None = None,
 ) -> list[AddReport]:  # fmt: skip
-    """Lift one late column per path, named like it; columns that already exist for these shards are kept.
+    """Lift one late column per path, named after it; columns that already exist for these shards are kept.
 
     Raises:
         ConfigError, DataError: As for :func:`lift_column`.
@@ -89,7 +89,7 @@ def as_array(values: Sequence[ColumnValue], shard: ColumnShard) -> pa.Array:
     """Return the values of a shard's samples as an array.
 
     Raises:
-        ConfigError: No column holds them.
+        ConfigError: A column cannot hold them.
     """
     return column_array(values, shard.column, redact(shard.url), lambda: shard.table().keys)
 
@@ -130,7 +130,7 @@ class _Decoded:
 def samples_of(
     shard: ColumnShard, table: SampleTable, fields: tuple[str, ...] | None
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the key of each sample of a shard, in its order, and the bytes of those ``fields`` (None: all) that it has.
+    """Yield the key of each sample of a shard, in order, and the bytes of those ``fields`` (None: all) that it has.
 
     Every byte read is checked; large fields that are not wanted are not read.
 
@@ -153,14 +153,14 @@ def samples_of(
 
 
 def _field_of(table: SampleTable, path: str) -> str | None:
-    """Return the field that a path begins with: the longest match."""
+    """Return the longest field name that begins the path."""
     parts = path.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     return next((name for name in names if name in table.fields), None)
 
 
 def _runs(pieces: ShardPieces) -> list[tuple[int, int]]:
-    """Return the runs of pieces of about 8 MiB."""
+    """Return runs of pieces, of about 8 MiB each, as ranges ``[first, stop)``."""
     starts = pieces.borders
     runs, first = [], 0
     for piece in range(1, len(starts)):

@@ -1,4 +1,4 @@
-"""Read keys and values of a table, batch by batch, as often as needed: files of Parquet, JSONL or CSV."""
+"""Read keys and values of a table (Parquet, JSONL or CSV files), batch by batch, as often as needed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from streaming.storage import Storage, redact
 
 _KINDS = ("parquet", "jsonl", "csv")
 _BATCH_ROWS = 1 << 18
-_LINES = 1 << 16  # rows of text in a batch: their values are objects of Python
-_LOOKED_AT = 1000  # lines, each of which may have columns of its own
+_LINES = 1 << 16  # rows of text in a batch: their values are Python objects
+_LOOKED_AT = 1000  # lines read to find the columns: each line may have its own
 _HASH_BYTES = 8 << 20
 _TYPES_OF_TEXT = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_())  # the first that fits all values of a CSV file
 _CURE = "Write the values as text, or all as numbers of one kind, or name another column with --value"
-_SURE_DIGITS = 15  # every whole number of so many is a float64
+_SURE_DIGITS = 15  # float64 represents every whole number of at most 15 digits
 
 
 class TableRows(Protocol):
@@ -48,14 +48,14 @@ class TableRows(Protocol):
     num_rows: int
 
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """Yield keys, as bytes, and values."""
+        """Yield keys (as bytes) and values: two arrays of equal length."""
 
 
 def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str | None) -> tuple[TableRows, str]:
-    """Open the table at ``source``: a file, a folder or a pattern; return its rows, and a digest of its bytes.
+    """Open the table at ``source`` (a file, a folder or a pattern); return its rows, and a digest of its bytes.
 
     Args:
-        source: The files. Names that end in ``.jsonl``, ``.csv`` and the like say their format; others are Parquet.
+        source: The files. Suffixes such as ``.jsonl`` and ``.csv`` give the format; other files are Parquet.
         storage: Their store.
         name: The late column that is added.
         on: Column that holds keys.
@@ -73,7 +73,7 @@ def open_rows(source: str, storage: Storage, *, name: str, on: str, value: str |
     kind = next(iter(known), "parquet")
     if len(known) > 1:
         raise ConfigError(f"{redact(source)}: tables of several formats ({', '.join(sorted(known))}); name one")
-    if len(files) > 1:  # of a folder that holds other files, too
+    if len(files) > 1:  # a folder may hold other files, too
         files = [file for file in files if file.name.lower().endswith(LAYOUTS[kind].suffixes)] or files
     digest = _digest(files, storage)
     if kind == "parquet":
@@ -109,7 +109,7 @@ class _ParquetRows:
 
 
 class _TextRows:
-    """Rows of JSONL or CSV files, whose types are known only when all of them were looked at."""
+    """Rows of JSONL or CSV files. Their types are known only after all rows have been read once."""
 
     def __init__(self, kind: str, source: str, storage: Storage, name: str, on: str, value: str | None) -> None:
         self._reader = open_source(source, storage, kind=kind, options=SourceOptions(named_only=True))
@@ -134,7 +134,7 @@ class _TextRows:
             yield keys.cast(pa.binary()), _recast(values, self.kind, keys, self._url, self.value)
 
     def _lines(self) -> Generator[tuple[pa.Array, pa.Array], None, None]:
-        """Yield keys and values as they stand there; an empty one in CSV is missing."""
+        """Yield keys and values as written in the file; an empty CSV value is missing."""
         with closing(self._reader.records(0)) as records:
             while rows := [record.metadata for record in itertools.islice(records, _LINES)]:
                 keys = self._keys([row.get(self._on) for row in rows])
@@ -202,7 +202,7 @@ def _stored_type(kind: pa.DataType, url: str, column: str) -> pa.DataType:
     """Return the type in which late columns hold values of a column.
 
     Raises:
-        ConfigError: They hold no such values.
+        ConfigError: Late columns cannot hold values of this type.
     """
     found = stored_type(kind)
     if found is None:
@@ -216,20 +216,20 @@ def _joined_kind(kinds: Sequence[pa.DataType], url: str, column: str) -> pa.Data
     """Return the type that holds the values of all files.
 
     Raises:
-        ConfigError: They are of types that cannot be compared.
+        ConfigError: The files have types that cannot be compared.
     """
     kind = joined_type(kinds)
     if kind is None:
-        told = ", ".join(map(str, dict.fromkeys(kinds)))
+        names = ", ".join(map(str, dict.fromkeys(kinds)))
         raise ConfigError(
-            f"{redact(url)}: column {column!r} holds values of several types, {told}; "
+            f"{redact(url)}: column {column!r} holds values of several types, {names}; "
             f"a late column holds numbers, or text, or booleans. {_CURE}"
         )
     return pa.int64() if pa.types.is_null(kind) else kind
 
 
 def _plain_array(values: pa.Array) -> pa.Array:
-    """Return values of a table in the type that columns hold, each by the rule for single values."""
+    """Return values of a table in the type that columns store, converted as single values are."""
     kind = stored_type(values.type)
     if is_comparable(values.type) and values.type != pa.float16():
         return recast(values, kind)
@@ -239,10 +239,10 @@ def _plain_array(values: pa.Array) -> pa.Array:
 
 
 def _recast(values: pa.Array, kind: pa.DataType, keys: pa.Array, url: str, column: str) -> pa.Array:
-    """Return values of a column as the type that all its values have.
+    """Cast values of a column to the common type of all its values.
 
     Raises:
-        ConfigError: One of them would be another then.
+        ConfigError: The cast would change a value.
     """
     found = recast(values, kind)
     if found is not None:
@@ -272,7 +272,7 @@ def _fits(texts: pa.Array, kind: pa.DataType) -> bool:
         return False
     if not pa.types.is_floating(kind):
         return True
-    # Digits alone are a whole number, which must not become another one beside floats.
+    # Digits alone are a whole number: a cast to float64 must not change it.
     long = texts.filter(pc.match_substring_regex(texts, f"^[+-]?[0-9]{{{_SURE_DIGITS + 1},}}$"))
     return all(int(float(text)) == int(text) for text in long.drop_null().to_pylist())
 

@@ -55,7 +55,7 @@ class AddReport(Report):
         num_rows: Rows of the file.
         num_unmatched: Rows that match no sample.
         first_unmatched: Keys of the first of them.
-        num_shared: Samples that share their key with another one; each got the value of that key.
+        num_shared: Samples that share their key with another one; each gets the value of that key.
         seconds: Wall time.
     """
 
@@ -82,7 +82,7 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnShard:
-    """One shard of a column's target: all that a call must know to give it values, wherever it runs.
+    """One shard of a column's target: everything that a call needs to write its values, in any process.
 
     Attributes:
         column: The column's name.
@@ -105,7 +105,7 @@ class ColumnShard:
 
     @property
     def path(self) -> str:
-        """Where the values are stored."""
+        """Location of the values."""
         return join_url(self.home, column_path(self.column, shard_name(self.url, self.index_url)))
 
     def table(self) -> SampleTable:
@@ -125,7 +125,7 @@ class ColumnShard:
         return values if (facts["column_version"], facts["fingerprint"]) == (version, self.rows.fingerprint) else None
 
     def write(self, values: pa.Array, version: str) -> None:
-        """Write the values; another time they replace those."""
+        """Write the values, replacing earlier ones."""
         self.storage.put(self.path, self.file(values, version))
 
     def file(self, values: pa.Array, version: str) -> bytes:
@@ -135,7 +135,7 @@ class ColumnShard:
 
 
 ShardValues = Callable[[ColumnShard], pa.Array]
-"""Gives a shard's values. To run elsewhere, it must be picklable."""
+"""Returns a shard's values. It must be picklable to run in another process."""
 
 
 class ColumnTarget:
@@ -166,7 +166,7 @@ class ColumnTarget:
             )
         self._taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
         self._overwrite = overwrite
-        if len(self._taken) == len(self.homes):  # of some only, an interrupted run may have left it: see version_of
+        if len(self._taken) == len(self.homes):  # otherwise an interrupted run may have left them: see version_of
             self._refuse_taken(self._taken)
 
     @cached_property
@@ -176,7 +176,7 @@ class ColumnTarget:
 
     @property
     def schemas(self) -> dict[str, Schema]:
-        """What the set of each index says that it means."""
+        """Schema of the set, by directory of the index."""
         return {home: read_schema(self.storage, home) for home in self.homes}
 
     def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
@@ -217,7 +217,7 @@ class ColumnTarget:
             )
 
     def begin(self) -> None:
-        """Withdraw an older column of this name: until everything is written, there is none."""
+        """Withdraw an older column of this name: until everything is written, the column does not exist."""
         for home in self._taken:
             self.storage.delete(join_url(home, column_document_path(self.name)))
 
@@ -233,8 +233,8 @@ class ColumnTarget:
 
         Args:
             version: Version of the column.
-            values: Gives the values of a shard.
-            calls: Who asks for them; its progress receives every shard.
+            values: Returns the values of a shard.
+            calls: Runs the calls; its progress receives every shard.
             again: False: values of this version written before an interruption are not computed again. A finished
                 column that is being overwritten is always recomputed.
         """
@@ -252,15 +252,15 @@ class ColumnTarget:
     def replace(
         self, version: str, values: ShardValues, check: Callable[[Sequence[Filled]], None], *, calls: Calls
     ) -> list[Filled]:
-        """Do what :meth:`fill` does, but withdraw an older column only once all values are known.
+        """Write the values as :meth:`fill` does, but withdraw an older column only once all values are known.
 
-        An older column stays whole if a value cannot be read: until then, values lie in files on this machine.
+        An older column stays intact if a value cannot be read: until then, values are kept in files on this machine.
 
         Args:
             version: Version of the column.
-            values: Gives the values of a shard.
-            check: Judges the summaries before an older column is withdrawn; it raises if they cannot be a column.
-            calls: Who asks for them; its progress receives every shard.
+            values: Returns the values of a shard.
+            check: Checks the summaries before an older column is withdrawn; raises if they cannot be a column.
+            calls: Runs the calls; its progress receives every shard.
         """
         if not self._taken:
             filled = self.fill(version, values, calls=calls)
@@ -290,7 +290,7 @@ class ColumnTarget:
 
         Args:
             filled: Summary of each shard.
-            version: Version as written.
+            version: Version of the column, as written with the values.
             made_from: Description of the origin.
             begun_s: When the work began, by ``time.monotonic``.
             more: Further fields of the report.
@@ -354,7 +354,7 @@ class ListReport(Report):
     """Late columns beside the indexes of some shards.
 
     Attributes:
-        columns: Each with its directory.
+        columns: Every late column, with its directory.
     """
 
     columns: tuple[dict[str, object], ...]
@@ -406,7 +406,7 @@ def drop_column(
 
 
 def _note_column(storage: Storage, home: str, name: str, column: SchemaColumn | None) -> None:
-    """Write what a set says of a column into its schema; None: there is no such column any more."""
+    """Write the entry of a column into the set's schema; None removes it."""
     known = read_schema(storage, home)
     columns = {other: one for other, one in known.columns.items() if other != name}
     new = replace(known, columns=columns if column is None else {**columns, name: column})

@@ -1,5 +1,5 @@
-"""Describe a set in the files of other programs, so that they read it: metadata beside the tars, or Parquet.
+"""Write the files by which other programs read a set: metadata beside the tars, or Parquet.
 
-Where another program reads WebDataset tars, only what it wants beside them is written, from the index alone. A format
-is a module with a function that yields files, and its row in ``run.FORMATS``.
+For a program that reads WebDataset tars, only its metadata is written, from the index alone. A format is a module with
+a function that yields files, and a row in ``run.FORMATS``.
 """

@@ -1,4 +1,4 @@
-"""Write a dataset card: ``README.md``, by which people know a set, and ``datasets`` finds the files of each split."""
+"""Write a dataset card: a ``README.md`` for people, with metadata by which ``datasets`` finds the splits' files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def files(job: ExportJob, progress: Progress) -> Iterator[tuple[str, bytes]]:
     """Yield ``README.md``, which names the shards.
 
     Raises:
-        ConfigError: A shard lies elsewhere.
+        ConfigError: A shard is outside the target.
     """
     names = job.names_beside("a dataset card")
     progress.advance(num=len(names))
@@ -43,13 +43,13 @@ def files(job: ExportJob, progress: Progress) -> Iterator[tuple[str, bytes]]:
 
 
 def card(job: ExportJob, splits: Mapping[str, Sequence[str]], tags: Sequence[str]) -> bytes:
-    """Return the card of a set whose splits consist of these files."""
+    """Return the card of a set, given the files of each split."""
     facts = _facts(job)
     title = plain(split_url(redact(job.target).rstrip("/"))[1] or "set")
     lines = ["---", *_front(facts, splits, tags), "---", "", f"# {title}", ""]
     lines.append(
         f"{counted(facts.num_samples, 'sample')} in {counted(facts.num_shards, 'shard')}, "
-        f"{format_bytes(facts.num_bytes)}. Written by `shard_tools export`; add what the numbers do not tell: where "
+        f"{format_bytes(facts.num_bytes)}. Written by `shard_tools export`; add what the numbers do not show: where "
         "the data comes from, its license, and what it must not be used for.\n"
     )
     fields = [
@@ -72,7 +72,7 @@ def _facts(job: ExportJob) -> DataSetInfo:
 
 
 def _front(facts: DataSetInfo, splits: Mapping[str, Sequence[str]], tags: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of the YAML by which programs read the card; texts as JSON, which YAML reads alike."""
+    """Yield the lines of the card's YAML front matter; strings are written in JSON, which is valid YAML."""
     yield "configs:"
     yield "- config_name: default"
     yield "  data_files:"

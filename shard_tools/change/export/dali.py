@@ -1,4 +1,4 @@
-"""Write the index of each tar that DALI's ``readers.webdataset`` takes as ``index_paths``."""
+"""Write an index per tar, which DALI's ``readers.webdataset`` takes as ``index_paths``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def files(job: ExportJob, progress: Progress) -> Iterator[tuple[str, bytes]]:
     """Yield ``NAME.idx`` for each ``NAME.tar`` that has samples.
 
     Raises:
-        ConfigError: A key or a field holds a space, at which DALI would cut it.
+        ConfigError: A key or field name has a space, at which DALI would truncate it.
     """
     names = job.names
     for position, table in job.tables():
@@ -36,8 +36,8 @@ def _lines(table: SampleTable) -> str:
     for key, some in zip(table.keys, fields, strict=True):
         if len(key.split()) != 1 or any(len(name.split()) != 1 for _, name, _ in some):
             raise ConfigError(
-                f"{table.shard.name}: sample {key!r} has a space in a name, at which DALI would cut it; write the set "
-                "anew with other keys (`shard_tools convert … --key number`)"
+                f"{table.shard.name}: sample {key!r} has a space in a name, at which DALI would cut it; rewrite the "
+                "set with other keys (`shard_tools convert … --key number`)"
             )
         lines.append(" ".join(f"{name} {start} {size} {key}.{name}" for start, name, size in sorted(some)))
     return "\n".join(lines) + "\n"

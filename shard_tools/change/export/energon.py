@@ -1,4 +1,4 @@
-"""Write what Megatron-Energon wants beside shards: ``.nv-meta`` and the offsets of the samples of each tar."""
+"""Write the files that Megatron-Energon needs beside shards: ``.nv-meta`` and the sample offsets of each tar."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CREATE INDEX idx_sample_parts_full ON sample_parts (
 
 
 def files(job: ExportJob, progress: Progress) -> Iterator[tuple[str, bytes]]:
-    """Yield what ``energon prepare`` writes for samples as plain dicts (``CrudeWebdataset``), the info last.
+    """Yield the files that ``energon prepare`` writes for samples as plain dicts (``CrudeWebdataset``), the info last.
 
     Raises:
-        ConfigError: A shard lies elsewhere, a key occurs twice, or splits are not those that Energon knows.
+        ConfigError: A shard is outside the target, a key occurs twice, or Energon does not know a split's name.
     """
     names = job.names_beside("Energon")
     counts = {name: shard.num_samples for name, shard in zip(names, job.opened.chunks.shards, strict=True)}
@@ -83,8 +83,8 @@ def _insert(database: sqlite3.Connection, number: int, table: SampleTable) -> No
         database.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", ((number, *row) for row in rows))
     except sqlite3.IntegrityError as error:
         raise ConfigError(
-            f"{table.shard.name}: it has a key that an earlier sample has, too, which Energon does not take; write the "
-            "set anew with `shard_tools reshard … --key-prefix '{shard}/'`, or --dedupe"
+            f"{table.shard.name}: it has a key that an earlier sample has, too, which Energon does not accept; rewrite "
+            "the set with `shard_tools reshard … --key-prefix '{shard}/'`, or --dedupe"
         ) from error
     except UnicodeEncodeError as error:
         raise ConfigError(f"{table.shard.name}: a key is not UTF-8 ({error}), which Energon cannot read") from error
@@ -98,7 +98,7 @@ def _insert(database: sqlite3.Connection, number: int, table: SampleTable) -> No
 
 
 def _yaml(content: Mapping[str, object]) -> bytes:
-    """Write mappings of names, texts and lists of texts as YAML; every text as JSON, which YAML reads alike."""
+    """Write mappings of names, strings and lists of strings as YAML, with strings in JSON, which is valid YAML."""
     return ("\n".join(_lines(content, 0)) + "\n").encode()
 
 

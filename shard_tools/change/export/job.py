@@ -1,4 +1,4 @@
-"""What every format gets: the set, what is asked of it, and the names of its shards as the target sees them."""
+"""Describe an export to every format: the set, the options, and the names of shards relative to the target."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ TRAIN = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to export, beside the set and the format.
+    """Options of an export.
 
     Attributes:
-        splits: (split, pattern) pairs: shards whose name fits a pattern belong to the split of the first that fits;
-            without any, folders ``train``, ``val`` and the like are splits, and a set without such folders is
-            ``train``.
-        where: Keep only samples that match; of formats that hold samples.
-        view: Keep only the samples of a saved view; the same.
-        fields: Keep only these fields; the same. None: all.
-        columns: Late columns to keep, in addition to those of the sample tables; the same.
+        splits: (split, pattern) pairs: a shard belongs to the split of the first pattern that matches its name. Without
+        pairs, folders such as ``train`` and ``val`` are splits, and a set without such folders is ``train``.
+        where: Keep only samples that match this condition. This and the next three are for formats that hold samples.
+        view: Keep only the samples of a saved view.
+        fields: Keep only these fields; None: all.
+        columns: Late columns to keep, in addition to the columns of the sample tables.
         index_url: Location of the index, if not beside the shards.
-        workers: Shards in parallel.
-        overwrite: Replace files that are there with other content.
-        allow_unfinished: Export what is there of a set that is not whole.
+        workers: Number of shards processed in parallel.
+        overwrite: Replace existing files that have other content.
+        allow_unfinished: Accept an unfinished set, and export the samples that are there.
     """
 
     splits: tuple[tuple[str, str], ...] = ()
@@ -47,7 +46,7 @@ class ExportOptions:
 
     @property
     def of_samples(self) -> dict[str, object]:
-        """Return the options that choose samples or what is kept of them, by the name on the command line."""
+        """Return the options that select samples, fields or columns, by their names on the command line."""
         given = {
             "--where": self.where, "--view": self.view, "--fields": self.fields, "--columns": self.columns or None,
         }  # fmt: skip
@@ -62,7 +61,7 @@ class ExportJob:
         opened: The shards, with their index.
         storage: Store of source and target.
         target: Folder or prefix.
-        options: What to export.
+        options: The options.
     """
 
     opened: OpenSet
@@ -88,7 +87,7 @@ class ExportJob:
         """Return the names of the shards relative to the target, which has to hold them.
 
         Raises:
-            ConfigError: One lies elsewhere; ``program`` looks for them here.
+            ConfigError: One is outside the target, where ``program`` does not look for it.
         """
         names = self.below_target()
         for url, name in zip(self.opened.urls, names, strict=True):
@@ -101,7 +100,7 @@ class ExportJob:
         return [name for name in names if name is not None]
 
     def below_target(self) -> list[str | None]:
-        """Return the names of the shards relative to the target; None: it lies elsewhere."""
+        """Return the names of the shards relative to the target; None for a shard outside it."""
         base = f"{_plain(self.target)}/"
         paths = [_plain(split_query(url)[0]) for url in self.opened.urls]
         return [path.removeprefix(base) if path.startswith(base) else None for path in paths]
@@ -121,7 +120,7 @@ class ExportJob:
 
 
 def _plain(url: str) -> str:
-    """Return an address that can be compared with others: paths from the root, without links."""
+    """Return an address in a form that can be compared: for paths, absolute and without links."""
     return os.path.realpath(local_path(url)) if scheme_of(url) == "file" else url.rstrip("/")
 
 

@@ -1,4 +1,4 @@
-"""Write samples as Parquet: a file for each shard, a column for each field and for each column of the sample tables."""
+"""Write samples as Parquet: one file per shard; a column per field, and per column of the sample tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from streaming.storage import StoreWriter, join_url, redact
 
 Kind = Literal["image", "audio", "text", "integer", "bytes"]
 KEY = "__key__"
-FACTS = b"shardstream-export"  # in the metadata of each file: what it was made of
+FACTS = b"shardstream-export"  # metadata key of each file: a digest of its source
 _AUDIO = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
 _GROUP_BYTES = 64 << 20  # memory of a row group that is being collected
 _WINDOW_BYTES = 32 << 20
@@ -41,12 +41,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportColumns:
-    """Which columns the files have.
+    """The columns of the files.
 
     Attributes:
-        fields: What each field holds.
+        fields: Kind of each field.
         columns: Type of each other column.
-        files: Images and sounds are structs of ``bytes`` and ``path``, as ``datasets`` knows them, not bytes alone.
+        files: Write images and sounds as structs of ``bytes`` and ``path``, as ``datasets`` does, not as plain bytes.
     """
 
     fields: Mapping[str, Kind]
@@ -64,7 +64,7 @@ class ExportColumns:
         return pa.schema({KEY: pa.string(), **fields, **self.columns}).with_metadata(self._metadata())
 
     def _metadata(self) -> dict[bytes, bytes]:
-        """Tell ``datasets`` which columns are images and sounds."""
+        """Return the metadata that marks images and sounds for ``datasets``."""
         if not self.files:
             return {}
         types: dict[str, dict[str, str]] = {KEY: {"dtype": "string", "_type": "Value"}}
@@ -80,7 +80,7 @@ class ExportColumns:
         """Return the row of a sample.
 
         Raises:
-            DataError: A field is not what its name says.
+            DataError: A field's content does not fit its name.
         """
         row: dict[str, Any] = {KEY: record.key}
         for name, how in self.fields.items():
@@ -88,7 +88,7 @@ class ExportColumns:
             row[name] = None if data is None else self._value(how, data, record.key, name)
         for name, kind in self.columns.items():
             value = record.metadata.get(name)
-            # Arrow takes no whole number beyond 2^53 for a float, though type_of_all found that each is one.
+            # Arrow rejects whole numbers beyond 2^53 as floats, though type_of_all has checked that each is exact.
             row[name] = float(value) if isinstance(value, int) and pa.types.is_floating(kind) else value
         return row
 
@@ -109,7 +109,7 @@ class ExportColumns:
 
 
 def kind_of(field: str) -> Kind:
-    """Return what a field of this name holds, as the decoders of this library see it."""
+    """Return the kind of a field of this name, by this library's decoders."""
     last = field.rpartition(".")[2]
     if last in IMAGE_EXTENSIONS or last in _AUDIO:
         return "image" if last in IMAGE_EXTENSIONS else "audio"
@@ -118,7 +118,7 @@ def kind_of(field: str) -> Kind:
 
 
 class _Sink(io.RawIOBase):
-    """A file for Arrow, whose ``close`` publishes nothing: a file that was cut short would look whole."""
+    """A file for Arrow whose ``close`` publishes nothing: otherwise a truncated file would look complete."""
 
     def __init__(self, out: StoreWriter) -> None:
         super().__init__()
@@ -135,11 +135,11 @@ class _Sink(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetExport:
-    """Samples to be written, and where.
+    """Samples to be written, and their target.
 
     Attributes:
         job: The export.
-        taken: The samples, shard by shard.
+        taken: The selected samples, by shard.
         columns: The columns.
     """
 
@@ -149,7 +149,7 @@ class ParquetExport:
 
     @classmethod
     def of(cls, job: ExportJob, *, files: bool) -> ParquetExport:
-        """Choose the samples that the options ask for.
+        """Select samples by the options of the job.
 
         Raises:
             ConfigError: A field or a column does not exist, or no sample is left.
@@ -179,10 +179,10 @@ class ParquetExport:
         return cls(job=job, taken=taken, columns=ExportColumns(fields=fields, columns=columns, files=files))
 
     def write(self, position: int, name: str) -> int:
-        """Write the samples of a shard as the file of this name; return its bytes, or 0 if it was there, whole.
+        """Write the samples of a shard to a file of this name; return the bytes read, or 0 if the file was complete.
 
         Raises:
-            DataError: A sample is damaged, or a field is not what its name says.
+            DataError: A sample is damaged, or a field's content does not fit its name.
             StorageError: The store failed.
         """
         part, url = self.taken.parts[position], join_url(self.job.target, name)
@@ -222,7 +222,7 @@ class ParquetExport:
             yield pa.RecordBatch.from_pylist(rows, schema)
 
     def _facts(self, part: ShardPart) -> bytes:
-        """Return what a file is made of: the bytes of the shard, which of its samples, and the columns."""
+        """Return the identity of a file: a digest of the shard's bytes, the selected samples, and the columns."""
         sha = hashlib.sha256(part.pieces.crc32c.tobytes() + part.rows.astype("<i8").tobytes())
         for name, column in part.columns.items():
             sha.update(json.dumps([name, column.to_pylist()], default=str).encode())
@@ -230,10 +230,10 @@ class ParquetExport:
         return json.dumps({"version": 1, "sha256": sha.hexdigest()}).encode()
 
     def _is_there(self, url: str, facts: bytes) -> bool:
-        """Tell whether a file is there, made of the same.
+        """Return whether the file exists and was made from the same samples and options.
 
         Raises:
-            ConfigError: It is there, made of something else.
+            ConfigError: It exists, but was made from others.
         """
         try:
             size_bytes = self.job.storage.info(url).size_bytes
@@ -246,7 +246,7 @@ class ParquetExport:
             found = None
         if found != facts and not self.job.options.overwrite:
             raise ConfigError(
-                f"{redact(url)}: there is a file of this name, not made of these samples and options; give another "
+                f"{redact(url)}: there is a file of this name, made from other samples or options; give another "
                 "target, or --overwrite"
             )
         return found == facts
@@ -259,5 +259,5 @@ def _type_of(taken: Taken, name: str) -> pa.DataType:
 
 
 def part_namer(names: Sequence[str]) -> Callable[[int], str]:
-    """Name the file of each shard as the shard."""
+    """Return a function that names the file of each shard after the shard."""
     return lambda position: names[position].removesuffix(".tar") + ".parquet"

@@ -24,16 +24,16 @@ Files: TypeAlias = "Callable[[ExportJob, Progress], Iterator[tuple[str, bytes]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport(Report):
-    """What was exported.
+    """The result of an export.
 
     Attributes:
         to: The format.
-        target: Where it is.
+        target: Location of the files.
         num_shards: Shards of the set.
-        num_samples: Samples that the other program will see.
-        files: Names of the files that belong to it, below the target.
-        num_written: Those of them that this run wrote; the others were there, with the same content.
-        num_bytes: Bytes of shards that were read for it; 0 where the index suffices.
+        num_samples: Samples that the other program will read.
+        files: Names of the exported files, below the target.
+        num_written: Number of files that this run wrote; the others existed with the same content.
+        num_bytes: Bytes of shards that were read; 0 if the index suffices.
         reads_tars: Whether the other program reads the tars themselves.
         seconds: Wall time.
     """
@@ -54,8 +54,9 @@ class ExportFormat:
     """A format.
 
     Attributes:
-        files: Yields names and contents of files of metadata, of which the last completes the set; given the job.
-        parquet: Samples are written, too: with ``data/`` in the names of ``datasets`` (``"hub"``), or as the shards.
+        files: Yields the names and contents of metadata files for a job; the last one completes the set.
+        parquet: Samples are written, too, in files named as ``datasets`` names them, below ``data/`` (``"hub"``), or as
+            the shards.
     """
 
     files: Files | None = None
@@ -76,22 +77,22 @@ def export(
     urls: Sequence[str], target: str, *, to: str, options: ExportOptions | None = None,
     storage_options: Mapping[str, object] | None = None, progress: Progress | None = None,
 ) -> ExportReport:  # fmt: skip
-    """Write what another program needs to read a set. The set itself is never changed.
+    """Write the files that another program needs to read a set. The set itself is never changed.
 
     ``energon``, ``dali``, ``wids`` and ``card`` write files beside the tars, from the index alone. ``parquet`` and
-    ``hf`` write the samples, a file for each shard; a run that was stopped goes on where it was.
+    ``hf`` write the samples, one file per shard; an interrupted run continues where it stopped.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
         target: Folder or prefix. Energon, and readers of a card, expect it to be that of the shards.
         to: One of ``FORMATS``.
-        options: What to export.
+        options: The selection of samples and fields, and other options.
         storage_options: Options of both stores.
         progress: Receives each shard.
 
     Raises:
-        ConfigError: Options do not fit the format, or the set has something that the other program cannot read.
-        TargetNotEmptyError: Files of the same names are there, with other content.
+        ConfigError: Options do not fit the format, or the other program cannot read this set.
+        TargetNotEmptyError: Files of the same names exist with other content.
         NotFoundError: Nothing matches ``urls``.
         DataError: A sample is damaged.
         StorageError: A store failed.
@@ -123,10 +124,10 @@ def export(
 
 
 def _put(job: ExportJob, name: str, content: bytes) -> bool:
-    """Write a file, unless it is there with this content; return whether it was written.
+    """Write a file, unless it exists with this content; return whether it was written.
 
     Raises:
-        TargetNotEmptyError: It has another content.
+        TargetNotEmptyError: It exists with other content.
     """
     url = join_url(job.target, name)
     try:
@@ -144,7 +145,7 @@ def _put(job: ExportJob, name: str, content: bytes) -> bool:
 
 
 def _write_samples(job: ExportJob, progress: Progress, *, hub: bool) -> tuple[list[tuple[str, bool]], int, int]:
-    """Write a file for each shard that samples are taken of, and for a hub its card; return files, samples, bytes."""
+    """Write one file per shard with selected samples, and a card for a hub; return files, samples and bytes."""
     samples = ParquetExport.of(job, files=hub)
     names = job.names
     positions = [position for position, part in enumerate(samples.taken.parts) if part.rows.size]

@@ -1,4 +1,4 @@
-"""Write the list of shards that wids reads, the random access part of webdataset."""
+"""Write the shard list of wids, the random-access part of webdataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streaming.storage import redact, split_url
 
 
 def files(job: ExportJob, progress: Progress) -> Iterator[tuple[str, bytes]]:
-    """Yield ``wids.json``, or ``wids-SPLIT.json`` for each of several splits.
+    """Yield ``wids.json``, or one ``wids-SPLIT.json`` per split if there are several.
 
     Shards below the target are named relative to it, others by their URL.
 

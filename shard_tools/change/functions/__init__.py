@@ -1,4 +1,4 @@
-"""Run a user's function over inputs, or over the samples of a set, and pack what it returns: ``optimize`` and ``map``.
+"""Apply a user's function to inputs, or to the samples of a set, and pack the results: ``optimize`` and ``map``.
 
-Starts no process and writes no shard itself: that is the concern of ``running``, and of ``convert``'s ``pack``.
+Processes are started by ``running``, and shards are written by ``convert``'s ``pack``, not here.
 """

@@ -1,4 +1,4 @@
-"""Add to a set what a function makes of new inputs: ``optimize(…, append=True)``."""
+"""Add the samples of new inputs to a set: ``optimize(…, append=True)``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from streaming.storage import Storage, redact
 
 
 class NewInputs:
-    """The inputs of a function that a set was not made of, and how they are added to it.
+    """Inputs that are not in a set yet; adds their samples to it.
 
     Args:
-        inputs: All inputs. Those that name files are new if one of these is; all others are.
+        inputs: All inputs. An input that names files is new if one of these files is; any other input is new.
         place: The set.
-        identity: What, besides the inputs, determines the bytes of the set.
+        identity: Values besides the inputs that determine the bytes of the set.
         storage_options: Options of its store.
 
     Attributes:
-        inputs: The new ones.
+        inputs: The new inputs.
         head: The set.
 
     Raises:
         ConfigError: The set was made by another function or with other columns, or one of its inputs changed.
-        IndexMissingError, UnfinishedError: There is no whole set with an index.
+        IndexMissingError, UnfinishedError: The set has no index, or is unfinished.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class NewInputs:
         return inputs.without(known) if known and isinstance(inputs, ListInputs) else inputs
 
     def add(self, source: FunctionSource, *, command: str, schema: Schema) -> tuple[int, int, int]:
-        """Write what the function makes of them, and publish it; return the samples, shards and bytes of the set.
+        """Write the samples of the new inputs, and publish them; return the samples, shards and bytes of the set.
 
         Raises:
-            OvertakenError: Somebody else changed the set meanwhile; nothing was added.
-            Exception: Whatever the function raised.
+            OvertakenError: Another change of the set was published meanwhile; nothing was added.
+            Exception: The function's exception.
         """
         table = self.head.table
         num_samples, num_shards = table.total_samples, len(table.shards)
@@ -82,14 +82,14 @@ class NewInputs:
 
 
 class _Following:
-    """What a function makes, whose keys that are numbers of inputs follow those of a set.
+    """A function's samples as a source that continues the numbering of a set's keys.
 
     Args:
-        below: What it makes.
-        first: Number of its first input.
+        below: The function's samples.
+        first: Number of the first new input in the set.
 
     Attributes:
-        next: Number of the input after the last one.
+        next: Number of the next input of the set afterwards.
     """
 
     def __init__(self, below: FunctionSource, first: int) -> None:
@@ -100,7 +100,7 @@ class _Following:
         return getattr(self._below, name)
 
     def records(self, start: int) -> Generator[Record, None, None]:  # noqa: ARG002  the tally knows
-        """Yield the samples."""
+        """Yield the samples; keys made from input numbers are shifted by ``first``."""
         for record in self._below.records(0):
             number = self._below.tally.input
             own = number_key(number)
@@ -111,10 +111,10 @@ class _Following:
 
 
 def _checked(journal: Journal | None, identity: Mapping[str, object], head: Head) -> Journal:
-    """Return the journal of a set that this function has made.
+    """Return the journal of a set, after checking that this function made it.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: Another function made it.
     """
     said = {} if journal is None else journal.options
     if journal is None or "function" not in said:

@@ -1,4 +1,4 @@
-"""Take what a function is applied to: any sequence, a file of lines, or a set of samples."""
+"""Inputs of a function: any sequence, a file of lines, or a set of samples."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from streaming.storage import local_path, redact
 _SHOWN_CHARACTERS = 200
 _LONGEST_PATH = 4096
 _OBJECTS = np.dtype(object)
-_KINDS_OF_NAMES = "USO"  # arrays of texts, bytes and objects; numbers name no file
+_KINDS_OF_NAMES = "USO"  # NumPy kinds of strings, bytes and objects; numbers name no file
 
 
 class Inputs(Protocol):
-    """Numbered inputs, as the process that writes sees them."""
+    """Numbered inputs, as seen by the process that writes."""
 
     def __len__(self) -> int: ...
 
     def identity(self) -> dict[str, object]:
-        """Return JSON-serializable facts that identify them; a run continues only if these are equal."""
+        """Return JSON-serializable facts that identify the inputs; a run continues only if they are equal."""
 
     def origins(self) -> Origins:
-        """Return the files that they are, or lie in; numbered as the inputs are."""
+        """Return the files that the inputs name or come from, each with the number of its input."""
 
     def part(self, start: int, stop: int) -> Any:
-        """Describe the inputs from one number to another for :attr:`read`."""
+        """Return a picklable description of inputs ``[start, stop)``, for :attr:`read`."""
 
     def describe(self, number: int) -> str:
-        """Name one for errors."""
+        """Name an input for errors."""
 
     @property
     def shared(self) -> Shared:
-        """Files that processes on other machines must see, to read them."""
+        """Files that processes on other machines must be able to read."""
 
     @property
     def read(self) -> Callable[[Any], Iterator[Given]]:
-        """What yields the inputs of a part, in the process that works on them; it is pickled."""
+        """A picklable function that yields the inputs of a part, in the worker process."""
 
 
 class FileLines(Sequence[Any]):
-    """The lines of text files as inputs: text, or the values of JSON lines (``.jsonl``, ``.ndjson``); no blank ones.
+    """The lines of text files as inputs: text, or JSON values (``.jsonl``, ``.ndjson``); blank lines are skipped.
 
     ::
 
         optimize(fetch, lines("urls.txt"), "s3://bucket/train/")
 
-    Files may end in ``.gz`` or ``.zst``. They are read when this is made, and kept in memory.
+    Files may end in ``.gz`` or ``.zst``. They are read on construction, and kept in memory.
 
     Args:
         path: A file, folder, pattern or URL.
@@ -108,15 +108,15 @@ class FileLines(Sequence[Any]):
         return self._values[number]
 
     def identity(self) -> dict[str, object]:
-        """Return their number and a digest of the files."""
+        """Return the number of lines and a digest of the files."""
         return {"kind": "lines", "num_inputs": len(self), "sha256": self._sha256}
 
     def origins(self) -> Origins:
-        """Return the files of lines, on each of which all inputs depend."""
+        """Return the files; every input depends on each of them."""
         return self._origins
 
     def where(self, number: int) -> str:
-        """Return file and line of a value."""
+        """Return the file and line of a value."""
         url = [shown for first, shown in self._firsts if first <= number][-1]
         return f"{url}:{self._numbers[number]}"
 
@@ -134,10 +134,10 @@ def lines(path: str | os.PathLike[str], *, storage_options: Mapping[str, object]
 
 
 def as_inputs(inputs: Any, storage_options: Mapping[str, object] | None) -> Inputs:
-    """Return inputs of any of the kinds that ``optimize`` takes.
+    """Return ``inputs`` of any kind that ``optimize`` takes as an ``Inputs``.
 
     Raises:
-        ConfigError: They are of none of these.
+        ConfigError: They are of another kind.
         NotFoundError: There is no such file, or no such set.
     """
     if isinstance(inputs, (str, os.PathLike)):
@@ -159,7 +159,7 @@ def as_inputs(inputs: Any, storage_options: Mapping[str, object] | None) -> Inpu
 
 
 class ListInputs:
-    """Inputs of a sequence, sent to the processes that work on them."""
+    """Inputs of a sequence, sent to the worker processes."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -170,24 +170,24 @@ class ListInputs:
         return len(self._values)
 
     def identity(self) -> dict[str, object]:
-        """Return their number and a digest of their values."""
+        """Return the number of inputs and a digest of their values."""
         if isinstance(self._values, FileLines):
             return self._values.identity()
         values = self._values
         if isinstance(values, range):
             return {"kind": "range", "num_inputs": len(values), "of": str(values)}
-        told = values if isinstance(values, np.ndarray) else list(values)
-        return {"kind": "list", "num_inputs": len(values), "digest": digest_of(told)}
+        content = values if isinstance(values, np.ndarray) else list(values)
+        return {"kind": "list", "num_inputs": len(values), "digest": digest_of(content)}
 
     def origins(self) -> Origins:
-        """Return the local files that inputs name, by themselves or in containers at any depth; and files of lines.
+        """Return the local files that inputs name, directly or in containers at any depth; and files of lines.
 
-        What a function reads of other stores is its own concern: an input is then the URL that it gets.
+        Objects of other stores are not tracked: such an input is only its URL.
         """
         return self._origins
 
     @cached_property
-    def _origins(self) -> Origins:  # as they are before the first one is read
+    def _origins(self) -> Origins:  # cached: the files' versions from before the first one is read
         found = [*self._values.origins().inputs] if isinstance(self._values, FileLines) else []
         store = SourceStorage()
         if not isinstance(self._values, range) and getattr(self._values, "dtype", _OBJECTS).kind in _KINDS_OF_NAMES:
@@ -196,11 +196,11 @@ class ListInputs:
         return Origins(inputs=found, store=store)
 
     def without(self, numbers: Collection[int]) -> ListInputs:
-        """Return the others."""
+        """Return all inputs but these."""
         return ListInputs([self._values[number] for number in range(len(self)) if number not in numbers])
 
     def part(self, start: int, stop: int) -> list[Any]:
-        """Return the inputs."""
+        """Return inputs ``[start, stop)``."""
         return [self._values[number] for number in range(start, stop)]
 
     def describe(self, number: int) -> str:
@@ -213,19 +213,19 @@ class ListInputs:
 
 
 def _files_in(value: Any) -> Iterator[SourceFile]:
-    """Yield the local files that an input names, at any depth, each once."""
+    """Yield each local file that an input names, at any depth, once."""
     for name in dict.fromkeys(_names_in(value)):
         try:
             is_path = 0 < len(name) <= _LONGEST_PATH and is_local(name)
             status = os.stat(local_path(name)) if is_path else None
-        except (OSError, ValueError):  # no file
+        except (OSError, ValueError):  # not a file
             continue
         if status is not None and stat.S_ISREG(status.st_mode):
             yield SourceFile(url=_noted(name), name=name, size_bytes=status.st_size, version=version_of_file(status))
 
 
 def _noted(name: str) -> str:
-    """Return the path of a file as it can be noted among the inputs.
+    """Return the path of a file, checked to be one that the list of inputs can hold.
 
     Raises:
         ConfigError: It is not UTF-8.
@@ -241,8 +241,8 @@ def _noted(name: str) -> str:
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """Yield each text that may be a path, in an order that is the same in every process."""
-    seen: set[int] = set()  # containers, which may hold themselves
+    """Yield each string that may be a path, in the same order in every process."""
+    seen: set[int] = set()  # containers may hold themselves
     left = [value]
     while left:
         part = left.pop()
@@ -256,13 +256,13 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def _parts_of(value: Any) -> Sequence[Any]:
-    """Return what a container holds, as far as it may name files; () for all else."""
+    """Return the elements of a container that may name files; () for any other value."""
     if isinstance(value, (tuple, list)):
         return value
     if isinstance(value, Mapping):
         return [*value.values()]
     if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr)  # texts have another order in each process
+        return sorted(value, key=repr)  # the order of strings in a set differs between processes
     if isinstance(value, np.ndarray):
         return value.ravel().tolist() if value.dtype.kind in _KINDS_OF_NAMES else ()
     if is_dataclass(value) and not isinstance(value, type):

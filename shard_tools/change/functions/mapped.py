@@ -1,4 +1,4 @@
-"""Apply a function to the samples of a set and write what it returns as a new one: the command ``map``."""
+"""Apply a function to the samples of a set and write the results as a new set: the command ``map``."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class MapOptions(ShardOptions):
     """Options of the new shards, in addition to ``ShardOptions``.
 
     Attributes:
-        fields: Fields that the function gets, decoded; None: all. The others are kept as they are.
+        fields: Fields that the function gets, decoded; None: all. The others are kept unchanged.
         where: Condition on columns, as ``StreamingDataset`` takes it.
-        view: Name of a saved view whose samples are taken.
-        columns: Late columns that the new sample tables hold, beside the columns of the old ones.
+        view: Name of a saved view to take the samples from.
+        columns: Late columns to include in the new sample tables, in addition to the old tables' columns.
         index_url: Location of the source's index, if not beside its shards.
-        allow_unfinished: Take what is there of a source that is not whole.
-        classes: ``"union"``: write the numbers of classes of several sets by name.
+        allow_unfinished: Accept an unfinished source, and take the samples that are there.
+        classes: ``"union"``: match the classes of several sets by name, and renumber them.
     """
 
     fields: tuple[str, ...] | None = None
@@ -78,21 +78,21 @@ def map_set(
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> FunctionReport:
-    """Write what a function makes of the samples of ``source`` into shards in ``target``, with their index.
+    """Apply a function to the samples of ``source``, and write the results into indexed shards in ``target``.
 
     The function gets one sample, a dict of its fields, decoded as training does by default, with ``__key__`` and
-    ``__url__``. It returns the fields that change (None removes one), a list or generator of such dicts for several
-    samples of one, or None to leave the sample out. Fields that it does not name keep their bytes, and so do those
-    that it returns as it got them; if it returns the dict that it got, fields that it deleted there are removed.
-    Samples keep their keys (of several: ``KEY-000``, …) unless the function changes ``__key__``, and the columns of
-    their sample tables. Every byte read is checked. Deterministic and resumable, like :func:`shard_tools.optimize`.
+    ``__url__``. It returns the fields that change (None removes one), a list or generator of such dicts to make
+    several samples of one, or None to leave the sample out. Fields that it does not return, or returns unchanged, keep
+    their bytes; if it returns the dict that it got, fields that it deleted from it are removed. Samples keep the
+    columns of their sample tables, and their keys (``KEY-000``, … for several) unless the function changes
+    ``__key__``. Every byte read is checked. Deterministic and resumable, like :func:`shard_tools.optimize`.
 
     Args:
-        source: Shards, as for ``StreamingDataset``; the samples of several places follow each other.
+        source: Shards, as for ``StreamingDataset``; several sources are read in this order.
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         spec: ``"module:function"``: a module that can be imported, also from the current folder.
         options: Options of the new shards.
-        running: Where the function runs, and what happens where it fails.
+        running: Where the function runs, and how its failures are treated.
         storage_options: Options of both stores.
         progress: Receives the samples read and the bytes written.
 
@@ -100,7 +100,7 @@ def map_set(
         ConfigError: There is no such function, or options do not fit the source.
         TargetNotEmptyError: The target holds shards of other work.
         DataError: A sample cannot be read or stored, or no sample is left.
-        Exception: Whatever the function raised; a note names the sample.
+        Exception: The function's exception; a note names the sample.
     """
     options = options or MapOptions()
     function = imported(spec, "map")
@@ -131,7 +131,7 @@ def _selected(
     sources: list[str], place: Destination, options: MapOptions, storage: Storage,
     storage_options: Mapping[str, object] | None,
 ) -> tuple[SampleInputs, dict[str, str], Retold]:  # fmt: skip
-    """Return the samples that are taken, the versions of late columns that are kept, and what they mean."""
+    """Return the selected samples, the versions of the late columns that are kept, and the common schema."""
     shards = open_set(
         sources, storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished,
         meets=False,
@@ -165,13 +165,13 @@ _Rows = tuple[int, Int64Array, dict[str, pa.Array]]
 
 
 class SampleInputs:
-    """Samples of a selection, read as bytes by the processes that work on them.
+    """Samples of a selection, read as bytes by the worker processes.
 
     Args:
-        taken: The samples.
+        taken: The selection.
         urls: The shards.
-        fingerprint: Of the source's chunk table.
-        read: How they are read.
+        fingerprint: Fingerprint of the source's chunk table.
+        read: Reads the samples of a part.
         storage: Their store.
     """
 
@@ -197,18 +197,18 @@ class SampleInputs:
         self._origins = Origins(inputs=inputs, store=store)
 
     def origins(self) -> Origins:
-        """Return the shards, each by the number of its first sample that is taken."""
+        """Return the shards, each with the number of its first selected sample."""
         return self._origins
 
     def __len__(self) -> int:
         return self.taken.num_samples
 
     def identity(self) -> dict[str, object]:
-        """Return the shards' content, and which of their samples are taken."""
+        """Return the identity of the shards' content and of the selection."""
         return dict(self._facts)
 
     def part(self, start: int, stop: int) -> list[_Rows]:
-        """Return number, rows and columns of the shards that hold the samples."""
+        """Return the number, rows and columns of each shard that holds these samples."""
         found: list[_Rows] = []
         which = int(np.searchsorted(self._firsts, start, side="right")) - 1
         while start < stop:
@@ -221,14 +221,14 @@ class SampleInputs:
         return found
 
     def describe(self, number: int) -> str:
-        """Return number and shard of a sample."""
+        """Return the number and shard of a sample."""
         ((which, rows, _),) = self.part(number, number + 1)
         return f"sample {rows[0]} of {shown_url(self.urls[which])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadShards:
-    """Read samples of shards as records, in the process that works on them; every byte is checked."""
+    """Read samples of shards as records, in a worker process; every byte is checked."""
 
     urls: tuple[str, ...]
     index_url: str | None
@@ -257,7 +257,7 @@ def _itself(table: SampleTable) -> SampleTable:
 
 
 def _records(part: ShardPart, storage: Storage, retold: Retold) -> Iterator[Record | DataError]:
-    """Yield the record of each row; where a row is damaged, its error."""
+    """Yield the record of each row, or the error of a damaged row."""
     done = 0
     while done < part.rows.size:
         taken = Taken(
@@ -289,7 +289,7 @@ def _table(read: _ReadShards, which: int) -> SampleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapCall:
-    """Call the function on the decoded fields of a record, and put its answer together with what it leaves alone.
+    """Call the function on the decoded fields of a record, and merge its result with the unchanged fields.
 
     Attributes:
         function: The user's function.
@@ -321,7 +321,7 @@ class MapCall:
 
 
 class _Answer:
-    """What a function got of a record, to be compared with what it returns."""
+    """The fields that a function got, to be compared with its result."""
 
     def __init__(self, *, record: Record, decoded: dict[str, Any], sample: dict[str, Any]) -> None:
         self.sample = sample
@@ -329,12 +329,12 @@ class _Answer:
         self._sums = {name: crc32c.crc32c(_bytes(one)) for name, one in decoded.items() if isinstance(one, np.ndarray)}
 
     def several(self, results: Any) -> Iterator[Any]:
-        """Yield each of several samples."""
+        """Yield each of several samples, merged with the unchanged fields."""
         for part, result in enumerate(results):
             yield self.joined(result, part) if isinstance(result, Mapping) else result
 
     def joined(self, result: Mapping[Any, Any], part: int | None) -> dict[Any, Any]:
-        """Return a whole sample; ``part`` is its number among several."""
+        """Return a result merged with the unchanged fields; ``part`` is its number among several."""
         record = self._record
         gone = self._decoded.keys() - result.keys() if result is self.sample else set()
         fields: dict[Any, Any] = {name: value for name, value in record.fields.items() if name not in gone}
@@ -351,12 +351,12 @@ class _Answer:
         return {**fields, "__key__": key, "__metadata__": record.metadata}
 
     def _packed(self, name: Any, value: Any) -> Any:
-        """Return a value as its field stores it: bytes that were unpacked for the function are packed again."""
+        """Return a value as its field stores it: bytes that were decompressed for the function are compressed again."""
         was_unpacked = isinstance(self._decoded.get(name), bytes) and unpacked_name(name) is not None
         return packed(value) if was_unpacked and isinstance(value, bytes) else value
 
     def _is_same(self, name: Any, value: Any) -> bool:
-        """Tell whether a value is what the function got, and unchanged, so that its bytes can stay."""
+        """Return whether a value is unchanged, so that the field can keep its bytes."""
         if name not in self._decoded or value is not self._decoded[name]:
             return False
         if isinstance(value, _PLAIN):

@@ -1,4 +1,4 @@
-"""Call a user's function on inputs and encode the samples that it returns: what worker processes do."""
+"""Call a user's function on inputs and encode its samples: the work of worker processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PART_DIGITS = 3
 
 
 class Given(NamedTuple):
-    """One input as the function gets it, or why it cannot be read; and where it comes from, for lists of failures."""
+    """One input as the function gets it, or the error of reading it; and its origin, for lists of failures."""
 
     value: Any = None
     error: Exception | None = None
@@ -30,15 +30,15 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadHere:
-    """Read inputs that come with the part."""
+    """Read inputs that the part contains."""
 
     def __call__(self, part: Sequence[Any]) -> Iterator[Given]:
-        """Yield them."""
+        """Yield the inputs."""
         return (Given(value=value) for value in part)
 
 
 class Kind(Enum):
-    """What came of an input."""
+    """The outcome of an input."""
 
     SAMPLE = "sample"
     EMPTY = "empty"
@@ -46,18 +46,18 @@ class Kind(Enum):
 
 
 class Made(NamedTuple):
-    """One sample, without the bytes of its fields; or that there is none.
+    """One sample, without the bytes of its fields; or the outcome of an input that gave none.
 
     Attributes:
-        kind: What it is.
+        kind: The outcome.
         number: Number of its input.
         part: Number of the sample among those of its input.
-        key: Its key.
+        key: Key of the sample.
         fields: Its fields, in the order of their bytes.
         columns: Values of its columns.
         error: The pickled exception of a failed input.
         reason: The exception as text.
-        given: Where a failed input comes from: URL, key, number in the shard.
+        given: Origin of a failed input: URL, key, number in the shard.
     """
 
     kind: Kind
@@ -73,12 +73,12 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produce:
-    """Make samples of inputs, by a function. Pure if the function is, so it may be repeated anywhere.
+    """Apply a function to inputs. Pure if the function is, so it may be repeated in any process.
 
     Attributes:
         function: The function.
         read: Reads the inputs of a part (:class:`~shard_tools.change.functions.inputs.Inputs`).
-        columns: Where the values of columns come from.
+        columns: Sources of the columns' values.
         name: Name of the function, for errors.
     """
 
@@ -101,7 +101,7 @@ class Produce:
                     yield item
 
     def _items(self, number: int, given: Given) -> Iterator[Item]:
-        """Yield a sample for each that the function returns; at least one item."""
+        """Yield an item per sample that the function returns, or one item without a sample."""
         if given.error is not None:
             yield self._failed(given.error, number, 0, given)
             return
@@ -142,7 +142,7 @@ class Produce:
     def _killed(self, number: int, given: Given) -> Iterator[Item]:
         error = WorkerDiedError(
             f"{self.name} ends worker processes at this input, each time that it is tried: it crashes in native code, "
-            "or takes more memory than there is"
+            "or needs more memory than there is"
         )
         yield self._failed(error, number, 0, given)
 
@@ -151,7 +151,7 @@ def _samples(result: Any) -> Iterator[tuple[Mapping[str, Any], bool]]:
     """Yield each sample that a function returned, and whether it may be one of several.
 
     Raises:
-        ConfigError: It returned something else.
+        ConfigError: It returned a value of another type.
     """
     if result is None:
         return

@@ -1,4 +1,4 @@
-"""Pack what a function makes of inputs: ``optimize``, and what it shares with ``map``."""
+"""Apply a function to inputs and pack its samples: ``optimize``, and the parts shared with ``map``."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ from streaming.shards.schema.value import Schema
 from streaming.storage import redact
 
 _MAX_BAD_SAMPLES = 0.001  # as in training
-_CALLS_AHEAD = 2  # for each one in progress elsewhere
+_CALLS_AHEAD = 2  # queued calls per remote call in progress
 _ELSEWHERE = {
     "output_dir": "give it as the third argument",
     "num_workers": "write workers=…",
     "chunk_bytes": "write max_bytes=…",
     "chunk_size": "write max_samples=…",
-    "mode": "write overwrite=True, or leave it out: a run that was stopped goes on",
-    "use_checkpoint": "leave it out: a run that was stopped goes on",
+    "mode": "write overwrite=True, or leave it out: a run that was stopped continues",
+    "use_checkpoint": "leave it out: a run that was stopped continues",
     **dict.fromkeys(("num_nodes", "machine"), 'write engine="ray" to run it on a cluster'),
     **dict.fromkeys(("reorder_files", "keep_data_ordered"), "leave it out: samples come in the order of the inputs"),
     "start_method": "leave it out: the processes never import the main script",
     "compression": "leave it out: shards are not compressed; fields may be",
     "fast_dev_run": "leave it out, and give fewer inputs",
 }
-"""Options of LitData's function: what to write instead."""
+"""Options of LitData's function, and their replacements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionReport(Report):
-    """What became of the inputs of a function.
+    """The result of applying a function to inputs.
 
     Attributes:
-        target: Where the shards are.
-        num_inputs: Inputs.
-        num_samples: Samples there now.
-        num_resumed_samples: Samples that an earlier run had written.
-        was_complete: An earlier run had written everything, so that this one wrote nothing.
-        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
-        num_empty: Inputs that gave no sample.
-        num_failed: Inputs that are left out, as the function failed on them.
-        num_shards: Shards there now.
-        num_bytes: Bytes of all shards.
+        target: Location of the shards.
+        num_inputs: Number of inputs.
+        num_samples: Number of samples in the target now.
+        num_resumed_samples: Number of samples that an earlier run had written.
+        was_complete: Whether an earlier run had written everything, so that this one wrote nothing.
+        changed: Inputs that changed since an earlier run; their samples, and all that follow, are made again.
+        num_empty: Number of inputs that gave no sample.
+        num_failed: Number of inputs left out because the function failed on them.
+        num_shards: Number of shards in the target now.
+        num_bytes: Total size of all shards.
         seconds: Wall time of this run.
     """
 
@@ -89,15 +89,15 @@ class FunctionReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """Where a function runs, and what happens where it fails.
+    """Options that determine where a function runs and how its failures are treated.
 
     Attributes:
         workers: Processes (default: one per core), or calls in progress on Ray (default: 64); 0: in this process.
         engine: ``"local"`` or ``"ray"``.
-        memory: Bytes of results that may wait to be written; only of local processes.
+        memory: Bytes of results that may wait to be written; for local processes only.
         on_error: ``"raise"``, or ``"drop"``: leave out inputs on which the function fails.
-        max_bad_samples: Most of these, as a number or a share; None: 0.001, as in training.
-        bad_samples_file: Where they are listed.
+        max_bad_samples: Maximum number or fraction of inputs left out; None: 0.001, as in training.
+        bad_samples_file: File that lists them.
     """
 
     workers: int | None = None
@@ -108,10 +108,10 @@ class Running:
     bad_samples_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Reject options that are invalid or would not act.
+        """Reject options that are invalid or would have no effect.
 
         Raises:
-            ConfigError: There are some.
+            ConfigError: An option is invalid or would have no effect.
         """
         check_choice("engine", self.engine, ENGINES)
         check_choice("on_error", self.on_error, ON_ERROR)
@@ -126,7 +126,7 @@ class Running:
             raise ConfigError(f"{given[0]} is for on_error='drop'; with 'raise' the first failing input ends the run")
 
     def policy(self) -> Policy:
-        """Return what is done with failing inputs."""
+        """Return the treatment of failing inputs."""
         path = checked_path("bad_samples_file", self.bad_samples_file)
         limit = _MAX_BAD_SAMPLES if self.max_bad_samples is None else self.max_bad_samples
         return Policy(
@@ -137,7 +137,7 @@ class Running:
 
     @contextlib.contextmanager
     def runner(self, work: Produce, shared: Shared) -> Iterator[Runner]:
-        """Open what runs ``work``, for which processes elsewhere must see the files ``shared``.
+        """Open a runner for ``work``; remote processes must be able to read the files ``shared``.
 
         Raises:
             ConfigError: The work cannot be sent to other processes.
@@ -186,7 +186,7 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | bool = True,
 ) -> FunctionReport:
-    """Write the samples that a function of yours makes of inputs into shards in ``target``, with their index.
+    """Apply a function to inputs, and write the samples that it returns into indexed shards in ``target``.
 
     ::
 
@@ -196,42 +196,42 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
 
         shard_tools.optimize(resized, sorted(glob("photos/*.jpg")), "s3://bucket/train/", workers=32)
 
-    The same function, inputs and options give the same bytes, for any number of workers, here or on Ray, also if the
-    run was killed: call it again, and it goes on behind the last shard that is whole.
+    The same function, inputs and options give the same bytes, for any number of workers, locally or on Ray. After a
+    run was killed, call it again: it continues after the last complete shard.
 
     Args:
         fn: Called with one input. It returns a sample, a dict of fields as ``ShardWriter.write`` takes them; or
-            several, as a list or by ``yield``; or None. It runs in processes that do not import the main script, so
-            it may be defined there or in a notebook; what it prints goes to standard error. It should be deterministic.
+        several, as a list or by ``yield``; or None. It runs in processes that do not import the main script, so
+        it may be defined there or in a notebook; its prints go to standard error. It should be deterministic.
         inputs: A list or another sequence; a set of samples (a dataset, or its URL); or a file of lines (a path that
-            ends in ``.txt`` or ``.jsonl``, or ``shard_tools.lines(path)``). Samples come decoded, as from the dataset.
+            ends in ``.txt`` or ``.jsonl``, or ``shard_tools.lines(path)``). Samples are decoded as by the dataset.
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         columns: Values for the sample table, as for ``ShardWriter``, taken from what ``fn`` returns.
-        classes: Names of classes by field, as for ``ShardWriter``. Default: those of the set that the inputs are.
+        classes: Names of classes by field, as for ``ShardWriter``. Default: those of the input set.
         workers: Processes (default: one per core), or calls in progress on Ray (64). 0: in this process, for debuggers.
         engine: ``"local"`` or ``"ray"``. The process that calls this writes.
         max_bytes: Maximum size of a shard.
         max_samples: Maximum number of samples in a shard.
         on_error: ``"raise"``: an input on which ``fn`` fails ends the run; its exception names the input. ``"drop"``:
-            it is counted and left out, except for samples that were yielded before. A worker process that dies is
-            replaced once; if the same input ends it again, ``fn`` has failed on it.
-        max_bad_samples: With ``"drop"``, most inputs left out so: a number, or a share of all. Default: 0.001.
-        bad_samples_file: With ``"drop"``, list them in this file, as ``StreamingDataset`` does: inputs that are
-            samples of a set can then be left out by ``shard_tools reshard --drop``.
-        memory: Bytes of samples that local processes may hold until they are written (default: 512 MiB), at least one
-            sample each.
-        overwrite: Delete what the target holds, instead of going on with it.
-        append: Add to the set in the target what the same function makes of further inputs, and publish it as the set's
-            next version. Inputs that name files which the set was made of are left out; all others are taken as new.
-            Shards are as large as those of the set. ``num_resumed_samples`` are those of before.
-        storage_options: Options of the target's store, and of the inputs' if these are a URL or a path.
-        progress: Show a bar, or a line a minute where there is no terminal; or who is told of inputs and bytes.
+            it is counted and left out, except for samples that it already yielded. A worker process that dies is
+            replaced once; if the same input kills it again, ``fn`` has failed on it.
+        max_bad_samples: With ``"drop"``, maximum number or fraction of inputs left out. Default: 0.001.
+        bad_samples_file: With ``"drop"``, list them in this file, as ``StreamingDataset`` does. If they are samples of
+        a set, ``shard_tools reshard --drop`` can leave them out.
+        memory: Bytes of samples that local processes may hold until they are written (default: 512 MiB); at least one
+        sample each.
+        overwrite: Delete the contents of the target instead of continuing.
+        append: Add the samples of further inputs to a set that the same function made, and publish them as the set's
+        next version. Inputs that name files already in the set are skipped; all others are taken as new. Shards
+        are as large as those of the set. ``num_resumed_samples`` then counts the samples of the previous version.
+        storage_options: Options of the target's store, and of the inputs' store if these are a URL or a path.
+        progress: Show a bar, or one line per minute without a terminal; or an object that receives inputs and bytes.
 
-    Keys are ``__key__`` of the samples; those without are numbered: ``000000012`` for input 12, and ``000000012-000``,
-    … for several of it.
+    A sample's key is its ``__key__``, or else the number of its input: ``000000012`` for input 12, and
+    ``000000012-000``, … if it gives several.
 
     Returns:
-        What became of the inputs.
+        Counts of inputs, samples, shards and bytes.
 
     Raises:
         ConfigError: An argument is invalid, or ``fn`` cannot be sent to other processes.
@@ -240,7 +240,7 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
         TooManyBadSamplesError: ``fn`` fails on too many inputs.
         DataError: No input gives a sample.
         StorageError: A store failed.
-        Exception: Whatever ``fn`` raised; a note names the input.
+        Exception: The exception of ``fn``; a note names the input.
     """
     if not callable(fn):
         raise ConfigError(f"fn: expected a function of one input, got a {type(fn).__name__}")
@@ -279,9 +279,9 @@ def pack_made(
     work: Produce, inputs: Inputs, place: Destination, options: ShardOptions, *, running: Running, progress: Progress,
     **how: Any,
 ) -> FunctionReport:  # fmt: skip
-    """Write what ``work`` makes of ``inputs``; ``how`` are further arguments of ``PackingRun``.
+    """Apply ``work`` to ``inputs`` and write the samples; ``how`` are further arguments of ``PackingRun``.
 
-    See :func:`optimize`, which says what is raised.
+    For the errors, see :func:`optimize`.
     """
     started = time.monotonic()
     with running.runner(work, inputs.shared) as runner:
@@ -317,7 +317,7 @@ def pack_made(
 def add_made(
     work: Produce, new: NewInputs, *, running: Running, progress: Progress, schema: Schema
 ) -> FunctionReport:  # fmt: skip
-    """Add what ``work`` makes of new inputs to a set; see :func:`optimize`, which says what is raised."""
+    """Apply ``work`` to new inputs and add the samples to a set; for the errors, see :func:`optimize`."""
     with running.runner(work, new.inputs.shared) as runner:
         source = FunctionSource(
             inputs=new.inputs, runner=runner, columns=tuple(work.columns), policy=running.policy(), progress=progress,

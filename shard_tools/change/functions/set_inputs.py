@@ -1,4 +1,4 @@
-"""Take the samples of a set as inputs of a function; torch is imported when one is opened."""
+"""The samples of a set as inputs of a function; opening a set imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opened(url: str, storage_options: Mapping[str, object] | None) -> SetInputs:
     """Open the set at ``url``, decoded as in training.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: There is no such set.
     """
     options = None if storage_options is None else {**storage_options}
     try:
@@ -30,7 +30,7 @@ def opened(url: str, storage_options: Mapping[str, object] | None) -> SetInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadSet:
-    """Read samples of a set by number, in the process that works on them."""
+    """Read samples of a set by number, in a worker process."""
 
     dataset: Any
 
@@ -54,7 +54,7 @@ class _ReadSet:
 
 
 class SetInputs:
-    """Samples of a set, which the processes that work on them read.
+    """Samples of a set, read by the worker processes.
 
     Args:
         dataset: The set: anything with a length, samples by number, ``urls`` and a ``fingerprint`` of its content.
@@ -70,7 +70,7 @@ class SetInputs:
 
     @property
     def classes(self) -> Mapping[str, Sequence[str]]:
-        """The names of its classes by field, if it says any: a function that keeps a number keeps its meaning."""
+        """The set's class names by field, so that a number which the function keeps also keeps its meaning."""
         names: Mapping[str, Sequence[str]] = getattr(self._dataset, "class_names", {})
         return names
 
@@ -79,11 +79,11 @@ class SetInputs:
         return {"kind": "set", "num_inputs": len(self), "fingerprint": self._dataset.fingerprint}
 
     def origins(self) -> Origins:
-        """Return none: the fingerprint tells the content of all shards, with which every byte is compared."""
+        """Return no files: the fingerprint covers the content of all shards, and every byte read is checked."""
         return Origins()
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the numbers."""
+        """Return the range of sample numbers."""
         return start, stop
 
     def describe(self, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Read what a function makes of its inputs as a source of records, which ``pack`` writes."""
+"""Provide a function's samples as a source of records, which ``pack`` writes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class InputTally:
-    """What came of the inputs so far, of earlier runs, too.
+    """Progress through the inputs, including earlier runs.
 
     Attributes:
         input: Number of the next input.
-        part: How many of its samples are there.
-        num_samples: Samples of all inputs.
-        num_empty: Inputs without samples.
-        num_failed: Inputs on which the function failed.
+        part: Number of its samples that are written.
+        num_samples: Number of samples of all inputs.
+        num_empty: Number of inputs without samples.
+        num_failed: Number of inputs on which the function failed.
     """
 
     input: int = 0
@@ -46,12 +46,12 @@ class InputTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is done with an input on which the function fails.
+    """Treatment of inputs on which the function fails.
 
     Attributes:
         on_error: ``"raise"`` or ``"drop"``.
-        max_bad_samples: Most of them, as a number (int) or a fraction (float) of all inputs.
-        bad_file: List of those that were dropped.
+        max_bad_samples: Maximum number of them (int), or their maximum fraction of all inputs (float).
+        bad_file: Receives the dropped inputs.
     """
 
     on_error: str
@@ -61,17 +61,17 @@ class Policy:
 
 @dataclass(slots=True, kw_only=True)
 class FunctionSource:
-    """Samples that a function makes, each a record. Used by one thread.
+    """The samples of a function, as records. Used by one thread.
 
     Attributes:
         inputs: What the function is applied to.
-        runner: Where it runs.
+        runner: Runs the function.
         columns: Names of the columns whose values come with the samples.
-        policy: For inputs on which it fails.
-        progress: Told of each input.
+        policy: Treatment of inputs on which it fails.
+        progress: Receives inputs and bytes.
         name: Name of the function, for errors.
-        kind: For reports.
-        tally: What came of the inputs so far.
+        kind: Kind of source, for reports.
+        tally: Progress through the inputs.
     """
 
     inputs: Inputs
@@ -97,35 +97,35 @@ class FunctionSource:
         return self.inputs.origins()
 
     def position(self) -> dict[str, int]:
-        """Return where a run that is interrupted now goes on: right before the record that was handed out last."""
+        """Return the position at which an interrupted run continues: right before the latest record yielded."""
         return asdict(self.tally)
 
     def through(self) -> int:
-        """Return the number of the last input that is done with before the latest record."""
+        """Return the number of the last input that was finished before the latest record."""
         return self.tally.input - (self.tally.part == 0)
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on where an earlier run stood."""
+        """Continue from the position of an earlier run."""
         self.tally = InputTally(**{name: int(value) for name, value in position.items()})
 
     def records(self, start: int) -> Generator[Record, None, None]:  # noqa: ARG002  the tally knows
-        """Yield the samples from where the tally stands.
+        """Yield the samples from the current position.
 
         Raises:
-            Exception: Whatever the function raised, with a note that names the input; with the policy ``"drop"`` only
-                errors of other causes.
+            Exception: The function's exception, with a note that names the input; with the policy ``"drop"`` only
+            errors from other causes.
             TooManyBadSamplesError: It fails on too many inputs.
             DataError: No input gives a sample.
         """
-        tally, told, num_inputs = self.tally, _Told(self.progress, len(self.inputs)), len(self.inputs)
+        tally, reported, num_inputs = self.tally, _InputProgress(self.progress, len(self.inputs)), len(self.inputs)
         items = self.runner.items(self.inputs.part, tally.input, num_inputs, tally.part)
-        told.go_on(tally)
+        reported.resume(tally)
         try:
             for made, buffers in items:
                 if made.kind is Kind.SAMPLE:
                     tally.input, tally.part = made.number, made.part
                     fields = dict(zip(made.fields, buffers, strict=True))
-                    told.sample(made.number, fields)
+                    reported.sample(made.number, fields)
                     yield Record(
                         key=made.key, fields=fields, metadata=dict(zip(self.columns, made.columns, strict=True)),
                         where=f"input {made.number}",
@@ -141,7 +141,7 @@ class FunctionSource:
         finally:
             items.close()
         tally.input, tally.part = num_inputs, 0
-        told.end()
+        reported.end()
         if not tally.num_samples:
             raise DataError(
                 f"{self.name}: no sample of {counted(num_inputs, 'input')}: {tally.num_empty} gave none, and it failed "
@@ -181,35 +181,35 @@ class FunctionSource:
             )
 
 
-class _Told:
-    """Tell progress of inputs; their bytes are an estimate, so that a bar of bytes moves with the inputs."""
+class _InputProgress:
+    """Report inputs as progress. The total of bytes is an estimate, so that a bar of bytes moves with the inputs."""
 
     def __init__(self, progress: Progress, num_inputs: int) -> None:
         self._progress, self._num_inputs = progress, num_inputs
-        self._done = self._first = self._num_bytes = self._told_bytes = 0
+        self._done = self._first = self._num_bytes = self._reported_bytes = 0
         self._at_s = 0.0
 
-    def go_on(self, tally: InputTally) -> None:
-        """Begin where an earlier run stood."""
+    def resume(self, tally: InputTally) -> None:
+        """Begin at the position of an earlier run."""
         self._progress.start(total_bytes=None, total=self._num_inputs)
         self._progress.advance(num=tally.input)
         self._done = self._first = tally.input
 
     def sample(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Count a sample; tell from time to time."""
+        """Count a sample; report from time to time."""
         self._num_bytes += sum(map(len, fields.values()))
         now_s = time.monotonic()
         if now_s - self._at_s >= _PROGRESS_S:
             self._at_s = now_s
-            self._tell(number)
+            self._report(number)
 
     def end(self) -> None:
-        """All inputs are done."""
-        self._tell(self._num_inputs)
+        """Report that all inputs are done."""
+        self._report(self._num_inputs)
 
-    def _tell(self, number: int) -> None:
+    def _report(self, number: int) -> None:
         if number > self._first:
             rest = self._num_bytes * (self._num_inputs - self._first) // (number - self._first)
             self._progress.start(total_bytes=rest, total=self._num_inputs)
-        self._progress.advance(num=number - self._done, num_bytes=self._num_bytes - self._told_bytes)
-        self._done, self._told_bytes = number, self._num_bytes
+        self._progress.advance(num=number - self._done, num_bytes=self._num_bytes - self._reported_bytes)
+        self._done, self._reported_bytes = number, self._num_bytes

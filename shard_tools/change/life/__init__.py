@@ -1,5 +1,5 @@
-"""Change sets that live: leave out samples, name versions, and remove what no version holds any more.
+"""Change a set by new versions: leave out samples, tag versions, and remove files that no version uses any more.
 
-Not here: what adds samples, which reads sources (``make/convert``), and how a version is published
-(``streaming/shards/versions``).
+Adding samples reads sources and belongs to ``make/convert``; publishing a version belongs to
+``streaming/shards/versions``.
 """

@@ -1,4 +1,4 @@
-"""Find samples that a set has twice, and leave the others out: the command ``dedupe``."""
+"""Find samples that a set has more than once, and keep one of each: the command ``dedupe``."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from streaming.types import Int64Array
 Keep = Literal["first", "newest"]
 CONTENT, KEY = "content", "key"
 _AT_ONCE_BYTES, _AT_ONCE = 64 << 20, 4096
-"""Of samples that are read together to be compared."""
+"""Bytes of samples that are read together for the comparison."""
 _FIELDS_MIXED = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Report):
-    """A sample that is left out, and the one that it repeats.
+    """A duplicate that is left out, and the sample that stays instead.
 
     Attributes:
-        key: Its key.
-        shard: Name of its shard.
+        key: Key of the duplicate.
+        shard: Name of the duplicate's shard.
         kept_key: Key of the sample that stays.
-        kept_shard: Name of its shard.
+        kept_shard: Name of that sample's shard.
     """
 
     key: str
@@ -54,24 +54,24 @@ class Pair(Report):
     kept_shard: str
 
     def to_line(self) -> bytes:
-        """Return it as a line of JSON."""
+        """Return the pair as a line of JSON."""
         return json.dumps(self.as_dict()).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DedupeReport(Report):
-    """What a set had twice.
+    """The duplicates of a set.
 
     Attributes:
         target: The set.
-        by: What was compared: ``key``, ``content``, or a field.
-        version: The version without the others; that of before if there are none.
-        num_removed: Samples left out.
-        num_samples: Samples that stay.
-        num_compared: Samples whose bytes were read, since the index alone does not tell.
-        num_shards: Shards that were written anew, or are gone as a whole.
+        by: What was compared: ``key``, ``content``, or the name of a field.
+        version: The version without duplicates; the previous one if there were none.
+        num_removed: Number of samples left out.
+        num_samples: Number of samples that stay.
+        num_compared: Number of samples whose bytes were read because the index alone could not decide.
+        num_shards: Number of shards that were rewritten or removed.
         dry_run: Whether nothing was written.
-        pairs: Each sample that is left out, with the one that it repeats.
+        pairs: Every duplicate, with the sample that stays.
         seconds: Wall time.
     """
 
@@ -97,24 +97,24 @@ def dedupe(
     workers: int = 4,
     progress: Progress | None = None,
 ) -> DedupeReport:
-    """Leave out the samples of the set in ``home`` that it has already, and publish that.
+    """Leave the duplicates out of the set in ``home``, and publish the result as its next version.
 
-    The index says which samples cannot be alike: keys; sizes, and of large fields checksums. Of the others the bytes
-    are read and compared by SHA-256.
+    The index rules out most samples: by key, or by the sizes of fields and the checksums of large ones. The bytes of
+    the remaining candidates are read and compared by SHA-256.
 
     Args:
         home: Directory of the set.
         storage: The store.
         by: ``"content"``: samples whose fields all have the same bytes; ``"key"``; or the name of a field.
-        keep: Which one stays, in the order of the set.
-        dry_run: Only tell.
-        workers: Shards written at a time.
-        progress: Receives the shards that are written.
+        keep: Which duplicate stays, in the order of the set.
+        dry_run: Only report the duplicates.
+        workers: Number of shards written in parallel.
+        progress: Receives the shards as they are written.
 
     Raises:
         ConfigError: No sample has the field.
-        OvertakenError: Somebody else changed the set meanwhile.
-        IndexMissingError, UnfinishedError: There is no whole set with an index.
+        OvertakenError: Another change of the set was published meanwhile.
+        IndexMissingError, UnfinishedError: The set has no index, or is unfinished.
         DataError: A sample is damaged.
         StorageError: The store failed.
     """
@@ -139,7 +139,7 @@ def dedupe(
 
 
 class _Places:
-    """Where samples are, by their numbers in the set."""
+    """Map the number of a sample in the set to its shard and key."""
 
     def __init__(self, head: Head, storage: Storage) -> None:
         self._head, self._storage = head, storage
@@ -147,12 +147,12 @@ class _Places:
         self._keys: dict[int, list[bytes]] = {}
 
     def pair(self, other: int, kept: int) -> Pair:
-        """Return a pair of samples."""
+        """Return the pair of a duplicate and the sample that stays."""
         (key, shard), (kept_key, kept_shard) = self._of(other), self._of(kept)
         return Pair(key=key, shard=shard, kept_key=kept_key, kept_shard=kept_shard)
 
     def masks(self, numbers: Sequence[int]) -> dict[str, Mask]:
-        """Return which samples of each shard these are."""
+        """Return a mask for each shard that marks these samples."""
         found: dict[str, Mask] = {}
         for number in numbers:
             shard, row = self._place(number)
@@ -172,7 +172,7 @@ class _Places:
 
 
 def _by_key(head: Head, storage: Storage) -> list[list[int]]:
-    """Return the numbers of samples that have one key, for each key that several have."""
+    """Return the numbers of the samples with one key, for each key that occurs more than once."""
     shards = range(len(head.table.shards))
     of_shard = partial(keys_of, storage, head)
     hashes = [stable_hash(keys).to_numpy(zero_copy_only=False) for keys in map_threads(of_shard, shards, READ_THREADS)]
@@ -189,7 +189,9 @@ def _by_key(head: Head, storage: Storage) -> list[list[int]]:
 
 
 def _by_bytes(head: Head, storage: Storage, by: str) -> tuple[list[list[int]], int]:
-    """Return the numbers of samples whose bytes are the same, and how many were read to find that out.
+    """Return groups of samples with equal bytes, by their numbers, and the number of samples that were read.
+
+    The codes of :func:`_codes` narrow the search from the index alone; digests of the bytes decide.
 
     Raises:
         ConfigError: No sample has the field.
@@ -219,20 +221,20 @@ def _by_bytes(head: Head, storage: Storage, by: str) -> tuple[list[list[int]], i
 
 
 def _occurring_again(codes: npt.NDArray[np.int64] | npt.NDArray[np.uint64]) -> Int64Array:
-    """Return the places, ascending, of values that occur more than once."""
+    """Return the positions, ascending, of values that occur more than once."""
     _, inverse, counts = np.unique(codes, return_inverse=True, return_counts=True)
     return np.flatnonzero(counts[inverse] > 1).astype(np.int64)
 
 
 def _has_sums(table: SampleTable) -> bool:
-    """Tell whether every large member of a shard has a checksum: an index of others may sum larger ones alone."""
+    """Return whether every large member has a checksum: an index by another writer may have a higher threshold."""
     none = np.full(table.num_samples, -1)
     large = ((sizes >= LARGE_BYTES, table.large.fields.get(name, none)) for name, (_, sizes) in table.fields.items())
     return all(bool((sums[is_large] >= 0).all()) for is_large, sums in large)
 
 
 def _codes(table: SampleTable, field: str | None, *, with_sums: bool) -> npt.NDArray[np.uint64]:
-    """Return numbers that are the same if the bytes may be, for each sample of a shard; 0: it lacks the field."""
+    """Return a code for each sample of a shard: equal bytes give equal codes; 0 if the sample lacks the field."""
     found = np.zeros(table.num_samples, np.uint64)
     for name, (starts, sizes) in table.fields.items():
         if field is not None and name != field:
@@ -248,7 +250,7 @@ def _codes(table: SampleTable, field: str | None, *, with_sums: bool) -> npt.NDA
 
 
 def _parts(numbers: Int64Array, sizes: Int64Array) -> Iterator[Int64Array]:
-    """Yield numbers of samples in parts that are read together."""
+    """Yield the numbers of samples in groups that are read together."""
     first, num_bytes = 0, 0
     for place, number in enumerate(numbers.tolist()):
         num_bytes += int(sizes[number])
@@ -260,7 +262,7 @@ def _parts(numbers: Int64Array, sizes: Int64Array) -> Iterator[Int64Array]:
 
 
 def _digests(head: Head, storage: Storage, field: str | None, numbers: Int64Array) -> list[bytes]:
-    """Return a digest of what is compared of each of these samples."""
+    """Return a digest of the compared bytes of each of these samples."""
     opened = stored(head, storage, None if field is None else [field])
     found = []
     for sample in opened[numbers.tolist()]:

@@ -1,4 +1,4 @@
-"""Leave samples out of a set for good: the command ``delete``."""
+"""Delete samples from a set: the command ``delete``."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, join_url, redact
 
 _SHOWN = 5
-_DIGESTS = {64: "sha256", 32: "md5"}  # by their length in hex
+_DIGESTS = {64: "sha256", 32: "md5"}  # by the number of hex digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteReport(Report):
-    """What was left out.
+    """The samples that were deleted.
 
     Attributes:
         target: The set.
-        version: The version without these samples; that of before if there are none.
-        num_deleted: Samples left out.
-        num_samples: Samples that stay.
-        num_shards: Shards that were written anew, or are gone as a whole.
-        num_bytes: Bytes of the shards that held the samples.
-        num_not_found: Keys, or digests, of the list that no sample has.
+        version: The version without these samples; the previous one if none was deleted.
+        num_deleted: Number of samples deleted.
+        num_samples: Number of samples that stay.
+        num_shards: Number of shards that were rewritten or removed.
+        num_bytes: Total size of the shards that held the samples.
+        num_not_found: Number of keys or digests in the list that no sample has.
         first_not_found: The first of them.
         dry_run: Whether nothing was written.
-        purged: What was removed, with ``purge``.
+        purged: Report of the prune, with ``purge``.
         seconds: Wall time.
     """
 
@@ -76,27 +76,26 @@ def delete(
     workers: int = 4,
     progress: Progress | None = None,
 ) -> DeleteReport:
-    """Write the shards of the set in ``home`` anew that hold some samples, without these, and publish that.
+    """Delete samples from the set in ``home``: rewrite the shards that hold them, and publish the next version.
 
-    Shards that hold none of them are neither read nor written. Earlier versions keep the old shards, until they are
-    purged or pruned.
+    Other shards are neither read nor written. Earlier versions keep the old shards until they are purged or pruned.
 
     Args:
         home: Directory of the set.
         storage: The store.
-        keys: Path or URL of a file with a key in each line, or the keys.
+        keys: The keys; or path or URL of a file with one key per line.
         where: A condition that the samples match.
-        contents: Path or URL of a file with a digest of the bytes of a field in each line: SHA-256 or MD5, in hex. All
-            samples are read to compare them.
-        purge: Remove the old shards, and the versions without a name that hold them.
-        dry_run: Only tell.
-        workers: Shards at a time.
-        progress: Receives the shards that are written.
+        contents: Path or URL of a file with one digest per line: SHA-256 or MD5, in hex, of the bytes of a field. All
+        samples are read for the comparison.
+        purge: Remove the old shards, and the untagged versions that hold them.
+        dry_run: Only report what would be deleted.
+        workers: Number of shards rewritten in parallel.
+        progress: Receives the shards as they are written.
 
     Raises:
-        ConfigError: No samples are named, none would stay, or versions with a name hold them and ``purge`` is given.
-        OvertakenError: Somebody else changed the set meanwhile.
-        IndexMissingError, UnfinishedError: There is no whole set with an index.
+        ConfigError: No samples are named, none would stay, or ``purge`` is given and tagged versions hold them.
+        OvertakenError: Another change of the set was published meanwhile.
+        IndexMissingError, UnfinishedError: The set has no index, or is unfinished.
         StorageError: The store failed.
     """
     begun_s = time.monotonic()
@@ -141,20 +140,20 @@ def leave_out(
     head: Head, storage: Storage, leaves: Mapping[str, Mask], *, command: str, dry_run: bool, workers: int,
     progress: Progress,
 ) -> int:  # fmt: skip
-    """Publish a set without some samples, if there are any; return the number of the version then.
+    """Publish a set without some samples, if any are given; return the number of the current version afterwards.
 
     Args:
         head: The set.
         storage: The store.
-        leaves: Which samples are left out, by the name of their shard.
-        command: The command.
+        leaves: Masks of the samples to leave out, by the name of their shard.
+        command: The command, for the history.
         dry_run: Only check.
-        workers: Shards at a time.
-        progress: Receives the shards that are written.
+        workers: Number of shards rewritten in parallel.
+        progress: Receives the shards as they are written.
 
     Raises:
-        ConfigError: None would stay.
-        OvertakenError: Somebody else changed the set meanwhile.
+        ConfigError: No sample would stay.
+        OvertakenError: Another change of the set was published meanwhile.
     """
     num = sum(int(mask.sum()) for mask in leaves.values())
     _refuse_all(head, num)
@@ -167,7 +166,7 @@ def leave_out(
 
 
 def set_of(head: Head) -> OpenSet:
-    """Return a version of a set as commands read it."""
+    """Return a version of a set as an open set."""
     urls = tuple(join_url(head.home, shard.name) for shard in head.table.shards)
     return OpenSet(urls=urls, chunks=head.table, scanned=None, index_url=None, marks=())
 
@@ -188,7 +187,7 @@ def keys_of(storage: Storage, head: Head, shard: int) -> Values:
 
 
 def by_keys(head: Head, storage: Storage, keys: Sequence[str]) -> tuple[dict[str, Mask], tuple[str, ...]]:
-    """Return which samples have one of these keys, by shard, and the keys that none has."""
+    """Return masks of the samples that have one of these keys, by shard, and the keys that no sample has."""
     wanted = pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
     found = np.zeros(len(wanted), np.bool_)
     leaves = {}
@@ -202,7 +201,7 @@ def by_keys(head: Head, storage: Storage, keys: Sequence[str]) -> tuple[dict[str
 
 
 def stored(head: Head, storage: Storage, fields: Sequence[str] | None) -> StreamingDataset:
-    """Return a version of a set, whose samples have the bytes of their fields."""
+    """Open a version of a set as a dataset whose fields are not decoded."""
     version = head.number if head.lives else None
     return StreamingDataset(head.home, version=version, decode=None, fields=fields, storage_options=storage._given)
 
@@ -210,10 +209,10 @@ def stored(head: Head, storage: Storage, fields: Sequence[str] | None) -> Stream
 def _by_contents(
     head: Head, storage: Storage, path: str, workers: int
 ) -> tuple[dict[str, Mask], tuple[str, ...]]:  # fmt: skip
-    """Return which samples have a field whose bytes have one of these digests, by shard, and the others' digests.
+    """Return masks of the samples with a field of one of these digests, by shard, and the digests that none has.
 
     Raises:
-        ConfigError: A line is no digest.
+        ConfigError: A line is not a digest.
     """
     wanted = [line.lower() for line in bytes(storage.read(path)).decode(errors="replace").split()]
     for line in wanted:
@@ -242,7 +241,7 @@ def _by_contents(
 
 
 def _by_condition(head: Head, storage: Storage, where: str | None) -> dict[str, Mask]:
-    """Return which samples match a condition, by shard."""
+    """Return masks of the samples that match a condition, by shard."""
     if where is None:
         return {}
     try:

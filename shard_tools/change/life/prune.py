@@ -1,4 +1,4 @@
-"""Give up versions, and remove the shards that no version holds any more: the command ``version prune``."""
+"""Drop versions, and remove the shards that no version lists any more: the command ``version prune``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from streaming.shards.versions.publish import read_head
 from streaming.storage import Storage, join_url, redact
 
 _NOTE = "prune"
-"""Of a prune in progress: names of shards that it may remove, which no version tells once it is given up."""
+"""Note of a prune in progress: the names of shards that it may remove. No version lists them once it is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport(Report):
-    """What was given up and removed.
+    """The versions and shards that a prune removed.
 
     Attributes:
         target: The set.
-        dropped: The versions that were given up.
-        kept: The versions that stay, besides the current one.
-        num_shards: Shards that were removed.
-        num_bytes: Their bytes.
-        pending: Changes that are not published, whose shards stay: they are running, or were killed.
+        dropped: The versions that were dropped.
+        kept: The versions that stay, except the current one.
+        num_shards: Number of shards removed.
+        num_bytes: Total size of these shards.
+        pending: Unpublished changes (running or killed), by name, each with a description; their shards stay.
         dry_run: Whether nothing was removed.
     """
 
@@ -51,16 +51,16 @@ class PruneReport(Report):
 
 
 def refuse_tagged(storage: Storage, home: str, names: Collection[str]) -> None:
-    """Refuse to purge shards that versions with a name hold.
+    """Refuse to purge shards that tagged versions hold.
 
     Raises:
-        ConfigError: There is such a version.
+        ConfigError: A tagged version holds one of them.
     """
     tagged = [one.name for one in kept_versions(storage, home) if one.is_tag and _names([one.table]) & {*names}]
     if tagged:
         drops = " ".join(f"--drop {shell_word(name)}" for name in tagged)
         raise ConfigError(
-            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; give them up first: shard_tools "
+            f"{redact(home)}: the versions {', '.join(tagged)} hold these samples; drop them first: shard_tools "
             f"version prune {shell_place(home)} {drops}"
         )
 
@@ -69,21 +69,21 @@ def prune(
     home: str, *, storage: Storage, drop: Sequence[str] = (), keep: int = 0, abandon: Sequence[str] = (),
     dry_run: bool = False,
 ) -> PruneReport:  # fmt: skip
-    """Give up versions of a set, and remove the shards, sample tables and columns that no other version holds.
+    """Drop versions of a set, and remove the shards, sample tables and columns that no other version holds.
 
-    The current version, and those with a name that ``drop`` does not say, stay. Shards that no version has ever listed
-    are left alone, unless a change wrote them that was given up.
+    The current version stays, and so do tagged versions that ``drop`` does not name. Shards that no version has ever
+    listed are left alone, except those of a change that is no longer pending.
 
     Args:
         home: Directory of the set.
         storage: The store.
-        drop: Names of versions to give up, too.
-        keep: How many of the latest versions without a name stay.
-        abandon: Changes that were killed and that nobody will run again.
-        dry_run: Only tell.
+        drop: Names of tagged versions to drop.
+        keep: Number of the latest untagged versions to keep.
+        abandon: Names of killed changes that will not be run again.
+        dry_run: Only report what would be removed.
 
     Raises:
-        ConfigError: There is no version of a name of ``drop``, or no change of ``abandon``.
+        ConfigError: No version has a name in ``drop``, or no pending change has a name in ``abandon``.
     """
     head = open_head(storage, home)
     if not head.lives:
@@ -105,18 +105,19 @@ def prune(
             "dropped": [one.name for one in goes],
         }  # fmt: skip
         storage.put(join_url(home, pending_path(_NOTE)), write_document(note))
-        # By any file in this folder, listings tell that a set lives.
+        # Any file in this folder tells listings that the set has versions.
         storage.put(join_url(home, version_path(str(head.number))), head.data)
-        for one in goes:  # first: from now on nobody names them, and who just did sees that they are gone
+        for one in goes:  # first: nobody can tag them from now on, and a concurrent `tag` sees that they are gone
             storage.delete(join_url(home, version_path(one.name)))
-    # In this order: a shard that is listed was noted before, and its note goes after it is published.
+    # List shards first, then notes, then versions: a change writes its note before its shards, and deletes the note
+    # only after it has published them.
     sizes = {info.url: info.size_bytes for info in storage.list(home)}
     left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
     gone = {one.name for one in goes}
     kept = (one.table for one in kept_versions(storage, home) if one.name not in gone)
     now = [read_head(storage, home).table, *kept]
     held = _names(now)
-    published = {work_of(name) for name in held}  # whose run was killed right after that
+    published = {work_of(name) for name in held}  # a run may be killed between publishing and deleting its note
     waits = left.keys() - {*abandon} - published
     removed = [
         name for name in _shards_among(sizes, home)
@@ -138,7 +139,7 @@ def prune(
 def _parted(
     versions: Sequence[KeptVersion], drop: Sequence[str], keep: int, home: str
 ) -> tuple[list[KeptVersion], list[KeptVersion]]:
-    """Return the versions that stay, and those that are given up."""
+    """Return the versions that stay, and those that are dropped."""
     unknown = [name for name in drop if name not in {one.name for one in versions}]
     if unknown:
         raise ConfigError(
@@ -161,13 +162,13 @@ def _inputs(now: Sequence[ChunkTable]) -> Iterable[str]:
 
 
 def _noted(storage: Storage, home: str) -> dict[str, Any]:
-    """Return the note of a prune that was killed."""
+    """Return the note that a killed prune left; empty if there is none."""
     url = join_url(home, pending_path(_NOTE))
     return storage.read_parsed(url, lambda data, _: read_document(data), is_sealed) if storage.exists(url) else {}
 
 
 def _shards_among(there: Collection[str], home: str) -> list[str]:
-    """Return the names of shards in a directory that are there, or of which a sample table is left."""
+    """Return the names of shards in a directory that exist, or that left a sample table behind."""
     below, tables = join_url(home, ""), join_url(home, samples_directory(), "")
     names = {url.removeprefix(below) for url in there if url.endswith(".tar") and "/" not in url.removeprefix(below)}
     names |= {url.removeprefix(tables).removesuffix(".parquet") for url in there if url.startswith(tables)}
@@ -178,7 +179,7 @@ def _remove(
     storage: Storage, home: str, names: Collection[str], there: Collection[str], held: Collection[str],
     waits: Collection[str],
 ) -> None:  # fmt: skip
-    """Delete shards with all that belongs to them, the shards first, and lists of inputs that no version names."""
+    """Delete shards, then their sample tables and columns, then lists of inputs that no version names."""
     inputs, columns = join_url(home, INPUTS_DIRECTORY, ""), join_url(home, columns_directory(), "")
     tables = {join_url(home, samples_path(name)) for name in names}
     shards = {join_url(home, name) for name in names}

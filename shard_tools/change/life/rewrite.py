@@ -1,4 +1,4 @@
-"""Write shards anew without some of their samples, every byte that stays as it was."""
+"""Rewrite shards without some of their samples; the bytes of all others stay the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Old:
-    """A shard that is to be replaced: its rows of the chunk table, which samples stay, and the name of the new one."""
+    """A shard to be replaced: its rows of the chunk table, a mask of the samples that stay, and the new name."""
 
     rows: ChunkTable
     stays: Mask
@@ -39,15 +39,15 @@ class _Old:
 def without(
     change: SetChange, storage: Storage, leaves: Mapping[str, Mask], *, workers: int, progress: Progress
 ) -> ChunkTable:  # fmt: skip
-    """Write the shards that hold samples to be left out anew; return the chunk table of the set without these.
+    """Rewrite the shards that hold samples to be left out; return the chunk table of the set without these samples.
 
-    Memory: a chunk for each of the ``workers``, and sample tables.
+    Memory: one chunk per worker, and sample tables.
 
     Args:
-        change: The change that this is.
+        change: The change that writes the shards.
         storage: The store.
-        leaves: Which samples are left out, by the name of their shard.
-        workers: Shards at a time.
+        leaves: Masks of the samples to leave out, by the name of their shard.
+        workers: Number of shards rewritten in parallel.
         progress: Receives the shards and their bytes.
     """
     table = change.head.table
@@ -68,7 +68,7 @@ def without(
 def _written(
     storage: Storage, home: str, late: Sequence[LateColumn], progress: Progress, old: _Old
 ) -> ChunkTable:  # fmt: skip
-    """Write a shard without some of its samples, and what belongs to it; return its rows of the chunk table."""
+    """Write a shard without some of its samples, and its sample table; return its rows of the chunk table."""
     url, target = join_url(home, old.rows.shards[0].name), join_url(home, old.name)
     samples = needed_samples(storage, url, None)
     with storage.open_write(target) as out:
@@ -91,7 +91,7 @@ def _written(
 
 
 def _pieces(storage: Storage, url: str, old: _Old, samples: SampleTable) -> Iterator[memoryview]:
-    """Yield the records that stay; every byte is compared with the index."""
+    """Yield the records that stay, checked against the index."""
     rows, borders = old.rows, samples.record_starts
     for chunk in range(rows.num_chunks):
         first, num = int(rows.first_sample[chunk]), int(rows.num_samples[chunk])

@@ -1,4 +1,4 @@
-"""Name, list, show and compare the versions of a set: the command ``version``."""
+"""Tag, list, show and compare the versions of a set: the command ``version``."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class VersionReport(Report):
     Attributes:
         target: The set.
         number: Its number.
-        names: The names that it was given.
+        names: Its tags.
         is_current: Whether it is the current one.
-        num_samples: Its samples.
-        num_shards: Its shards.
-        num_bytes: Their bytes.
-        fingerprint: Identifies the bytes of all its samples.
+        num_samples: Number of its samples.
+        num_shards: Number of its shards.
+        num_bytes: Total size of these shards.
+        fingerprint: Digest of the bytes of all its samples.
         classes: Names of classes in the order of their numbers, by field.
         columns: Types of its columns by name.
     """
@@ -57,12 +57,12 @@ class VersionReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryReport(Report):
-    """The versions of a set, and the changes that are not published.
+    """The versions of a set, and its unpublished changes.
 
     Attributes:
         target: The set.
-        versions: The versions that can be opened, in their order; the current one is the last.
-        pending: What is being changed, or was when it was killed: by name, in words.
+        versions: The versions that can be opened, oldest first; the last one is the current version.
+        pending: Changes that are running or were killed: their descriptions by name.
     """
 
     target: str
@@ -72,20 +72,20 @@ class HistoryReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDiff(Report):
-    """What one version has, and another one has not.
+    """The difference between two versions.
 
     Attributes:
         target: The set.
         old: Number of the older version.
         new: Number of the newer one.
-        num_added: Samples by key that only the newer one has.
-        num_removed: Samples by key that only the older one has.
-        first_added: Some of their keys.
-        first_removed: Likewise.
+        num_added: Number of samples, by key, that only the newer one has.
+        num_removed: Number of samples, by key, that only the older one has.
+        first_added: The first keys added.
+        first_removed: The first keys removed.
         shards_added: Shards that only the newer one has.
         shards_removed: Shards that only the older one has.
-        num_same: Samples in shards that both have.
-        schema: What they do not mean alike, in words.
+        num_same: Number of samples in shards that both have.
+        schema: Differences between their schemas, as text.
     """
 
     target: str
@@ -102,7 +102,7 @@ class VersionDiff(Report):
 
 
 def tag(home: str, name: str, *, storage: Storage, version: VersionName = None) -> VersionReport:
-    """Keep a version of the set in ``home`` under a name.
+    """Tag a version of the set in ``home``, so that it is kept under this name.
 
     Args:
         home: Directory of the set.
@@ -112,7 +112,7 @@ def tag(home: str, name: str, *, storage: Storage, version: VersionName = None) 
 
     Raises:
         ConfigError: Another version has this name, or there is no such version.
-        OvertakenError: Somebody else changed the set meanwhile.
+        OvertakenError: Another change of the set was published meanwhile.
     """
     head = revive(storage, open_head(storage, home))
     table = None if version in {None, head.number} else _version(storage, head, version)
@@ -131,7 +131,7 @@ def history(home: str, *, storage: Storage) -> HistoryReport:
 
 
 def show(home: str, version: VersionName, *, storage: Storage) -> VersionReport:
-    """Return what a version holds; None: the current one."""
+    """Return the report of a version; None: the current one."""
     head = open_head(storage, home)
     table = _version(storage, head, version)
     names = (one.name for one in kept_versions(storage, home) if one.is_tag and one.number == number_of(table))
@@ -139,10 +139,10 @@ def show(home: str, version: VersionName, *, storage: Storage) -> VersionReport:
 
 
 def compare(home: str, old: VersionName, new: VersionName, *, storage: Storage) -> VersionDiff:
-    """Return how two versions differ, by the keys of the shards that only one of them has.
+    """Return the difference between two versions, by the keys in the shards that only one of them has.
 
     Raises:
-        IndexMissingError: Such a shard has no sample table.
+        IndexMissingError: One of these shards has no sample table.
     """
     head = open_head(storage, home)
     before, after = _version(storage, head, old), _version(storage, head, new)
@@ -188,7 +188,7 @@ def _keys(storage: Storage, home: str, table: ChunkTable, names: Collection[str]
 
 
 def _unlike(old: Schema, new: Schema) -> Sequence[str]:
-    """Say which fields and columns two schemas do not describe alike."""
+    """Return a line for each field or column that the two schemas describe differently."""
     told = []
     for what, before, after in (("field", old.fields, new.fields), ("column", old.columns, new.columns)):
         for name in sorted({*before, *after}):

@@ -1,4 +1,4 @@
-"""Read lists of bad samples, find these in a shard, and make a list from the findings of ``verify``."""
+"""Read lists of bad samples, find these samples in a shard, and make a list from the findings of ``verify``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, redact, scheme_of
 
-# Findings that mean samples cannot be delivered; the others concern the index, or bytes after the samples.
+# Kinds of findings for samples that cannot be delivered; others concern the index, or bytes after the samples.
 _SAMPLE_KINDS = frozenset({"missing", "size", "checksum", "tar", "samples", "decode", "duplicate", "read"})
 
 
@@ -23,8 +23,8 @@ class BadList:
     """The content of files of bad samples.
 
     Attributes:
-        by_shard: The records of each shard, by :func:`~streaming.build.batches.bad_file.shown_url`; each sample once.
-        num_unreadable: Lines that are not records.
+        by_shard: The records by shard (:func:`~streaming.build.batches.bad_file.shown_url`); each sample once.
+        num_unreadable: Number of lines that are not records.
     """
 
     by_shard: Mapping[str, tuple[BadRecord, ...]]
@@ -32,7 +32,7 @@ class BadList:
 
     @property
     def num_records(self) -> int:
-        """Records of all shards."""
+        """Number of records of all shards."""
         return sum(map(len, self.by_shard.values()))
 
 
@@ -75,7 +75,7 @@ def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
     """Return the URL of each shard by the name that records use for it.
 
     Raises:
-        ConfigError: Two URLs differ only in their secrets: a record could mean either.
+        ConfigError: Two URLs differ only in their secrets, so records would be ambiguous.
     """
     found: dict[str, str] = {}
     for url in urls:
@@ -88,10 +88,10 @@ def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
 
 
 def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> list[int]:
-    """Find the samples that ``record`` means: their numbers in the shard of ``table``; empty if it has none of them.
+    """Find the samples of ``record``: return their numbers in the shard of ``table``; empty if it has none.
 
-    The key decides; among several samples with this key, the number. Without a key, the number in the shard; without
-    that, every sample that the byte range overlaps (to the end of the shard if only the beginning is known).
+    The key decides, and the number among several samples with this key. Without a key, the number in the shard decides;
+    without a number, every sample that overlaps the byte range (up to the end of the shard if only its start is known).
 
     Args:
         record: A record of this shard.
@@ -115,7 +115,7 @@ def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> l
 
 
 def records_of(findings: Iterable[Finding]) -> list[BadRecord]:
-    """Return the findings that concern samples, as records; each sample or range once."""
+    """Return the findings about samples as records; each sample or range once."""
     records: dict[object, BadRecord] = {}
     for finding in findings:
         if finding.kind not in _SAMPLE_KINDS:

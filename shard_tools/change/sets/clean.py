@@ -1,4 +1,4 @@
-"""Find and remove what killed runs left at a place: temporary files, and parts of uploads that were never finished."""
+"""Find and remove leftovers of killed runs: temporary files, and parts of unfinished uploads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LEFT_ALONE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOver(Report):
-    """Something that a run left.
+    """A leftover of a run.
 
     Attributes:
-        url: Where it is; of an upload, the object that it was to become.
+        url: Its location; for an upload, the object that it would have become.
         kind: ``"file"`` or ``"upload"``.
-        num_bytes: Its size; None: not known before the parts are listed.
-        age_s: Seconds since it was begun (an upload) or last written (a file).
-        removed: Whether it is gone. In a dry run nothing is.
-        why_kept: Why it is not, or would not be, removed; "" if it is.
+        num_bytes: Its size; None: unknown until the parts are listed.
+        age_s: Seconds since an upload began, or since a file was last written.
+        removed: Whether it was removed; always False in a dry run.
+        why_kept: Why it is kept; "" if it is, or would be, removed.
     """
 
     url: str
@@ -46,13 +46,13 @@ class LeftOver(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanReport(Report):
-    """What was found.
+    """The leftovers at a place.
 
     Attributes:
-        found: Everything, in order of place.
-        unfinished: Directories that are marked as unfinished: their command can go on, so their shards are kept.
-        not_listed: What could not be looked for, and why.
-        dry_run: Whether nothing was to be removed.
+        found: All leftovers, ordered by location.
+        unfinished: Directories marked as unfinished: their command can continue, so their shards are kept.
+        not_listed: Places that could not be searched, and why.
+        dry_run: Whether this was a dry run.
     """
 
     found: tuple[LeftOver, ...]
@@ -68,19 +68,19 @@ def clean(
     older_than_s: float = _DAY_S,
     dry_run: bool = False,
 ) -> CleanReport:
-    """Remove temporary files of killed writers, and uploads that nobody will finish, below a folder or prefix.
+    """Remove temporary files of killed writers, and abandoned uploads, below a folder or prefix.
 
     Shards, indexes and marks of unfinished sets are never touched.
 
     Args:
         url: Folder or prefix.
         storage_options: As for ``StreamingDataset``.
-        older_than_s: Keep uploads that began later: no store tells whether somebody still writes them. Files tell, by a
-            lock; those of another machine are kept.
-        dry_run: Only tell.
+        older_than_s: Minimum age of uploads to remove, in seconds: a store does not report whether an upload is still
+        being written. For files, a lock does; files of another machine are kept.
+        dry_run: Only report the leftovers.
 
     Raises:
-        ConfigError: The age is negative, or the scheme is one that nothing can be listed of.
+        ConfigError: The age is negative, or stores of this scheme cannot be searched.
         AccessDeniedError: These credentials may not list or abort uploads.
         NotFoundError: There is no such folder or bucket.
     """
@@ -116,7 +116,7 @@ def _is_mark(url: str) -> bool:
 
 
 def _files(folder: str, *, dry_run: bool) -> Iterator[LeftOver]:
-    """Yield the temporary files, and remove those that nobody has locked."""
+    """Yield the temporary files, and remove those that are not locked."""
     for path in files_left(folder):
         try:
             facts = os.lstat(path)
@@ -137,10 +137,10 @@ def _uploads(url: str, options: dict[str, Any], older_than_s: float, *, dry_run:
         ConfigError: boto3 is not installed.
         AccessDeniedError, NotFoundError, StorageError: The store refuses.
     """
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # below it, requests are logged with their credentials
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # lower levels log requests with their credentials
     client, errors = _client(options)
     bucket, _, prefix = url.partition("://")[2].partition("/")
-    prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""  # below `train`, and not below `train-v2`
+    prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""  # `train/` does not match `train-v2`
     now = datetime.now(UTC)
     try:
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
@@ -166,7 +166,7 @@ def _uploads(url: str, options: dict[str, Any], older_than_s: float, *, dry_run:
 
 
 def _without_user(url: str | None) -> str | None:
-    """Return an address without the name and password in it, which boto3 would repeat in its errors."""
+    """Return an address without its user name and password, which boto3 would repeat in its errors."""
     if not url or "@" not in url:
         return url
     parts = urlsplit(url)
@@ -174,10 +174,10 @@ def _without_user(url: str | None) -> str | None:
 
 
 def _client(options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a client of boto3 with the options of a store, and the module of its errors.
+    """Return a boto3 client with the options of a store, and the module of its errors.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: boto3 is not installed.
     """
     try:
         import boto3

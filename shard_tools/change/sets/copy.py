@@ -1,4 +1,4 @@
-"""Copy shards from one store to another, every byte checked on the way, the index last."""
+"""Copy shards from one store to another, checking every byte, and writing the index last."""
 
 from __future__ import annotations
 
@@ -137,26 +137,26 @@ def copy(
     Memory: per worker one chunk, and the buffer of the target's writer (up to four parts of 16 MiB).
 
     Args:
-        source: Indexed shards, as in ``StreamingDataset``; several keep what differs of their folders.
+        source: Indexed shards, as in ``StreamingDataset``; several sources keep the differing parts of their folders.
         target: Directory or prefix.
         index_url: Location of the source's index, if not beside its shards.
-        storage_options: How to reach the source.
-        target_options: How to reach the target; None: as the source.
-        workers: Shards at a time.
+        storage_options: Options of the source's store.
+        target_options: Options of the target's store; None: those of the source.
+        workers: Number of shards copied in parallel.
         overwrite: Replace different shards of the same name.
         check: ``"recorded"``, or ``"full"``: read every shard that exists at the target.
         allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
         executor: Executor on which shards and sample tables are copied, such as a cluster, instead of on threads.
-        progress: Called with bytes and shards.
+        progress: Receives bytes and shards.
 
     Raises:
         IndexMissingError: The source has no index to check against.
-        UnfinishedError: The source is not whole.
+        UnfinishedError: The source is unfinished.
         ChecksumError, IndexMismatchError: A shard of the source is damaged, or is not the one that was indexed.
-        TargetNotEmptyError: The target holds a different shard of the same name, or something else than this set.
-        ConfigError: Source and target are the same place, or two shards would have the same name; or the executor is
-            on a machine that does not see the files of this one.
-        StorageError: A store fails.
+        TargetNotEmptyError: The target holds a different shard of the same name, or files that are not of this set.
+        ConfigError: Source and target are the same place, two shards would have the same name, or the executor is on a
+        machine that cannot access the files of this one.
+        StorageError: A store failed.
     """
     started = time.monotonic()
     progress = progress or NoProgress()
@@ -191,7 +191,7 @@ def copy(
     _bring_all(missing, shards[0], there, here, note, calls)
     num_without = _copy_index(shards, meanings, there, here, index_url, calls)
     if mark.is_begun and not marks:
-        is_all = known.keys() <= written  # and so it completes what interrupted copies of parts began
+        is_all = known.keys() <= written  # so it completes earlier copies of parts that were interrupted
         mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
     return CopyReport(
         target=redact(place.directory),
@@ -228,7 +228,7 @@ def _copy_index(
     shards: Sequence[_Shard], meanings: Mapping[str, Schema], there: Storage, here: Storage, index_url: str | None,
     calls: Calls,
 ) -> int:  # fmt: skip
-    """Write sample tables, what the sets mean, and the chunk tables; return how many shards have no sample table."""
+    """Write sample tables, schemas and chunk tables; return the number of shards without a sample table."""
     small = Calls(workers=max(calls.workers, _TABLE_THREADS), executor=calls.executor)
     shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
     num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
@@ -237,9 +237,9 @@ def _copy_index(
         if meanings[directory]:
             change_schema(here, directory, meanings[directory])
         mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
-        with suppress(IndexFormatError):  # which `verify` of the source reports
+        with suppress(IndexFormatError):  # `verify` of the source reports it
             journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))
-            if journal is not None:  # with the fields that its samples have
+            if journal is not None:  # which lists the fields of its samples
                 save_journal(directory, journal, here)
     _write_chunk_tables(shards, here)
     return num_without
@@ -255,7 +255,7 @@ def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, targe
 
 
 def _sizes_of_set(shards: Sequence[_Shard], tables: Mapping[str, ChunkTable], index_url: str | None) -> dict[str, int]:
-    """Return the sizes of all shards of the source's directories, of which perhaps not all are copied, by target."""
+    """Return the sizes of all shards in the source's directories, copied or not, by target."""
     sizes: dict[str, int] = {}
     for shard in {split_url(shard.target)[0]: shard for shard in shards}.values():
         directory = split_url(shard.target)[0]
@@ -268,7 +268,7 @@ def _sizes_of_set(shards: Sequence[_Shard], tables: Mapping[str, ChunkTable], in
 
 
 def _mark_of(shards: Sequence[_Shard], here: Storage, source: str, num_shards: int | None) -> TargetMark:
-    """Return the mark of this copy, of so many shards when it is whole; copies of parts of one set do the same work."""
+    """Return the mark of this copy of ``num_shards`` in all; copies of parts of one set count as the same work."""
     work = digest_of_work("copy", sorted({redact(split_url(shard.source)[0]) for shard in shards}))
     return TargetMark(
         here, [split_url(shard.target)[0] for shard in shards], command="copy", work=work, what=redact(source),
@@ -280,13 +280,13 @@ def _meet(
     shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None, contents: TargetContents, *,
     overwrite: bool,
 ) -> dict[str, Schema]:  # fmt: skip
-    """Return what is to be written of the meaning of each directory at the target.
+    """Return the schema to write in each directory of the target.
 
-    Whatever else the copies will be read with, since it lies above them, must not mean something else.
+    A set above the target is read together with the copies, so its schema must not contradict theirs.
 
     Raises:
-        TargetNotEmptyError: The target numbers classes, or describes tokens, in another way than the source.
-        ConfigError: A set above the target does.
+        TargetNotEmptyError: The schema at the target contradicts the source's, in classes or tokens.
+        ConfigError: The schema of a set above the target does.
     """
     homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
     sets = {directory: read_schema(there, home).without_late() for directory, home in homes.items()}
@@ -408,26 +408,26 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
     for tail in _tails(shard, shard.source, there):
         if np.frombuffer(tail, np.uint8).any():
             raise ChecksumError(
-                f"{redact(shard.source)}: bytes behind the last chunk that are not zero; see "
+                f"{redact(shard.source)}: bytes after the last chunk that are not zero; see "
                 f"`shard_tools verify {shell_place(shard.source)}`"
             )
         out.write(tail)
 
 
 def _parsed(data: ReadBuffer, source: str) -> tuple[SampleTable, bytes]:
-    """Return a sample table, and its bytes as they are."""
+    """Return a sample table, and its bytes unchanged."""
     return SampleTable.from_parquet(data, source), bytes(data)
 
 
 def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _Shard, _: Progress) -> bool:
-    """Copy the sample table of a shard; tell whether there is one."""
+    """Copy the sample table of a shard; return whether there is one."""
     url = samples_url(shard.source, index_url)
     try:
         table, body = there.read_parsed(url, _parsed, is_sealed)
     except NotFoundError:
         return False
     info = shard.chunks.shards[0]
-    if table.shard != info:  # it had another name at the source
+    if table.shard != info:  # its name differs at the source
         table = replace(table, chunks=replace(table.chunks, shards=(info,)))
         body = table.to_parquet()
     if table.chunks != shard.chunks:

@@ -1,4 +1,4 @@
-"""Check what lies beside chunk table and sample tables: late columns, views, notes of conversions, the journal."""
+"""Check the other files of an index: late columns, views, notes of conversions, the journal."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from streaming.shards.index.layout import (
 )
 from streaming.storage import Storage, join_url, redact, split_url
 
-_FILES = 16  # at once; they are small
+_FILES = 16  # read in parallel; they are small
 _Check = Callable[[], object]
 
 
 def check_beside(
     rows_of: Mapping[str, ChunkTable], *, storage: Storage, index_url: str | None, damage_only: bool = False
 ) -> list[Finding]:
-    """Read every file that lies beside the chunk tables and sample tables of some shards, and return what is wrong.
+    """Read every file beside the chunk tables and sample tables of some shards, and return the findings.
 
-    Of a store that cannot list, only files that have the same name in every index.
+    In a store that cannot list, only files with fixed names are read.
 
     Args:
-        rows_of: The chunk table of each shard alone, by URL.
+        rows_of: A chunk table of each shard alone, by URL.
         storage: Store of the index.
         index_url: Location of the index, if not beside the shards.
-        damage_only: Leave out files that are whole, but of other shards or another version.
+        damage_only: Report damage only, not intact files that belong to other shards or another version.
     """
     homes = dict.fromkeys(home_of(url, index_url) for url in rows_of)
-    folders = dict.fromkeys([*homes, *(split_url(url)[0] for url in rows_of)])  # with the journal of a conversion
+    folders = dict.fromkeys([*homes, *(split_url(url)[0] for url in rows_of)])  # a journal is beside the shards
     checks = [one for folder in folders for one in _documents(storage, folder)]
     for home in homes:
         mine = {url: rows for url, rows in rows_of.items() if home_of(url, index_url) == home}
@@ -51,7 +51,7 @@ def check_beside(
         url, check = one
         try:
             check()
-        except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
+        except (NotFoundError, AccessDeniedError):  # S3 denies access to a missing object if listing is not allowed
             return None
         except DataError as error:
             is_meant = isinstance(error, IndexFormatError) or not damage_only
@@ -69,7 +69,7 @@ def _finding(kind: str, url: str, error: Exception) -> Finding:
 
 
 def _documents(storage: Storage, home: str) -> list[tuple[str, _Check]]:
-    """Return the checks of JSON documents, but for those of late columns."""
+    """Return the checks of all JSON documents except those of late columns."""
     checks: list[tuple[str, _Check]] = [(join_url(home, SCHEMA_FILE), partial(read_schema, storage, home))]
     checks.append((join_url(home, NAME), partial(load_journal, home, storage)))
     checks.append((join_url(home, SOURCES), partial(load_sources, home, storage)))
@@ -91,7 +91,7 @@ def _columns(storage: Storage, home: str) -> list[str]:
 def _values(
     storage: Storage, home: str, name: str, rows_of: Mapping[str, ChunkTable], index_url: str | None
 ) -> list[tuple[str, _Check]]:
-    """Return the checks of one late column: of its document, or, if that is right, of its values for each shard."""
+    """Return the checks of one late column: of its document, or, if that is intact, of its values for each shard."""
     url = join_url(home, column_document_path(name))
     try:
         document = storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
@@ -108,5 +108,5 @@ def _fail(error: Exception) -> None:
 def _listed(storage: Storage, folder: str) -> list[str]:
     try:
         return [info.url for info in storage.list(folder)]
-    except StorageError:  # a store that cannot list, or nothing there
+    except StorageError:  # the store cannot list, or has no such folder
         return []

@@ -69,11 +69,11 @@ class ColumnInfo:
 
     Attributes:
         name: Its name.
-        type: Type of its values, in Arrow's words.
-        num_values: Samples that have a value.
+        type: Arrow type of its values.
+        num_values: Number of samples that have a value.
         least: The least of its numbers; None if it holds none.
-        most: The greatest of them.
-        version: Version of a late column; "" of one of the sample tables.
+        most: The greatest of its numbers.
+        version: Version of a late column; "" for a column of the sample tables.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ColumnInfo:
     version: str = ""
 
     def joined(self, values: pa.Array) -> ColumnInfo:
-        """Return the same with the values of another shard."""
+        """Return the totals with the values of another shard added."""
         count = len(values) - values.null_count
         if not count:
             return self
@@ -107,9 +107,9 @@ class DataSetInfo:
         num_bytes: Bytes of the tar files.
         num_chunks: Chunks.
         fields: Every field, by name.
-        columns: Columns of the sample tables, and late ones.
+        columns: Columns of the sample tables, and late columns.
         views: Saved views.
-        index: Location of the index, or that there is none.
+        index: Location of the index, or a note that there is none.
         has_index: Whether there is a stored index.
         fingerprint: The index's fingerprint.
         findings: Shards that are missing, or differ in size from the index; late columns and views that cannot be read.
@@ -205,7 +205,7 @@ def _content(field: str, payload: bytes) -> object:
         if field.rpartition(".")[2] not in {"json", "jsn"}:
             return text
         content: object = json.loads(text)
-        json.dumps(content, indent=2)  # what is nested too deeply for the stack may parse, but not print
+        json.dumps(content, indent=2)  # content nested too deeply for the stack may parse, but not print
     except (ValueError, RecursionError):
         return None
     return content
@@ -215,9 +215,10 @@ def info(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False,
     progress: Progress | None = None,
 ) -> DataSetInfo:  # fmt: skip
-    """Return the totals of a dataset, from its index; a small one without index is read (and its index not stored).
+    """Return the totals of a dataset, from its index; a small one without an index is scanned, and no index stored.
 
-    Of a set that is not whole, these are the totals of what is there; that is a finding unless ``allow_unfinished``.
+    For an unfinished set, these are the totals of the shards that are there; this is a finding unless
+    ``allow_unfinished``.
 
     Raises:
         IndexMissingError: There is no index and the dataset is too large to read for this.
@@ -257,7 +258,7 @@ def info(
 
 
 def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
-    """Return a finding for each set of which it cannot be read what it means."""
+    """Return a finding for each set whose schema cannot be read."""
 
     def found(home: str) -> Finding | None:
         try:
@@ -270,7 +271,7 @@ def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
 
 
 def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[View], list[Finding]]:
-    """Return the late columns and views beside the index, and what cannot be read of them."""
+    """Return the late columns and views beside the index, and findings for those that cannot be read."""
     columns: list[ColumnInfo] = []
     views: list[View] = []
     home = shards.homes[0]
@@ -291,13 +292,13 @@ def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[V
             read()
         except DataError as error:
             findings.append(Finding(kind="index", shard=home, what=str(error), cure="see `shard_tools verify`"))
-        except StorageError:  # a store that cannot list
+        except StorageError:  # the store cannot list
             continue
     return columns, views, findings
 
 
 def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
-    """Yield the shards that are not as the index describes them; one request each."""
+    """Yield a finding for each shard that differs from its description in the index; one request per shard."""
 
     def size_of(url: str) -> int | None:
         try:
@@ -306,7 +307,7 @@ def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) 
             return None
 
     promised = {url: shard.size_bytes for url, shard in zip(shards.urls, shards.chunks.shards, strict=True)}
-    if not names_shards(urls):  # directories stand for everything listed in them
+    if not names_shards(urls):  # directories stand for every shard in them
         folders = {home_of(url, shards.index_url): split_url(url)[0] for url in reversed(shards.urls)}
         for home, folder in folders.items():
             with contextlib.suppress(NotFoundError):
@@ -377,13 +378,13 @@ def list_samples(
     where: str | None = None, view: str | None = None, columns: Sequence[str] | None = None,
     allow_unfinished: bool = False, opened: OpenSet | None = None, more: Callable[[int], None] = lambda _: None,
 ) -> Iterator[SampleEntry]:  # fmt: skip
-    """Yield the samples in the order of the dataset, at most ``limit``; sample tables are loaded when they are needed.
+    """Yield at most ``limit`` samples in the order of the dataset; sample tables are loaded when needed.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
         storage: Their store.
         index_url: Location of the index, if not beside the shards.
-        limit: Stop after so many samples.
+        limit: Maximum number of samples; None: all.
         where: Only samples that meet this condition.
         view: Only samples of this saved view.
         columns: Columns whose values are told, also late ones; None: all of the sample tables.
@@ -423,10 +424,10 @@ def list_samples(
 
 
 def _check_known(shards: OpenSet, storage: Storage, names: AbstractSet[str]) -> None:
-    """Refuse columns that no sample table has; usually the first one tells.
+    """Refuse columns that no sample table has; usually the first table has all of them.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: No sample table has one of the columns.
     """
     there: set[str] = set()
     with contextlib.closing(tables_of(shards, storage)) as tables:
@@ -446,7 +447,7 @@ def _entry(number: int, url: str, place: SampleLocation, columns: Mapping[str, p
 def describe_sample(
     url: str, sample: str, *, storage: Storage, index_url: str | None = None, allow_unfinished: bool = False
 ) -> SampleView:
-    """Return one sample, by its key or its number, with its columns, also late ones, and the bytes of all its fields.
+    """Return one sample, by its key or its number, with all its columns and the bytes of its fields.
 
     Raises:
         NotFoundError: There is no such sample.
@@ -475,7 +476,7 @@ def cat_field(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FoundSample:
-    """A sample: its set, the position of its shard there, the shard's table, and the sample's row in it."""
+    """A sample: its set, the position of its shard in the set, the shard's table, and the sample's row in it."""
 
     shards: OpenSet
     position: int
@@ -485,16 +486,16 @@ class _FoundSample:
 
     @property
     def place(self) -> SampleLocation:
-        """Where its fields are."""
+        """Location of its fields."""
         return self.table.lookup(self.row)
 
     def entry(self, columns: Mapping[str, pa.Array]) -> SampleEntry:
-        """Return its line of a listing, with these columns of its shard."""
+        """Return its line of a listing, with values from these columns of its shard."""
         return _entry(self.first + self.row, self.shards.urls[self.position], self.place, columns, self.row)
 
 
 def _find(url: str, sample: str, storage: Storage, index_url: str | None, *, allow_unfinished: bool) -> _FoundSample:
-    """Find a sample: by its key first; else, if the text is a number, by its number from 0 on."""
+    """Find a sample by its key, or else, if ``sample`` is a number, by its number (from 0)."""
     shards = open_set([url], storage, index_url, allow_unfinished=allow_unfinished)
     with contextlib.closing(tables_of(shards, storage, READ_THREADS)) as tables:
         for position, (first, _, table) in enumerate(tables):
@@ -569,14 +570,14 @@ def show_sample_line(sample: SampleEntry, *, long: bool, with_columns: bool) -> 
 
 
 def _value(value: object) -> str:
-    """Return a column's value as a condition of ``--where`` writes it."""
+    """Return a column's value as it is written in a condition of ``--where``."""
     if value is None or isinstance(value, bool):
         return {None: "NULL", True: "TRUE", False: "FALSE"}[value]
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
 
 
 def show_sample(sample: SampleView) -> None:
-    """Print one sample: text as text, everything else by its size."""
+    """Print one sample: text fields as text, others by their sizes."""
     shard = plain_place(sample.entry.shard)
     click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
     if sample.entry.columns:
@@ -596,7 +597,7 @@ def show_sample(sample: SampleView) -> None:
 
 
 def is_binary(payload: bytes) -> bool:
-    """Tell whether ``payload`` is not text that a terminal can show."""
+    """Return whether ``payload`` is not text that a terminal can show."""
     try:
         text = payload.decode()
     except UnicodeDecodeError:

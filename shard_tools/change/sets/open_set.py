@@ -1,4 +1,4 @@
-"""Open shards with their index, for commands that read a dataset; find its files one by one."""
+"""Open shards with their index, for commands that read a dataset; locate its files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from streaming.types import SHARD_SUFFIXES, DuplicateKeys, Int64Array
 _log = logging.getLogger(__name__)
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
 _REQUESTS = 32  # for sizes; they wait for the store, not for the CPU
-_MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; beyond it, indexing once is the cure
+_MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; larger ones must be indexed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class OpenSet:
     Attributes:
         urls: The shards.
         chunks: Their chunk table.
-        scanned: Their sample tables, if these were read because there is no index.
+        scanned: Their sample tables, if the shards were scanned because there is no index.
         index_url: Location of the index, if not beside the shards.
-        marks: What says that they are not a whole set, if this is allowed.
+        marks: Marks of an unfinished set, if it is allowed.
     """
 
     urls: tuple[str, ...]
@@ -56,7 +56,7 @@ class OpenSet:
 
     @property
     def as_opened(self) -> OpenShards:
-        """The same as a dataset opens it, for its filters."""
+        """The shards in the form that a dataset opens, for its filters."""
         return OpenShards(
             urls=self.urls, table=self.chunks, missing_index="", index=self.index_url, scanned=self.scanned
         )
@@ -67,10 +67,10 @@ class OpenSet:
         return homes_of(self.urls, self.index_url)
 
     def schemas(self, storage: Storage) -> dict[str, Schema]:
-        """Return what the set of each directory says that it means.
+        """Return the schema of the set in each directory.
 
         Raises:
-            IndexFormatError: One of them is damaged.
+            IndexFormatError: A schema is damaged.
         """
         return {home: read_schema(storage, home) for home in self.homes}
 
@@ -82,7 +82,7 @@ class OpenSet:
         self, storage: Storage, *, where: str | None, view: str | None, subset: Subset | None = None,
         exclude: str | None = None,
     ) -> Selection | None:  # fmt: skip
-        """Return which samples a condition, a saved view, a range and a list of keys keep, as a dataset; None: all.
+        """Return the samples that a condition, a view, a range and a list of keys keep, as in a dataset; None: all.
 
         Raises:
             ConfigError: A column or the view does not exist, or no sample is kept.
@@ -94,7 +94,7 @@ class OpenSet:
         return None if asked is None or asked.keeps_all else narrowed(storage, self.as_opened, asked)
 
     def late_columns(self, storage: Storage, names: Iterable[str] | None = None) -> dict[str, LateColumn]:
-        """Return those of ``names`` that are late columns; None: all of the first directory."""
+        """Return the late columns among ``names``; None: all of the first directory."""
         if names is None:
             names = late_names(storage, self.as_opened)
         return late_columns_of(storage, self.as_opened, names, None)
@@ -103,7 +103,7 @@ class OpenSet:
         """Return the values of late columns for the shard at this position.
 
         Raises:
-            IndexMismatchError: There are none, or they are of another version of the shard or column.
+            IndexMismatchError: The values are missing, or belong to another version of the shard or column.
         """
         url, rows = self.urls[position], self.chunks.of_shard(position)
         return {column.name: read_values(storage, url, self.index_url, rows, column) for column in columns}
@@ -121,14 +121,14 @@ def open_set(
 ) -> OpenSet:
     """Open the shards at ``urls``, except those below ``exclude``, with their index.
 
-    Small sets without one are scanned.
+    Small sets without an index are scanned.
 
-    What several sets among them do not mean alike is logged, unless the caller lets them meet itself.
+    Differences between the schemas of several sets are logged, unless the caller merges the schemas itself.
 
     Duplicate keys are kept unless ``duplicate_keys`` says otherwise, so that inspection shows them.
 
     Raises:
-        UnfinishedError: The set is not whole, and ``allow_unfinished`` is False.
+        UnfinishedError: The set is unfinished, and ``allow_unfinished`` is False.
         IndexMissingError: There is no index, and the set is too large to scan for this.
         NotFoundError: Nothing matches ``urls``.
     """
@@ -145,9 +145,9 @@ def open_set(
 
 
 def unlike_sets(homes: Sequence[str], storage: Storage) -> list[Finding]:
-    """Return a finding if sets, given by the directories of their indexes, do not mean the same.
+    """Return a finding if the schemas of sets, given by the directories of their indexes, contradict each other.
 
-    What one of them does not say is logged.
+    An entry that one of them lacks is logged.
     """
     if len(homes) < 2:
         return []
@@ -162,12 +162,12 @@ def unlike_sets(homes: Sequence[str], storage: Storage) -> list[Finding]:
 def shards_beside(
     urls: Sequence[str], storage: Storage, exclude: str | None, *, allow_unfinished: bool
 ) -> tuple[tuple[str, ...], tuple[Mark, ...]]:
-    """Return the shards at ``urls`` that are not below ``exclude``, which may be a target inside a source.
+    """Return the shards at ``urls`` that are not below ``exclude``, such as a target inside a source.
 
-    With ``allow_unfinished``, also the marks of their directories.
+    With ``allow_unfinished``, also return the marks of unfinished directories.
 
     Raises:
-        UnfinishedError: Without it, there are marks.
+        UnfinishedError: A directory is marked as unfinished, and ``allow_unfinished`` is False.
         NotFoundError: There is no shard.
     """
     below = None if exclude is None else shown_url(exclude).rstrip("/") + "/"
@@ -216,7 +216,7 @@ def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
     """Return the sample table of the shard at this position.
 
     Raises:
-        IndexMissingError: If the index has none of it.
+        IndexMissingError: The index has no sample table of it.
     """
     if shards.scanned is not None:
         return shards.scanned[position]
@@ -224,10 +224,10 @@ def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
 
 
 def table_of_shard(storage: Storage, url: str, index_url: str | None, *, scanned: bool) -> SampleTable:
-    """Return the sample table of the shard at ``url``, from the index, or from the shard if there is none.
+    """Return the sample table of the shard at ``url``: from the index, or by scanning the shard with ``scanned``.
 
     Raises:
-        IndexMissingError: The index has none of it.
+        IndexMissingError: The index has no sample table of it.
     """
     if scanned:
         return scan_shard(storage, url, split_url(url)[1], duplicate_keys="keep")
@@ -240,7 +240,7 @@ def place_of(name: str, folder: str, index_url: str | None) -> str:
 
 
 def names_shards(urls: Sequence[str]) -> bool:
-    """Tell whether ``urls`` name shards; directories and prefixes stand for everything below them."""
+    """Return whether ``urls`` name shards, and not directories or prefixes, which stand for everything below them."""
     return any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls)
 
 
@@ -288,7 +288,7 @@ def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTab
 
 
 def needed_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable:
-    """Return the sample table of the shard at ``url``, which the caller cannot do without.
+    """Return the sample table of the shard at ``url``, which must exist.
 
     Raises:
         IndexMissingError: There is none.
@@ -302,11 +302,11 @@ def needed_samples(storage: Storage, url: str, index_url: str | None) -> SampleT
 def keys_again(
     hashes: Sequence[Int64Array], keys_of: Callable[[int, Sequence[int]], Sequence[str]]
 ) -> Iterator[tuple[int, str, int]]:
-    """Find every key that occurs again: yield its shard's number, the key, and the number of the shard that had it.
+    """Yield every repeated key: number of its shard, the key, and number of the earlier shard that has it.
 
     Args:
         hashes: Hashes of the keys of each shard, int64.
-        keys_of: Returns the keys of some rows of a shard; it is asked only for those whose hash occurs again.
+        keys_of: Returns the keys of some rows of a shard; called only for rows whose hash occurs again.
     """
     values, counts = np.unique(np.concatenate([np.empty(0, np.int64), *hashes]), return_counts=True)
     repeated = values[counts > 1]

@@ -1,4 +1,4 @@
-"""Read any samples of a shard by its index, in verified pieces: spans, or chunks if there are no spans."""
+"""Read any samples of a shard by its index, in verified pieces: spans, or chunks if the index has no spans."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class ShardPieces:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the shard."""
+        """Number of samples of the shard."""
         return int(self.bounds[-1])
 
     def piece_of(self, rows: Int64Array) -> Int64Array:
-        """Return the piece that holds each of these samples."""
+        """Return the piece of each of these samples: int64, the shape of ``rows``."""
         return np.searchsorted(self.bounds, rows, side="right").astype(np.int64) - 1
 
     def around(self, rows: Int64Array) -> ShardPieces:
-        """Return only the pieces that hold these samples; between them, one for each gap, which cannot be read."""
+        """Keep only the pieces that hold these samples; each gap between them becomes one piece that cannot be read."""
         held = np.unique(self.piece_of(rows))
         kept = np.unique(np.concatenate([held, held + 1, [0, self.bounds.size - 1]]))
         crc32c = np.zeros(kept.size - 1, np.uint32)
@@ -83,15 +83,15 @@ class ShardPieces:
 def read_pieces(
     storage: Storage, wanted: FetchRange, samples: Callable[[], SampleTable | None]
 ) -> tuple[bytearray, UnitLayout]:
-    """Return the bytes of ``wanted`` and where each field is in them; if some are damaged, the layout says whose.
+    """Return the bytes of ``wanted`` and the layout of fields in them; the layout lists damaged samples.
 
     Args:
         storage: Store of the shard.
         wanted: The byte range.
-        samples: Loads the shard's sample table, to tell damaged samples from others.
+        samples: Loads the shard's sample table, to find out which samples are damaged.
 
     Raises:
-        ChecksumError: They are damaged, and the index cannot tell which.
+        ChecksumError: Bytes are damaged, and the index does not show which samples.
         TarError, IndexMismatchError, StorageError: As for :func:`streaming.shards.fetch.read.fetch_range`.
     """
     buffer = bytearray(wanted.num_bytes)

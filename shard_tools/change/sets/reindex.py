@@ -52,7 +52,7 @@ from streaming.types import DuplicateKeys, Int64Array
 _log = logging.getLogger(__name__)
 _MAX_KEYS = 1 << 28  # compared by hashes, which take 16 bytes each
 _SHOWN = 5
-_ASKED = 32  # shards of an index that are asked for the names of their columns, beside those that are named
+_ASKED = 32  # maximum number of other shards per index whose column names are read
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
 
 
@@ -61,21 +61,21 @@ class IndexReport(Report):
     """The result of indexing.
 
     Attributes:
-        num_shards: Shards that were named.
-        num_samples: Their samples.
-        num_chunks: Their chunks.
-        num_bytes: Their bytes.
-        num_scanned_bytes: Bytes read by this run; the rest was indexed before.
-        num_pruned: Shards removed from the index because they no longer exist.
-        index_urls: The chunk tables.
-        num_keys_again: Keys that stand in an earlier shard, too; None: there are too many samples to look.
+        num_shards: Number of shards named by the arguments.
+        num_samples: Number of their samples.
+        num_chunks: Number of their chunks.
+        num_bytes: Total size of these shards.
+        num_scanned_bytes: Bytes read by this run; the rest was already indexed.
+        num_pruned: Number of shards removed from the index because they no longer exist.
+        index_urls: URLs of the chunk tables.
+        num_keys_again: Number of keys that an earlier shard has, too; None: too many samples to compare.
         first_keys_again: The first of them, each with both shards.
-        lacking: Shards whose sample tables lack columns that others have, with these columns.
-        num_passed_over: Files that belong to no sample, in the shards that this run read.
-        first_passed_over: The first of them, each with its shard and why.
-        findings: Damaged files of the index that are not made from the shards, such as late columns and views.
+        lacking: Columns that the sample table of a shard lacks and others have, by shard.
+        num_passed_over: Number of files that belong to no sample, in the shards that this run read.
+        first_passed_over: The first of them, each with its shard and the reason.
+        findings: Damaged files of the index that cannot be rebuilt from shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
-        declared_whole: Directories that were marked as unfinished, and no longer are.
+        declared_whole: Directories whose mark as unfinished was removed.
         seconds: Wall time.
     """
 
@@ -101,8 +101,11 @@ class IndexReport(Report):
         return Report.as_dict(self) | {"bytes_per_s": round(self.num_scanned_bytes / max(self.seconds, 1e-9))}
 
 
-class _Told:
-    """Forward a scan's progress, and add up what it tells. Thread-safe."""
+class _ScanTally:
+    """Forward a scan's progress, and add up its counts. Thread-safe.
+
+    The lock guards ``_begun``, ``num_bytes`` and ``passed_over``.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -121,13 +124,13 @@ class _Told:
     def add_passed_over(self, found: PassedOver) -> None:
         """Add files that belong to no sample."""
         with self._lock:
-            self.passed_over += found  # of each scanned shard once, whichever thread tells of it
+            self.passed_over += found  # each scanned shard reports once, from any thread
 
 
 def _where(
     executor: Executor | None, workers: int, total_bytes: int
 ) -> contextlib.AbstractContextManager[Executor | None]:
-    """Return where to scan, for ``with``: None is for threads."""
+    """Return a context manager of the executor on which to scan; of None for threads."""
     if executor is None and workers > 1 and total_bytes >= _PROCESSES_FROM_BYTES:
         return ProcessExecutor(workers)
     return contextlib.nullcontext(executor)
@@ -146,28 +149,28 @@ def index(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
-    """Index shards; those with an index that matches their size are not read again.
+    """Index shards. A shard whose index matches its size is not read again.
 
-    All of the index is read, and what is damaged is rebuilt, or listed if the shards do not hold it.
+    All of the index is read. Damaged files are rebuilt, or listed if they cannot be rebuilt from the shards.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
         storage: The store.
         index_url: Where to write the index; default: beside the shards.
         workers: Shards scanned in parallel.
-        force: Read every shard again; columns of its sample table stay, where its keys did.
+        force: Read every shard again; the columns of a sample table are kept if its keys are unchanged.
         prune: Remove shards from the index that are no longer in the store.
         duplicate_keys: How to treat a key that occurs twice in a shard; as for ``StreamingDataset``.
-        allow_unfinished: Index what is there of a set that is not whole, and declare it whole: the marks of its
-            writers are deleted, unless the index is written elsewhere.
-        executor: Executor on which to scan, such as a cluster, instead of here.
-        progress: Receives the bytes read and shards begun.
+        allow_unfinished: Accept an unfinished set, index the shards that are there, and declare the set complete: the
+        marks of its writers are deleted, unless the index is written to another place.
+        executor: Executor on which to scan, such as a cluster, instead of this machine.
+        progress: Receives the bytes read and the shards begun.
 
     Raises:
-        UnfinishedError: The shards are those of a set that is not whole.
-        DataError: A shard is damaged; the others are indexed, and the next run reads only what is missing.
-        ConfigError: A shard is compressed; sets that get one index contradict each other; or the index at
-            ``index_url`` is that of another folder.
+        UnfinishedError: The set is unfinished.
+        DataError: A shard is damaged; the others are indexed, and the next run reads only the missing ones.
+        ConfigError: A shard is compressed; the schemas of sets that share one index contradict each other; or the
+        index at ``index_url`` belongs to another folder.
         StorageError: A store failed.
     """
     started = time.monotonic()
@@ -176,7 +179,7 @@ def index(
     schema = _meet(shards, storage, index_url)
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
-    told = _Told(progress)
+    tally = _ScanTally(progress)
     with _where(executor, min(workers or num_cores(), len(shards)), total_bytes) as scanning:
         table = index_shards(
             storage,
@@ -186,8 +189,8 @@ def index(
             force=force,
             executor=scanning,
             duplicate_keys=duplicate_keys,
-            progress=told,
-            on_passed_over=told.add_passed_over,
+            progress=tally,
+            on_passed_over=tally.add_passed_over,
         )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
@@ -204,7 +207,7 @@ def index(
         num_samples=table.total_samples,
         num_chunks=table.num_chunks,
         num_bytes=sum(shard.size_bytes for shard in table.shards),
-        num_scanned_bytes=told.num_bytes,
+        num_scanned_bytes=tally.num_bytes,
         num_pruned=num_pruned,
         index_urls=tuple(redact(join_url(home, chunks_path())) for home in homes),
         fingerprint=table.fingerprint,
@@ -214,13 +217,13 @@ def index(
         first_keys_again=first_again,
         lacking=_lacking(shards, columns, _other_columns(shards, homes, storage, index_url)),
         findings=tuple(findings),
-        num_passed_over=told.passed_over.num_files,
-        first_passed_over=told.passed_over.first,
+        num_passed_over=tally.passed_over.num_files,
+        first_passed_over=tally.passed_over.first,
     )
 
 
 def _declare(storage: Storage, index_url: str | None, schema: Schema, marks: Sequence[Mark]) -> None:
-    """Write what an index elsewhere means; an index beside its shards declares them whole."""
+    """Write the schema of an index at another place; an index beside its shards declares them complete."""
     if index_url is None:
         for mark in marks:
             unmark(storage, mark.directory, also_writers=True)
@@ -229,10 +232,10 @@ def _declare(storage: Storage, index_url: str | None, schema: Schema, marks: Seq
 
 
 def _meet(shards: Sequence[str], storage: Storage, index_url: str | None) -> Schema:
-    """Return what sets mean that get one index, with what that index says; of sets with their own there is a warning.
+    """Merge the schemas of sets that share one index, and the index's own; warn about sets with their own index.
 
     Raises:
-        ConfigError: Sets that get one index contradict each other.
+        ConfigError: The schemas of sets that share one index contradict each other.
     """
     folders = [*dict.fromkeys(split_url(url)[0] for url in shards)]
     if index_url is None:
@@ -247,7 +250,7 @@ def _meet(shards: Sequence[str], storage: Storage, index_url: str | None) -> Sch
 def _compare_tables(
     shards: Sequence[str], table: ChunkTable, storage: Storage, index_url: str | None, *, with_keys: bool
 ) -> tuple[list[tuple[str, ...]], int | None, tuple[str, ...]]:
-    """Return the columns of each sample table, how many keys stand in two shards, and the first of them."""
+    """Return the columns of each sample table, the number of keys that occur in two shards, and the first of them."""
     is_small = table.total_samples <= _MAX_KEYS
 
     def keys_of(number: int) -> tuple[Values, tuple[str, ...]]:
@@ -278,9 +281,9 @@ def _compare_tables(
 
 
 def _other_columns(shards: Sequence[str], homes: Sequence[str], storage: Storage, index_url: str | None) -> set[str]:
-    """Return the columns of shards that are not named but are in the same indexes.
+    """Return the columns of other shards in the same indexes.
 
-    At most ``_ASKED`` of an index are asked, evenly spread: a set of many shards may be indexed one by one.
+    At most ``_ASKED`` shards per index are read, evenly spread, as a set of many shards may be indexed one by one.
     """
     urls = list[str]()
     for home in homes:
@@ -299,7 +302,7 @@ def _other_columns(shards: Sequence[str], homes: Sequence[str], storage: Storage
 def _lacking(
     shards: Sequence[str], columns: Sequence[tuple[str, ...]], others: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the columns that each shard lacks and others have: named shards, or those with the columns ``others``."""
+    """Return the columns that each shard lacks, by shard: columns of the other shards, or in ``others``."""
     all_columns = {name for names in columns for name in names} | {*others}
     lacks = {redact(url): tuple(sorted(all_columns - {*names})) for url, names in zip(shards, columns, strict=True)}
     return {url: names for url, names in lacks.items() if names}
@@ -314,7 +317,7 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
     gone = [name for name, place in places.items() if name not in named and not storage.exists(place)]
     if gone:
         left = [shard.name for shard in table.shards if shard.name not in set(gone)]
-        for name in gone:  # before the table that names them: a run that is killed is continued by the next one
+        for name in gone:  # before the chunk table that lists them, so that the next run can continue after a kill
             storage.delete(join_url(home, samples_path(name)))
         write_index(storage, home, table.select(left), table)
     return len(gone)
@@ -340,7 +343,7 @@ def show_index(report: IndexReport) -> None:
 
 
 def _oddities(report: IndexReport) -> Iterator[str]:
-    """Yield what is not wrong, but may not be meant."""
+    """Yield warnings about valid content that may be unintended."""
     if report.num_keys_again is None:
         yield "keys of different shards are not compared in a set of this size; `shard_tools verify` compares them"
     elif report.num_keys_again:

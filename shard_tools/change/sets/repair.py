@@ -1,4 +1,4 @@
-"""Save what is left of damaged tars, and report exactly what is lost."""
+"""Salvage the intact samples of damaged tars, and report exactly what is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from streaming.shards.tar.headers import END_OF_ARCHIVE, member_header, padding
 from streaming.shards.tar.walk import plain_name
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 
-_WINDOW_BYTES = 8 << 20  # read at once
+_WINDOW_BYTES = 8 << 20  # read in one request
 _log = logging.getLogger(__name__)
 _HARD_LINK = ord("1")
 
@@ -56,13 +56,13 @@ class ShardRepair:
 
     Attributes:
         url: The shard.
-        target: Where the repaired shard is; None: nothing was written, because samples would be lost.
-        num_samples: Samples saved, or that would be saved.
-        num_links: Hard links written as the files they refer to.
+        target: Location of the repaired shard; None: nothing was written, because samples would be lost.
+        num_samples: Number of samples saved, or that would be saved.
+        num_links: Number of hard links written as the files they refer to.
         mended: Defects that cost no sample.
-        lost: What is lost, each with its place and cause.
-        lost_keys: Keys of samples that are lost or incomplete, as far as they are known.
-        exact: Whether an index listed all samples; otherwise more may be lost than is known.
+        lost: Each loss, with its place and cause.
+        lost_keys: Known keys of samples that are lost or incomplete.
+        exact: Whether an index listed all samples; otherwise there may be further, unknown losses.
     """
 
     url: str
@@ -83,7 +83,7 @@ class ShardRepair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What was saved of all shards, in their order."""
+    """The results of all shards, in their order."""
 
     target: str
     shards: tuple[ShardRepair, ...]
@@ -108,16 +108,16 @@ def repair(
     allow_unfinished: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Write what is left of the shards at ``urls`` to ``target``, under their names, and index it.
+    """Salvage the shards at ``urls``: write their intact samples to ``target``, under the same names, and index them.
 
-    Folders below the innermost one that holds all shards are kept. Until all are written and indexed, the target is
-    marked as unfinished. It may hold shards that an earlier run of the same work has written, and no others.
+    Folders below the innermost one that holds all shards are kept. Until all shards are written and indexed, the target
+    is marked as unfinished. It may already hold shards that an earlier run of the same work wrote, and no others.
 
     Members are found by their headers; after damage the search continues at the next valid header. Repaired without
     loss: a missing end-of-archive marker, archives concatenated with ``cat``, hard links (written as files), long
-    padding. If there is an index of the original shard, its checksums identify damaged bytes, and its keys everything
-    that is lost. Without one, bytes inside members are trusted, and a sample next to damage counts as incomplete if it
-    lacks a field that all others have.
+    padding. If there is an index of the original shard, its checksums identify damaged bytes, and its keys identify
+    everything that is lost. Without one, bytes inside members are trusted, and a sample next to damage counts as
+    incomplete if it lacks a field that all others have.
 
     Args:
         urls: Shards, as for ``StreamingDataset``; not compressed.
@@ -125,11 +125,11 @@ def repair(
         storage: Store of both.
         index_url: Location of the shards' index, if not beside them.
         drop_damaged: Write a shard even if it has lost samples; otherwise it is left out and reported.
-        allow_unfinished: Repair what is there of a set that is not whole.
+        allow_unfinished: Accept an unfinished set, and repair the shards that are there.
         progress: Receives bytes and shards.
 
     Raises:
-        UnfinishedError: The shards are those of a set that is not whole.
+        UnfinishedError: The set is unfinished.
         TargetNotEmptyError: The target holds other shards.
         ConfigError: A shard is compressed, source and target are the same place, or two shards would have the same
             name.
@@ -170,7 +170,7 @@ def repair(
 
 
 def _carry_schemas(homes: Mapping[str, str], storage: Storage) -> None:
-    """Write what sets mean beside what is left of them, by the directories of both; one that is damaged is lost."""
+    """Copy the schemas of sets to the repaired ones, by the directories of both; a damaged schema is lost."""
     for directory, home in homes.items():
         try:
             write_schema(storage, directory, read_schema(storage, home).without_late())
@@ -179,7 +179,7 @@ def _carry_schemas(homes: Mapping[str, str], storage: Storage) -> None:
 
 
 def _goals(shards: Sequence[str], folder: str) -> list[str]:
-    """Return where each shard goes.
+    """Return the target of each shard.
 
     Raises:
         ConfigError: A shard is compressed, or would be written where shards are read.
@@ -195,7 +195,7 @@ def _goals(shards: Sequence[str], folder: str) -> list[str]:
 
 
 def _salvaged(storage: Storage, url: str, size_bytes: int, index_url: str | None) -> _Salvage:
-    """Find what can be saved of a shard."""
+    """Find the intact samples of a shard."""
     try:
         table = load_samples(storage, url, index_url)
     except DataError:
@@ -206,7 +206,7 @@ def _salvaged(storage: Storage, url: str, size_bytes: int, index_url: str | None
 
 
 def _check_same(salvage: _Salvage, storage: Storage, goal: str, size_bytes: int) -> None:
-    """Check that the target holds what would be written there, as an earlier run has left it.
+    """Check that the target already holds exactly what would be written, as an earlier run left it.
 
     Raises:
         TargetNotEmptyError: It holds something else.
@@ -220,7 +220,7 @@ def _check_same(salvage: _Salvage, storage: Storage, goal: str, size_bytes: int)
 
 
 class _Comparing:
-    """Compare what is written with the bytes of a shard."""
+    """A file-like object that compares written bytes with those of a shard."""
 
     def __init__(self, source: _Source) -> None:
         self._source, self._at, self._differs = source, 0, False
@@ -234,7 +234,7 @@ class _Comparing:
 
     @property
     def is_same(self) -> bool:
-        """Whether all bytes were written, and nothing else."""
+        """Whether exactly the bytes of the shard were written."""
         return not self._differs and self._at == self._source.size_bytes
 
 
@@ -261,7 +261,7 @@ class _Source:
 
 @dataclass(slots=True, kw_only=True)
 class _Member:
-    """A member that was found: its bytes are ``[data, data + size)``; the next header is at ``next``."""
+    """A member of the tar: its bytes are ``[data, data + size)``; the next header is at ``next``."""
 
     name: bytes
     kind: int
@@ -273,7 +273,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Sample:
-    """Adjacent members with one key; ``beside`` says that something is lost before or after them."""
+    """Adjacent members with one key; ``beside`` is true if there is damage before or after them."""
 
     key: str
     members: dict[str, _Member] = field(default_factory=dict)
@@ -281,7 +281,7 @@ class _Sample:
 
 
 class _DamageError(Exception):
-    """No whole member begins here; ``next`` is where the next one should be, if known, and ``name`` whose it is."""
+    """No intact member begins here; ``next`` is the expected start of the next one, ``name`` the member's, if known."""
 
     def __init__(self, why: str, next_header: int | None = None, name: bytes = b"") -> None:
         super().__init__(why)
@@ -293,7 +293,7 @@ def _header_at(source: _Source, at: int) -> bytes:
 
 
 def _holds(source: _Source, at: int) -> bool:
-    """Tell whether there is a header, or the end-of-archive marker, at ``at``."""
+    """Return whether there is a header or the end-of-archive marker at ``at``."""
     header = _header_at(source, at)
     return at == source.size_bytes or (len(header) == BLOCK_BYTES and (not any(header) or checksum_matches(header)))
 
@@ -302,7 +302,7 @@ def _member_at(source: _Source, at: int) -> _Member | None:
     """Return the member whose headers begin at ``at``; None for a block of zeros.
 
     Raises:
-        _DamageError: There is none, or not all of it.
+        _DamageError: There is no member, or only a part of one.
     """
     name: bytes | None = None
     link: bytes | None = None
@@ -338,7 +338,7 @@ def _member_at(source: _Source, at: int) -> _Member | None:
 
 
 def _extension(source: _Source, kind: int, start: int, size: int) -> tuple[bytes | None, bytes | None, int | None]:
-    """Read what an extension header gives to the member after it: name, link and size; None: not told.
+    """Read the name, link and size that an extension header gives to the next member; None: not given.
 
     Raises:
         _DamageError: It is damaged.
@@ -360,20 +360,20 @@ def _extension(source: _Source, kind: int, start: int, size: int) -> tuple[bytes
 
 
 class _Salvage:
-    """Save one shard; used once."""
+    """Salvage one shard. Use it once."""
 
     def __init__(self, source: _Source, table: SampleTable | None) -> None:
         self._source, self._table = source, table
         self._by_name: dict[bytes, _Member] = {}
         self._samples: list[_Sample] = []
-        self._order: list[_Sample | _Member] = []  # what is written: samples, and files that belong to none
+        self._order: list[_Sample | _Member] = []  # to be written: samples, and files that belong to none
         self._num_links = 0
         self._mended: dict[str, None] = {}
         self.lost: list[str] = []
         self._lost_keys: dict[str, None] = {}
 
     def run(self) -> None:
-        """Find what can be saved."""
+        """Find the intact members."""
         at, ended, open_end = 0, False, False
         while at < self._source.size_bytes:
             try:
@@ -397,7 +397,7 @@ class _Salvage:
         self._drop_incomplete()
 
     def _skip(self, at: int, error: _DamageError) -> int:
-        """Record what is lost at ``at``; return where the next header is."""
+        """Record the loss at ``at``; return the position of the next header."""
         after = error.next if error.next is not None else self._next_header(at + BLOCK_BYTES)
         whose = f", member {decode_name(error.name)!r}" if error.name else ""
         self.lost.append(f"bytes {at}-{after}{whose}: {error}")
@@ -432,7 +432,7 @@ class _Salvage:
         if member.kind == _HARD_LINK and split is not None:
             meant = self._by_name.get(member.link)
             if meant is None:
-                self.lost.append(f"member {decode_name(member.name)!r}: a hard link to a file that is not there")
+                self.lost.append(f"member {decode_name(member.name)!r}: a hard link to a file that does not exist")
                 self._lost_keys[split[0]] = None
                 return
             self._num_links += 1
@@ -454,7 +454,7 @@ class _Salvage:
         self._samples[-1].beside |= beside
 
     def _compare_with_index(self) -> None:
-        """Use the index of the original shard to find which bytes are damaged."""
+        """Find damaged bytes by the index of the original shard."""
         table = self._table
         if table is None:
             return
@@ -495,7 +495,7 @@ class _Salvage:
         return self._source.url
 
     def write(self, out: StoreWriter | _Comparing) -> None:
-        """Write what was saved."""
+        """Write the salvaged members."""
         for entry in self._order:
             for member in entry.members.values() if isinstance(entry, _Sample) else (entry,):
                 out.write(member_header(_text(member.name, self._source.url), member.size))
@@ -527,7 +527,7 @@ def _text(name: bytes, url: str) -> str:
 
 
 def show_repair(report: RepairReport) -> None:
-    """Print what became of every damaged shard, and the total."""
+    """Print the result of every damaged shard, and the total."""
     for shard in report.shards:
         links = [f"{counted(shard.num_links, 'hard link')} written out"] if shard.num_links else []
         for text in (*shard.mended, *links):

@@ -1,4 +1,4 @@
-"""Look at a target before anything is written there, for commands that know the names of the shards they write."""
+"""Check a target before writing to it, for commands that know the names of their shards in advance."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class TargetContents:
         cls, place: Destination, storage: Storage, *, written: Collection[str], known: Mapping[str, int],
         writers: Writers,
     ) -> TargetContents:  # fmt: skip
-        """Return what is there, if it is nothing but shards of one set, with or without their index.
+        """Return the contents of a target, which may be only shards of one set, with or without their index.
 
         Args:
             place: The target.
             storage: Its store.
-            written: URLs of the shards that the command writes; what is there under these names is up to the command.
-            known: Sizes of all shards of that set, which may be there.
-            writers: Other commands that write there.
+            written: URLs of the shards that the command writes; the command itself checks files of these names.
+            known: Sizes of all shards of that set.
+            writers: Other commands that write to the target.
 
         Raises:
-            TargetNotEmptyError: There are other shards, there or in the index, or there are other writers.
+            TargetNotEmptyError: The target or its index has other shards, or there are other writers.
         """
         refuse_writers(writers, place.directory)
         base = place.directory.rstrip("/") + "/"
@@ -59,7 +59,7 @@ class TargetContents:
             for shard in read_chunks(storage, home).shards if table in sizes else ():
                 if is_other(url := join_url(home, shard.name), shard.size_bytes):
                     raise TargetNotEmptyError(
-                        f"{redact(table)} lists shards of another set, such as {redact(url)}, which is not there; give "
-                        "another target, or delete this index"
+                        f"{redact(table)} lists shards of another set, such as {redact(url)}, which does not exist; "
+                        "give another target, or delete this index"
                     )
         return cls(sizes=sizes, versions={info.url: info.version for info in listed})

@@ -1,7 +1,7 @@
-"""Pack data in other formats into indexed tar shards: the command ``convert``, and ``pack``, which others use too.
+"""Pack data in other formats into indexed tar shards: the command ``convert``, and ``pack``, also for other commands.
 
-A format is a ``Source`` (``records.py``): a module that turns its files into records, and no more. It neither writes
-shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
+A format is a ``Source`` (``records.py``): a module that only turns its files into records. It neither writes shards
+nor depends on the command line; CONTRIBUTING.md explains how to add one.
 """
 
 from shard_tools.make.convert.base.records import Record, Skipped, Source, SourceOptions

@@ -1,4 +1,4 @@
-"""Add to a set what it does not have yet: the commands ``append`` and ``convert --append``."""
+"""Add new inputs to a set: the commands ``append`` and ``convert --append``."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendReport(Report):
-    """What was added to a set.
+    """The result of appending to a set.
 
     Attributes:
         kind: The source's format.
         target: The set.
-        version: The version with what was added; that of before if there was nothing new.
-        num_added: Samples added.
-        num_known: Inputs of the source that the set has already.
-        num_samples: Samples there now.
-        num_shards: Shards added.
-        num_bytes: Bytes of these.
+        version: The version with the new samples; the previous one if there were none.
+        num_added: Number of samples added.
+        num_known: Number of inputs of the source that the set already has.
+        num_samples: Number of samples of the set now.
+        num_shards: Number of shards added.
+        num_bytes: Total size of these shards.
         new_classes: Names of classes that the set did not have, by field.
-        skipped: Files of the source that are no samples.
-        remarks: What is odd about new samples, and about how many.
-        left_out: Records that are left out, by reason.
-        lacking: Late columns that have no values for what was added.
+        skipped: Files of the source that are not samples.
+        remarks: Number of new samples by remark.
+        left_out: Number of records that are left out, by reason.
+        lacking: Late columns that have no values for the new samples.
         seconds: Wall time.
     """
 
@@ -100,9 +100,9 @@ def append(
 ) -> AppendReport:
     """Add the samples of ``source`` to the set in ``target``, and publish its next version.
 
-    Only inputs that the set does not have are read: it knows them by name, and by what its store says of their version,
-    else by their checksum. Options are those with which the set was converted; its classes keep their numbers, and new
-    ones get the next. What is there is not read, but for the chunk table and the list of inputs.
+    Only inputs that the set does not have are read: it knows its inputs by name, and by the version that their store
+    reports, or else by checksum. The set keeps the options of its conversion; its classes keep their numbers, and new
+    classes get the next ones. Of the set, only the chunk table and the list of inputs are read.
 
     Args:
         source: As for ``convert``.
@@ -163,7 +163,7 @@ def _open(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What was added to a set: the chunk tables of its shards, what the set means now, its version, and remarks."""
+    """An addition to a set: the chunk tables of the new shards, the set's new schema, its version, and remarks."""
 
     tables: Mapping[str, ChunkTable]
     schema: Schema
@@ -173,14 +173,14 @@ class Added:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appending:
-    """How samples are added to a set.
+    """The state needed to add samples to a set.
 
     Attributes:
         head: The set.
-        options: How its samples are made.
+        options: The options of its conversion.
         known: The inputs that it has.
-        pattern: Names of its shards.
-        numbers_from: Number of the next record, where keys are numbers.
+        pattern: Pattern of the names of its shards.
+        numbers_from: Number of the next record, if keys are numbers.
     """
 
     head: Head
@@ -193,14 +193,14 @@ class Appending:
     def of(
         cls, storage: Storage, head: Head, options: ShardOptions, journal: Journal | None, records: int = 0
     ) -> Appending:
-        """Return how samples are added to this set.
+        """Return the state needed to add samples to this set.
 
         Args:
             storage: The store.
             head: The set.
-            options: How its samples are made.
-            journal: That of its conversion, if it has one.
-            records: Records that it is made of, if there may be more than samples.
+            options: The options of its conversion.
+            journal: The journal of its conversion, if it has one.
+            records: Number of records that it was made from, if this may differ from the number of samples.
         """
         inputs = load_sources(head.home, storage) + load_inputs(head.home, head.inputs, storage)
         pattern = (
@@ -215,15 +215,15 @@ class Appending:
     def opened(
         self, source: str | Sequence[str], place: Destination, opens: Callable[[], Source]
     ) -> Source | None:  # fmt: skip
-        """Open what is new of a source; None: nothing is.
+        """Open the new inputs of a source; None: there are none.
 
         Args:
             source: The source.
             place: The set.
-            opens: Opens it without the inputs that are ``known``.
+            opens: Opens the source without the inputs that are ``known``.
 
         Raises:
-            ConfigError: An input that the set has was changed, or the source means something else.
+            ConfigError: An input of the set was changed, or the schema of the source contradicts the set's.
             NotFoundError: There is no source.
         """
         for one in [source] if isinstance(source, str) else source:
@@ -242,7 +242,7 @@ class Appending:
         return reader
 
     def numbered(self, reader: Source, named: str | None) -> Numbered:
-        """Return the same records as they follow those of the set; ``named`` is the field of their keys, if it is."""
+        """Return the records numbered after those of the set; ``named`` is the field of their keys, if there is one."""
         counts = named == NUMBER_KEYS or (named is None and LAYOUTS[reader.kind].numbers)
         return Numbered(reader, self.numbers_from, counts=counts)
 
@@ -253,18 +253,18 @@ class Appending:
         """Write the records of a source, and publish them.
 
         Args:
-            reader: The samples, which are made of the records.
-            numbered: The records, numbered as :meth:`numbered` does.
-            source: What the user named.
-            columns: Metadata of the records that the sample tables hold.
-            meaning: What the records mean.
+            reader: The samples, which are made from the records.
+            numbered: The records, numbered by :meth:`numbered`.
+            source: The source as the user named it.
+            columns: Metadata of the records to store in the sample tables.
+            meaning: Schema of the records.
             storage: The store.
             storage_options: Its options.
             progress: Receives samples and bytes.
 
         Raises:
-            OvertakenError: Somebody else changed the set meanwhile; nothing was added.
-            ConfigError: The records mean something else than the set.
+            OvertakenError: Another change of the set was published meanwhile; nothing was added.
+            ConfigError: The schema of the records contradicts the set's.
             DataError: A record cannot be read or stored, or there are none.
         """
         with_added(self.head, meaning)
@@ -310,7 +310,7 @@ class Appending:
             return writer.finish()
 
     def report(self, reader: Source | None, added: Added | None, begun_s: float, kind: str) -> AppendReport:
-        """Return what was added; None: nothing was new. Late columns that lack values now are logged."""
+        """Return the report of an addition, or of none (None). Late columns that lack values now are logged."""
         head = self.head
         tables = {} if added is None else added.tables
         lacking = tuple(name for name, column in head.schema.columns.items() if column.is_late) if tables else ()
@@ -333,7 +333,7 @@ class Appending:
         )  # fmt: skip
 
     def refuse_changed(self) -> None:
-        """Refuse inputs that the set has in another version.
+        """Refuse inputs of which the set has another version.
 
         Raises:
             ConfigError: There is one.
@@ -348,15 +348,15 @@ class Appending:
             )
 
     def _refuse_mixed(self, reader: Source) -> None:
-        """Refuse a source of which only a part is new that cannot be read apart, and files that belong to a sample."""
+        """Refuse a partly new source that cannot be read in parts, and new files of samples that the set has."""
         inputs = reader.origins().inputs
         if not LAYOUTS[reader.kind].apart:
             again = [one.name for one in inputs if self.known.has(one)]
             self.refuse_changed()
             if again:
                 raise ConfigError(
-                    f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of "
-                    f"kind {reader.kind!r} the new part cannot be told; give new records in files of their own"
+                    f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and the new part of a "
+                    f"source of kind {reader.kind!r} cannot be identified; give new records in separate files"
                 )
         noted = sorted(filter(is_metadata, self.known.left_out)) if reader.kind in _MEDIA else []
         if noted and not any(is_metadata(one.name) for one in inputs):
@@ -371,17 +371,17 @@ class Appending:
                 raise ConfigError(
                     f"{plain(late[0])}: its sample is in the set already, without this file "
                     f"({counted(len(late), 'file')} like it); delete the sample by its key and name its files "
-                    "otherwise, or convert the source anew"
+                    "otherwise, or convert the whole source again, to another target"
                 )
 
     def _identity(self, reader: Source, columns: Sequence[str]) -> object:
-        """Return what determines the bytes of the new shards."""
+        """Return the facts that determine the bytes of the new shards."""
         inputs = [[one.name, one.size_bytes, one.version] for one in reader.origins().inputs]
         return [reader.identity(), inputs, self.options.identity(), self.pattern, list(columns)]
 
 
 class CountedRecords(Protocol):
-    """Records that are counted on their way.
+    """Records that are counted while they are read.
 
     Attributes:
         next: Number of the record after the latest one.
@@ -391,12 +391,12 @@ class CountedRecords(Protocol):
 
 
 class Numbered:
-    """A source whose records are numbered as if they followed others; keys that are numbers are, too.
+    """A source whose records, and keys that are numbers, are numbered from ``first`` on.
 
     Args:
         below: The source.
         first: Number of its first record.
-        counts: Keys are numbers of records.
+        counts: Whether keys are numbers of records.
 
     Attributes:
         next: Number of the record after the latest one.
@@ -444,7 +444,7 @@ class Numbered:
         return self._below.left_out_last() if isinstance(self._below, LeavesOut) else ()
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Yield the records from this number on."""
+        """Yield the records from number ``start`` on."""
         with contextlib.closing(self._below.records(max(0, start - self._first))) as records:
             for number, record in enumerate(records, start):
                 self.next = number + 1
@@ -452,15 +452,15 @@ class Numbered:
 
 
 def is_of_tokens(journal: Journal | None) -> bool:
-    """Tell whether a set was made by a tokenizer, or of ids."""
+    """Return whether a set was made by a tokenizer, or from token ids."""
     return journal is not None and "tokenizer" in journal.options and "documents" in journal.options
 
 
 def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any]) -> ConvertOptions:
-    """Return the options with which a set was converted.
+    """Return the options of a set's conversion.
 
     Raises:
-        ConfigError: It was made by another command.
+        ConfigError: Another command made it.
     """
     said, made_of = journal.options, str(journal.source.get("kind"))
     if is_of_tokens(journal):
@@ -470,8 +470,8 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
         )
     if made_of not in LAYOUTS or "key_field" not in said:
         raise ConfigError(
-            f"{redact(head.home)}: `shard_tools convert` did not make this set of records as they are, so it is not "
-            "known how to make more of its samples; write them with ShardWriter(…, append=True)"
+            f"{redact(head.home)}: `shard_tools convert` did not make this set of unchanged records, so it cannot "
+            "make more of its samples; write them with ShardWriter(…, append=True)"
         )
     images = dict(said.get("images", {}))
     return ConvertOptions(
@@ -495,7 +495,7 @@ def _pattern_of(names: Sequence[str]) -> str:
 
 
 def _stem(name: str) -> str:
-    """Return what the key of a file's sample is made of."""
+    """Return the part of a file's name that its sample's key is made from."""
     folder, slash, last = name.rpartition("/")
     return folder + slash + last.partition(".")[0]
 

@@ -1,4 +1,4 @@
-"""Say what an earlier run has done of the same work, and how much of that still holds."""
+"""Find the shards that an earlier run of the same work has finished, and those that are still valid."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from streaming.shards.index.layout import samples_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact
 
-_THREADS = 16  # that read inputs again
+_THREADS = 16  # for reading inputs again
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWork:
-    """The shards of an earlier run that stay.
+    """The shards of an earlier run that are kept.
 
     Attributes:
-        complete: Everything is done.
-        num_shards: Shards that stay: the first ones.
-        num_records: Records of the source up to the last one that became a sample of theirs.
-        num_samples: Their samples.
-        num_bytes: Their bytes.
+        complete: Whether all work is done.
+        num_shards: Number of shards that are kept: the first ones.
+        num_records: Number of records of the source up to the last one in these shards.
+        num_samples: Number of their samples.
+        num_bytes: Total size of these shards.
         keys: Their keys.
-        position: Where the source stands after them.
-        changes: Inputs that changed since; shards that are made of them do not stay.
+        position: Position of the source after them.
+        changes: Inputs that changed since; shards made from them are not kept.
         skipped: What is no sample of the source, as far as it was read.
     """
 
@@ -55,9 +55,9 @@ class EarlierWork:
 
 
 def changes_since(journal: Journal, noted: Sequence[SourceIdentity], origins: Origins) -> ChangedInputs:
-    """Return which inputs that the shards are made of changed since they were written.
+    """Return the inputs of the shards that changed since they were written.
 
-    An input whose store says that it may have changed is read, if its checksum is known and its size the same.
+    An input that may have changed by its version is read and compared, if its checksum is known and its size unchanged.
     """
     if origins.inputs and not noted:
         return ChangedInputs(first=EVERYWHERE)
@@ -78,15 +78,15 @@ def earlier_work(
     That table has the ``columns`` of the work: `index` cannot rebuild them from a shard alone.
 
     Everything is done if the journal says so, the shards hold that many samples, and no input changed. Otherwise the
-    last one is left out and written again: it may hold fewer samples than fit, and so there is always a shard to write,
-    and with it the writer publishes the chunk table, which the interrupted run may not have reached.
+    last shard is dropped and written again: it may hold fewer samples than fit, and there must be a shard to write,
+    since the writer publishes the chunk table with it, which the interrupted run may not have done.
 
     Args:
-        directory: Where the shards are.
+        directory: Directory of the shards.
         name: Pattern of their names.
         storage: Their store.
         journal: The journal of the earlier run.
-        changes: What changed since.
+        changes: The inputs that changed since.
         column: Column of the sample table with the number of each sample's record, if not every record becomes one.
         columns: Columns that the work writes into every sample table.
     """
@@ -115,7 +115,7 @@ def earlier_work(
 
 
 def _holds(position: Waypoint | None, changes: ChangedInputs) -> bool:
-    """Tell whether it is known where the source stood after some shards, and that they are made of what is the same."""
+    """Return whether the source's position after some shards is known, and no input up to it changed."""
     return position is not None and (changes.first is None or position.through < changes.first)
 
 

@@ -1,10 +1,10 @@
 """Convert on an executor, such as a cluster: many shards in parallel, with the same bytes as a single writer's.
 
-Where shards end depends on the sizes of all earlier records, so there are two steps. Records are measured: ranges of
-them on the executor, which reads the source twice; or here by an index that tells names and sizes. Their sizes
-determine which records each shard holds. Then shards are written on the executor, each by its own writer. Both steps
+The end of a shard depends on the sizes of all earlier records, so there are two steps. First, records are measured:
+in ranges on the executor, which reads the source twice; or locally, from an index with names and sizes. The sizes
+determine the records of each shard. Then shards are written on the executor, each by its own writer. Both steps
 overlap: a shard is written as soon as its records are measured. Shards may finish out of order; an interrupted
-conversion continues after the first gapless run.
+conversion continues after the first run of shards without a gap.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from streaming.shards.schema.value import Schema
 from streaming.storage import Storage, join_url, split_url
 
 OnShard = Callable[[int, Remarks, int], None]
-"""Called after each shard, in order: with the number of shards so far, what is noted of their records, and the bytes of
-this one."""
+"""Called after each shard, in order, with the number of shards so far, the remarks about their records, and the bytes
+of this shard."""
 _AHEAD = 256  # calls in progress or finished ahead; an executor with fewer workers queues them
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTarget:
-    """What every writer of shards needs.
+    """The parameters of every writer of shards.
 
     Attributes:
         pattern: Pattern of the shards' URLs.
-        options: Size of shards.
+        options: Limits of the shards' size.
         columns: Names and functions of the sample table's columns.
         storage_options: Options of the target's store.
-        schema: What is known of the meaning of the samples before they are written.
+        schema: Schema of the samples, as far as it is known before they are written.
     """
 
     pattern: str
@@ -62,14 +62,14 @@ class ShardTarget:
     schema: Schema
 
     def writer(self, shard: int, on_shard: Callable[[int, int, int], None] | None = None) -> UnmarkedWriter:
-        """Return a writer that begins with this shard, and tells of each (``UnmarkedWriter.on_shard``)."""
+        """Return a writer that begins with this shard, and reports each shard (``UnmarkedWriter.on_shard``)."""
         writer = UnmarkedWriter(
             self.pattern,
             max_bytes=self.options.max_bytes,
             max_samples=self.options.max_samples,
             storage_options=self.storage_options,
             columns=self.columns,
-            overwrite=True,  # whatever is there belongs to this conversion and is unfinished
+            overwrite=True,  # existing files belong to this conversion and are unfinished
             start_shard=shard,
             schema=self.schema,
         )
@@ -79,7 +79,7 @@ class ShardTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """The records of a shard: ``num_samples`` from number ``start`` on, of ``num_bytes`` in a tar."""
+    """The records of a shard: ``num_samples`` from number ``start`` on, which take ``num_bytes`` in a tar."""
 
     number: int
     start: int
@@ -102,12 +102,12 @@ def write_elsewhere(
     """Write all shards from ``first_shard`` on, which begins with record ``start``; return the number of all records.
 
     Raises:
-        ConfigError: The source cannot be read from its middle, or a call does not see the target.
+        ConfigError: The source cannot be read from its middle, or a remote call cannot access the target.
         DuplicateKeyError: Two records have the same key.
     """
     num_records = _count(reader, executor, progress)
     place = split_url(target.pattern)[0]
-    shared = [(Storage(target.storage_options), join_url(place or ".", UNFINISHED_FILE))]  # which is there by now
+    shared = [(Storage(target.storage_options), join_url(place or ".", UNFINISHED_FILE))]  # exists by now
     if isinstance(reader, Foreseeable):
         sizes = _sizes(reader.outlines(start))
         shards = _cut(_new(sizes, known_keys), target.options, start, first_shard)
@@ -128,7 +128,7 @@ def write_elsewhere(
 
 
 def _count(reader: Source, executor: Executor, progress: Progress) -> int:
-    """Return the number of records; where it is not known, a first pass counts them."""
+    """Return the number of records; if it is not known, a first pass counts them."""
     if reader.num_records is None and isinstance(reader, Countable):
         reader.count(executor)
         progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
@@ -141,7 +141,7 @@ def _count(reader: Source, executor: Executor, progress: Progress) -> int:
 
 
 def _new(sizes: Iterable[tuple[str, int]], known_keys: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Pass on key and size of every record, and check that no key is among ``known_keys``."""
+    """Yield key and size of every record, and check that no key is among ``known_keys``."""
     for key, num_bytes in sizes:
         refuse_known(key, known_keys)
         yield key, num_bytes
@@ -156,7 +156,7 @@ def _measured(reader: Source, executor: Executor, numbers: range) -> Iterator[tu
 
 
 def _measure(reader: Source, numbers: range) -> list[tuple[str, int]]:
-    """Measure these records: key, and bytes in a tar."""
+    """Return the key and the size in a tar, in bytes, of each of these records."""
     with contextlib.closing(reader.records(numbers.start)) as records:
         return [*itertools.islice(_sizes(records), len(numbers))]
 
@@ -172,7 +172,7 @@ def _sizes(records: Iterator[Record]) -> Iterator[tuple[str, int]]:
 
 
 def _cut(sizes: Iterator[tuple[str, int]], options: ShardOptions, start: int, number: int) -> Iterator[_Shard]:
-    """Yield the shards, by the writer's own rule."""
+    """Yield the shards, cut by the writer's own rule."""
     seen = SeenKeys()
     shard_bytes = shard_samples = 0
     for key, num_bytes in sizes:
@@ -196,7 +196,7 @@ def _cut(sizes: Iterator[tuple[str, int]], options: ShardOptions, start: int, nu
 
 
 def _write_part(target: ShardTarget, item: tuple[_Shard, Source]) -> tuple[_Shard, int, Remarks]:
-    """Do as :func:`_write_shard`, from a source of this shard's records alone."""
+    """Call :func:`_write_shard` with a source of this shard's records alone."""
     shard, part = item
     return _write_shard(target, part, replace(shard, start=0))
 
@@ -221,14 +221,14 @@ def _write_shard(target: ShardTarget, reader: Source, shard: _Shard) -> tuple[_S
 
 
 def _check(writer: UnmarkedWriter, shard: _Shard) -> None:
-    """Refuse records that are not those that were measured.
+    """Refuse records that differ from the measured ones.
 
     Raises:
-        DataError: They are not.
+        DataError: Their number or size differs.
     """
     if (writer.num_shards, writer.num_samples, writer.shard_bytes) != (0, shard.num_samples, shard.num_bytes):
         raise DataError(
             f"shard {shard.number}: expected {shard.num_samples} samples of {shard.num_bytes} bytes, got "
             f"{writer.num_samples} of {writer.shard_bytes}: the source is being changed, or its index is not of its "
-            "shards (`shard_tools verify` tells); run this again when it is whole"
+            "shards (`shard_tools verify` checks that); run this again when it is whole"
         )

@@ -1,8 +1,9 @@
 """Keep the journal that a conversion writes to its target, so that it can be interrupted and continued.
 
 ``_shardstream/convert.json`` records the source and the options of the shards there. It holds no time and no machine:
-the same conversion writes the same journal. ``_shardstream/sources.parquet`` belongs to it: the inputs that the shards
-were made of, with what tells whether they changed. That file is of this place alone, so copies of a set leave it out.
+the same conversion writes the same journal. ``_shardstream/sources.parquet`` belongs to it: the inputs of the shards,
+with versions and checksums that show whether they changed. That file is valid only in this place, so copies of a set
+leave it out.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class TargetNotEmptyError(ShardstreamError, FileExistsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waypoint:
-    """Where a source stands after so many shards, and what was counted by then.
+    """The position of a source after a number of shards, and the counts up to it.
 
     Attributes:
-        through: Number of the last input that the shards are made of.
-        remarks: Samples by what is odd about them.
-        left_out: Records that are left out, by reason.
-        standing: Where the source goes on, if the number of samples does not tell.
+        through: Number of the last input that the shards are made from.
+        remarks: Number of samples by remark.
+        left_out: Number of records that are left out, by reason.
+        standing: Position of the source, if the number of samples does not determine it.
     """
 
     through: int = -1
@@ -60,10 +61,10 @@ class Waypoint:
 
 
 def kept(positions: Mapping[int, Waypoint]) -> dict[int, Waypoint]:
-    """Return the positions that a journal keeps: the latest ones, and ever fewer of earlier ones.
+    """Return the positions that a journal keeps: the latest ones, and fewer and fewer of earlier ones.
 
-    That after shard n is kept for 32 times the largest power of two that divides n. So a run that goes back by k shards
-    writes at most k / 15 + 1 more of them again, and a journal of any number of shards stays small.
+    The position after shard n is kept for 32 times the largest power of two that divides n. So a run that goes back by
+    k shards rewrites at most k / 15 + 1 more of them, and a journal of any number of shards stays small.
     """
     latest = max(positions, default=0)
     return {number: one for number, one in sorted(positions.items()) if latest - number < _KEPT * (number & -number)}
@@ -73,8 +74,8 @@ def kept(positions: Mapping[int, Waypoint]) -> dict[int, Waypoint]:
 class Journal:
     """The work of a conversion, whether it is complete, and the fields that its samples then have.
 
-    ``fields`` is the source's own word, not what was written, so that ``verify`` can compare the two: True for a field
-    of every sample, False for one that some lack; None if only reading tells.
+    ``fields`` is the source's own declaration, not a record of what was written, so that ``verify`` can compare the
+    two: True for a field of every sample, False for one that some samples lack; None if it is unknown before reading.
 
     ``positions`` says where the source stood after so many shards, for some numbers of them (:func:`kept`); ``skipped``
     what reading found that is no sample, by its place.
@@ -95,7 +96,7 @@ class Journal:
         return (self.num_samples or 0) + (0 if last is None else sum(last.left_out.values()))
 
     def same_work(self, other: Journal) -> bool:
-        """Tell whether both describe the same conversion."""
+        """Return whether both describe the same conversion."""
         return self.source == other.source and self.options == other.options
 
     def differences(self, other: Journal) -> str:
@@ -138,14 +139,14 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
 
 
 def whole_journal(home: str, storage: Storage, num_samples: int) -> Journal | None:
-    """Return the journal in ``home`` if the set there, of so many samples, is what it describes, else None.
+    """Return the journal in ``home`` if it describes the set there, of ``num_samples``, else None.
 
     Raises:
         IndexFormatError: It is damaged.
     """
     try:
         journal = load_journal(home, storage)
-    except AccessDeniedError:  # what many stores say of a file that is not there
+    except AccessDeniedError:  # many stores deny access to a missing file
         return None
     return journal if journal is not None and journal.complete and journal.num_samples == num_samples else None
 
@@ -180,7 +181,7 @@ def sources_of(origins: Sequence[SourceIdentity]) -> bytes:
 
 
 def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
-    """Return the inputs of the set in ``target``; none: nothing is known of them.
+    """Return the inputs of the set in ``target``; empty if they are unknown.
 
     Raises:
         IndexFormatError: Their file is damaged.
@@ -193,7 +194,7 @@ def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
 
 
 def load_inputs(home: str, names: Sequence[str], storage: Storage) -> list[SourceIdentity]:
-    """Return the inputs of what was appended to the set in ``home``, given the names of their lists.
+    """Return the inputs that were appended to the set in ``home``, given the names of their lists.
 
     Raises:
         IndexFormatError: A list is damaged.

@@ -149,7 +149,7 @@ def _is_packed(file: SourceFile) -> bool:
 
 
 def _open_to_count(file: SourceFile, storage: Storage) -> BinaryIO:
-    """Open a file that is to be read by several processes.
+    """Open a file that several processes will read.
 
     Raises:
         ConfigError: It is compressed.
@@ -162,7 +162,7 @@ def _open_to_count(file: SourceFile, storage: Storage) -> BinaryIO:
 def _units(lines: Iterator[bytes], unit: str, num_before: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield the first line number and the text of every line, paragraph (separated by blank lines) or file.
 
-    So many lines came before.
+    ``num_before`` lines came before.
 
     Raises:
         DataError: A text is longer than 256 MiB.
@@ -220,7 +220,7 @@ class _TextLines:
         self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors, newline="")
 
     def seek(self, at: int) -> None:
-        """Go on at a byte where a line begins."""
+        """Continue at a byte where a line begins."""
         stream = self._text.detach()
         stream.seek(at)
         self._text = io.TextIOWrapper(stream, encoding="utf-8", errors=self._errors, newline="")
@@ -235,7 +235,7 @@ class _TextLines:
 
 
 class _CountedLines(_TextLines):
-    """Count them, and their bytes, as far as they were read."""
+    """The lines of a text, with counts of the lines and bytes read so far."""
 
     def __init__(self, stream: BinaryIO, url: str, errors: str) -> None:
         self.num_bytes = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -320,7 +320,7 @@ class CsvFiles(CountedFiles):
     def _rows(
         self, lines: _TextLines, file: SourceFile, at: int = 0, num_lines: int = 0
     ) -> Iterator[tuple[dict[str, object] | DataError, str]]:
-        """Yield the rows after the header, or from byte ``at`` on, before which there are so many lines."""
+        """Yield the rows after the header, or from byte ``at`` on, after ``before`` lines."""
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # Python's own 131,072 refuses longer texts
         delimiter = "\t" if ".tsv" in split_url(file.name)[1].lower() else ","
         reader = csv.reader(lines, delimiter=delimiter, strict=True)

@@ -74,27 +74,27 @@ from streaming.types import SHARD_SUFFIXES
 
 _SILENT = Schema()
 _SHARD_NAME = "{:06d}.tar"
-_THREADS = 16  # that ask for versions of inputs
+_THREADS = 16  # for requesting versions of inputs
 # The file of inputs is written after each shard while it is small, later after 64 times its size of shards.
 _SMALL_BYTES, _SHARE = 1 << 16, 64
-_MAPPINGS = (dict, Mapping)  # the usual one first: the other takes longer to tell
+_MAPPINGS = (dict, Mapping)  # the usual type first: the check of the other one is slower
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTarget:
-    """The content of the target, and what was noted about the source by all runs that wrote it.
+    """The content of the target, and the notes about the source from all runs that wrote it.
 
     Attributes:
-        num_shards: Its shards.
-        num_samples: Their samples.
-        num_bytes: Their bytes.
-        num_resumed_samples: Samples that an earlier run had written.
-        was_complete: An earlier run had written everything.
-        changed: Inputs that changed since an earlier run, so that what was made of them was made again.
-        remarks: Samples by what is odd about them.
-        left_out: Records that are left out, by reason.
-        skipped: What reading found in the source that is no sample.
+        num_shards: Number of its shards.
+        num_samples: Number of their samples.
+        num_bytes: Total size of the shards.
+        num_resumed_samples: Number of samples that an earlier run had written.
+        was_complete: Whether an earlier run had written everything.
+        changed: Inputs that changed since an earlier run, so that their samples were made again.
+        remarks: Number of samples by remark.
+        left_out: Number of records that are left out, by reason.
+        skipped: Entries of the source that are not samples.
     """
 
     num_shards: int
@@ -111,7 +111,7 @@ class PackedTarget:
 def pack(reader: Source, place: Destination, options: ShardOptions, **how: Any) -> PackedTarget:
     """Write all records of ``reader``; continue if an earlier run of the same work was interrupted.
 
-    ``how`` are the other arguments of :class:`PackingRun`, which says what is raised.
+    ``how`` are the other arguments of :class:`PackingRun`, which documents the errors.
     """
     with PackingRun(reader, place, options, **how) as packing:
         return packing.run()
@@ -120,23 +120,23 @@ def pack(reader: Source, place: Destination, options: ShardOptions, **how: Any) 
 class PackingRun:
     """Write all records of a source into a target, which stays marked as unfinished until everything is there.
 
-    Making one only looks at the target; entering its context begins, so that several targets can be looked at before
-    anything is written. If it ends before the first shard, nothing is left.
+    Creating a run only checks the target; entering its context begins to write. So several targets can be checked
+    before anything is written. A run that ends before the first shard leaves nothing behind.
 
     Args:
         reader: The records.
         place: Destination of the shards.
         options: The options.
-        command: The command, and what the user named as its source: for the mark.
-        identity: JSON-serializable; everything that determines the bytes of the result, except the source and the names
-            of the shards. Another run continues only if it is equal.
+        command: The command, and its source as the user named it: for the mark.
+        identity: JSON-serializable facts that determine the bytes of the result, except the source and the names of the
+        shards. Another run continues only if they are equal.
         columns: Metadata of the records to store in the sample table.
-        schema: What is known of the meaning of the samples; it is written with the index.
+        schema: Schema of the samples, as far as it is known; written with the index.
         position: Column of the sample table with the number of each sample's record, if not every record becomes a
-            sample; or, if not even that tells, where the source stands. None: sample i is record i.
-        restart: How users ask to overwrite, for errors.
+        sample; or, if numbers do not suffice, the source's position. None: sample i is record i.
+        restart: The option or argument that overwrites, for errors.
         storage_options: Options of the store.
-        executor: Where to read and write; None: here, in one pass.
+        executor: Executor on which to read and write; None: this process, in one pass.
         progress: Receives the samples and bytes written.
 
     Raises:
@@ -172,7 +172,7 @@ class PackingRun:
         meet_above(place.directory, schema, self._storage)
         self._there = _contents(place, self._storage)
         if self._there == [join_url(place.directory, SOURCES)]:
-            self._there = []  # a run was killed before it noted its work: nothing of it stands
+            self._there = []  # a run was killed before it wrote its journal: none of its shards are valid
         if not options.overwrite:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
         self._found, self._earlier, self._noted = None, EarlierWork(), list[SourceIdentity]()
@@ -192,12 +192,12 @@ class PackingRun:
         """Return which inputs changed since an earlier run.
 
         Raises:
-            TargetNotEmptyError: All shards may be made of one of them.
+            TargetNotEmptyError: All shards may be made from one of them.
         """
         changes = changes_since(found, self._noted, self._origins)
         shown, cure = redact(self.place.directory), f"start over with {self._restart}, or give another target"
         if changes.first == EVERYWHERE and not found.positions:
-            return replace(changes, first=0)  # no shard is known to stand
+            return replace(changes, first=0)  # no shard is known to be valid
         if changes.first == EVERYWHERE:
             what = f"every shard there may hold rows of what changed since it was written: {plain(str(changes))}"
             if not changes.names:
@@ -211,10 +211,10 @@ class PackingRun:
         return changes
 
     def _refuse_others(self, noted: Sequence[SourceIdentity]) -> Journal:
-        """Return the journal of an earlier run, which noted these inputs.
+        """Return the journal of an earlier run that noted these inputs.
 
         Raises:
-            TargetNotEmptyError: The target holds anything else than what such a run has left.
+            TargetNotEmptyError: The target holds files that such a run did not write.
         """
         place, there = self.place, self._there
         shown, cure = redact(place.directory), f"give another target, or delete them with {self._restart}"
@@ -245,26 +245,26 @@ class PackingRun:
         return found
 
     def __enter__(self) -> Self:
-        """Mark the target, delete what is to be overwritten, and note the work."""
+        """Mark the target as unfinished, delete the files to be overwritten, and write the journal."""
         overwrite = self._target.options.overwrite
         if self._earlier.complete and not self._mark.is_set():
             return self
         self._progress.start(total_bytes=self._reader.num_bytes, total=self._reader.num_records)
         self._mark.begin((lambda _: True) if overwrite else None)
         if overwrite:
-            # The journal is deleted last: a run that is interrupted here starts with what is left.
+            # Delete the journal last: if the run is interrupted here, the next one starts with the remaining files.
             for url in sorted(self._there, key=lambda url: url.endswith("/convert.json")):
                 self._storage.delete(url)
         elif self._earlier.changes.first is not None:
             self._delete_shards()
         if not self._earlier.complete:
-            # Only now that no shard is left that is made of older versions: what is noted holds for all that is there.
+            # Only now, since no shard made from older versions is left: the notes must hold for all shards.
             self._note_sources()
             save_journal(self.place.directory, replace(self._journal, positions=self._positions), self._storage)
         return self
 
     def _delete_shards(self) -> None:
-        """Delete the shards that do not stay, the last one first: what is left has no gap."""
+        """Delete the shards that are not kept, the last one first, so that the remaining ones have no gap."""
         stay = {self.place.name.format(number) for number in range(self._earlier.num_shards)}
         tables = {join_url(self.place.directory, samples_path(name)) for name in stay}
         below = join_url(self.place.directory, samples_directory())
@@ -276,7 +276,7 @@ class PackingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Forget a run that failed before its first shard: there is nothing to continue or overwrite."""
+        """Remove the traces of a run that failed before its first shard: there is nothing to continue or overwrite."""
         if kind is not None:
             with contextlib.suppress(ShardstreamError):
                 there = _contents(self.place, self._storage)
@@ -286,7 +286,7 @@ class PackingRun:
                     self._mark.finish()
 
     def run(self) -> PackedTarget:
-        """Write what is not there yet, then the index and the journal; then the target is whole."""
+        """Write the missing shards, then the index and the journal, which complete the target."""
         reader, earlier, storage, directory = self._reader, self._earlier, self._storage, self.place.directory
         at = earlier.position
         remarks = Remarks(counts=Counter(at.remarks), left_out=Counter(at.left_out), through=at.through)
@@ -321,7 +321,7 @@ class PackingRun:
                 "seen from here: with --engine ray, all nodes must see the target; use a shared disk or an object store"
             )
         if earlier.complete and not all(map(SourceIdentity.is_surely, self._noted, self._origins.inputs)):
-            self._note_sources()  # written anew with the same content, which need not be read once more
+            self._note_sources()  # rewritten with the same content, which need not be read again
         if not earlier.complete:
             self._note_end(len(table.shards), table.total_samples, remarks)
         if self._mark.is_begun:
@@ -341,7 +341,7 @@ class PackingRun:
         )
 
     def _renew_schema(self) -> None:
-        """Write anew what a whole set means where its ``schema.json`` is missing or damaged."""
+        """Rewrite the ``schema.json`` of a complete set if it is missing or damaged."""
         url = join_url(self.place.directory, SCHEMA_FILE)
         try:
             read_schema(self._storage, self.place.directory)
@@ -350,20 +350,20 @@ class PackingRun:
             found = "is damaged"
         if found == "is missing" and url in self._there:
             return
-        _log.warning("%s %s: written anew, by the source and the sample tables", redact(url), found)
+        _log.warning("%s %s: rewritten from the source and the sample tables", redact(url), found)
         IndexRecorder(
             self._storage, self.place.directory, index=None, columns={}, schema=self._target.schema
         ).renew_schema()
 
     def _note_shard(self, num_shards: int, remarks: Remarks, num_bytes: int) -> None:
-        """Note where the source stands after so many shards, the last one of so many bytes."""
+        """Note the source's position after ``num_shards``, the last one of ``num_bytes``."""
         self._bytes_since += num_bytes
         if self._noted_bytes <= max(_SMALL_BYTES, self._bytes_since // _SHARE):
             self._note_sources()
         self._note(num_shards, remarks.through, remarks)
 
     def _note_end(self, num_shards: int, num_samples: int, remarks: Remarks) -> None:
-        """Note that all is done, by all inputs: the last ones may have given no sample."""
+        """Note that all inputs are done: the last ones may have given no sample."""
         self._note_sources()
         self._journal = replace(self._journal, complete=True, num_samples=num_samples)
         self._note(num_shards, max(self._origins.last, remarks.through), remarks)
@@ -406,7 +406,7 @@ class Destination:
         """Return the destination for a user's ``target``: a folder or prefix, or a pattern.
 
         Raises:
-            ConfigError: It is the name of a single shard, or one that readers take for several.
+            ConfigError: It is the name of a single shard, or a name that readers would expand to several.
         """
         directory, name = split_url(target)
         refuse_several(target, directory)
@@ -425,7 +425,7 @@ class Destination:
         return join_url(self.directory, self.name)
 
     def has(self, url: str) -> bool:
-        """Tell whether ``url`` is the name of one of the shards."""
+        """Return whether ``url`` is the name of one of the shards."""
         directory, name = split_url(url)
         begin, end = self.name.find("{"), len(self.name) - self.name.rfind("}") - 1
         digits = name[begin : len(name) - end]
@@ -434,13 +434,13 @@ class Destination:
 
 
 def _is_begun(place: Destination, there: Sequence[str]) -> bool:
-    """Tell whether all that is in the target is the note of work that wrote no shard."""
+    """Return whether the target holds only the journal of a run that wrote no shard."""
     notes = {join_url(place.directory, name) for name in (NAME, SOURCES)}
     return bool(there) and notes.issuperset(there)
 
 
 def refuse_overlap(source: str, place: Destination) -> None:
-    """Refuse to write to the place that is read, which could delete it.
+    """Refuse to write to the place that is read: writing could delete it.
 
     Raises:
         ConfigError: Both are the same place.
@@ -450,7 +450,7 @@ def refuse_overlap(source: str, place: Destination) -> None:
 
 
 def refuse_writers(writers: Writers, directory: str, cure: str = "") -> None:
-    """Refuse a target that other commands are writing to; ``cure`` adds what else can be done.
+    """Refuse a target that other commands are writing to; ``cure`` adds another cure.
 
     Raises:
         TargetNotEmptyError: There is such a command.
@@ -464,10 +464,10 @@ def refuse_writers(writers: Writers, directory: str, cure: str = "") -> None:
 
 
 def warn_of_nesting(source: str, place: Destination) -> None:
-    """Warn if shards are written below what is read, because readers of the source will then get both."""
+    """Warn if shards are written below the source, because readers of the source will then get both."""
     if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
         _log.warning(
-            "%s lies below %s: from now on whoever reads the latter, training included, reads the shards of both; give "
+            "%s lies below %s: every reader of the latter, training included, will read the shards of both; give "
             "a target beside the source",
             redact(place.directory),
             redact(source),
@@ -482,7 +482,7 @@ def _contents(place: Destination, storage: Storage) -> list[str]:
     """Return the shards and the index directly in the target, without marks of writers.
 
     Raises:
-        TargetNotEmptyError: There are shards in folders below it, which would be read with those that are written.
+        TargetNotEmptyError: There are shards in folders below it, which would be read together with the new ones.
     """
     base = place.directory.rstrip("/") + "/"
     there = []
@@ -490,7 +490,7 @@ def _contents(place: Destination, storage: Storage) -> list[str]:
         name = info.url.removeprefix(base)
         if is_shard(info.url, base) and "/" in name:
             raise TargetNotEmptyError(
-                f"{redact(place.directory)} holds shards in folders, such as {redact(info.url)}: who reads it would "
+                f"{redact(place.directory)} holds shards in folders, such as {redact(info.url)}: readers would "
                 "read them together with those of this command; give another target"
             )
         is_mark = name == UNFINISHED_FILE or name.startswith(f"{WRITERS_DIRECTORY}/")
@@ -505,11 +505,11 @@ def _write(
 ) -> int:  # fmt: skip
     """Write all records except existing ones, in order; return the number of all records.
 
-    If the source itself tells where it stands after every shard (``is_noted``), no record is read before the one before
-    it is written.
+    If the source itself reports its position after every shard (``is_noted``), a record is read only after the previous
+    one is written.
     """
     number, through = start, remarks.through
-    waiting = deque[tuple[int, Record]]()  # in the shard that is being written, as far as there is something to note
+    waiting = deque[tuple[int, Record]]()  # records of the current shard that have something to note
 
     def finished(num_shards: int, num_samples: int, num_bytes: int) -> None:
         while waiting and waiting[0][0] < num_samples:
@@ -530,7 +530,7 @@ def _write(
 
 
 def write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record], known_keys: Collection[str]) -> None:
-    """Write records; names among them and the later ones that cannot be stored are told together."""
+    """Write records; report all their names, and later ones, that cannot be stored in one error."""
     num_new = next((number for number, record in enumerate(run) if record.key in known_keys), len(run))
     before = writer.num_samples
     try:
@@ -538,7 +538,7 @@ def write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record]
     except ConfigError as error:
         wrong, *others = run[writer.num_samples - before :]
         if not any(wrong_names([(wrong.key, wrong.fields)])):
-            raise  # no name is wrong, so later ones are not looked for
+            raise  # no name is invalid, so later records are not checked
         rest = itertools.chain(others, later)
         raise first_of([error, *later_wrong_names(rest)], WRONG_NAMES) from error
     for record in run[num_new:]:
@@ -547,7 +547,7 @@ def write_run(writer: UnmarkedWriter, run: list[Record], later: Iterator[Record]
 
 @dataclass(frozen=True, slots=True)
 class Lift:
-    """Take metadata ``name`` from a sample; a dotted name refers to nested values."""
+    """Return the metadata ``name`` of a sample; a dotted name refers to nested values."""
 
     name: str
 

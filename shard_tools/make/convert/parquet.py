@@ -127,7 +127,7 @@ class ParquetFiles(FileSource):
 
 
 def _kind_of(kind: pa.DataType) -> str:
-    """Return what a column holds, for comparing files; "" where its values become bytes of a field, or are all NULL."""
+    """Return the kind of a column, to compare files; "" if its values become bytes of a field, or are all NULL."""
     kinds = {
         "number": (pa.types.is_integer, pa.types.is_floating), "boolean": (pa.types.is_boolean,),
         "text": (pa.types.is_string, pa.types.is_large_string), "list": (pa.types.is_list, pa.types.is_large_list),
@@ -136,7 +136,7 @@ def _kind_of(kind: pa.DataType) -> str:
 
 
 def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
-    """Open a stored Parquet file; close it with ``close(force=True)``, which also releases what was read.
+    """Open a stored Parquet file; close it with ``close(force=True)``, which also releases its buffers.
 
     Raises:
         DataError: It is not a Parquet file, or is damaged.
@@ -152,7 +152,7 @@ def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
 
 @contextlib.contextmanager
 def told(file: SourceFile) -> Iterator[None]:
-    """Name the file in what pyarrow raises."""
+    """Name the file in errors of pyarrow."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -182,7 +182,7 @@ def _look_at(parquet: pq.ParquetFile, columns: Sequence[str]) -> dict[str, Count
 
 
 def _columns_without_null(parquet: pq.ParquetFile) -> set[str]:
-    """Return the columns that have a value in every row, as far as the file's statistics tell."""
+    """Return the columns that have a value in every row, by the file's statistics."""
     schema, facts = parquet.schema_arrow, parquet.metadata
     leaves = [facts.schema.column(i).path.removesuffix(".bytes") for i in range(facts.num_columns)]
     full = {field.name for field in schema if not field.nullable}

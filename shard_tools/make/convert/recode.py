@@ -1,4 +1,4 @@
-"""Re-encode the images of a source on the way: smaller, upright, of one format; a source around any other."""
+"""Re-encode the images of a source: smaller, upright, in one format. The result wraps any other source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streaming.errors import ConfigError
 
 FORMATS = {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}
 DEFAULT_QUALITY = 90
-_LOOKED_AT = 1000  # records, where only reading tells the fields
+_LOOKED_AT = 1000  # records read to find the fields, if they are not known
 _LOSSY = frozenset({"jpg", "webp"})
 _UPRIGHT = "the image was turned upright, as its EXIF orientation says; the new file has no EXIF"
 _DAMAGED = "the image cannot be decoded, or not encoded as asked: stored as it is"
@@ -35,22 +35,22 @@ _OPAQUE = "transparency is dropped, as decoders here do, since jpg has none"
 _PRINTED = "CMYK became RGB"
 
 
-_DEEP_MODE = re.compile(r";1[26]|^6553|^1023$|^4095$")  # of Pillow's names for how pixels are stored, and of PNM
+_DEEP_MODE = re.compile(r";1[26]|^6553|^1023$|^4095$")  # Pillow's names of pixel layouts, and PNM's
 
 
 class _KeptError(Exception):
-    """Why an image is stored as it is."""
+    """The reason why an image is stored unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """How images are re-encoded.
+    """Options for re-encoding images.
 
     Attributes:
-        max_side: The longer side becomes at most so many pixels; smaller images are not enlarged.
-        quality: Of ``jpg`` and ``webp``, 1 to 100. None: 90, and files that are as asked already keep their bytes.
-        format: ``jpg``, ``webp`` or ``png``; None: the format that the field's name says.
-        fields: The fields that are re-encoded; none: the only one that holds images.
+        max_side: Maximum length of the longer side in pixels; smaller images are not enlarged.
+        quality: For ``jpg`` and ``webp``, 1 to 100. None: 90, and files that meet the options already keep their bytes.
+        format: ``jpg``, ``webp`` or ``png``; None: the format of the field's name.
+        fields: The fields to re-encode; empty: the only field that holds images.
     """
 
     max_side: int | None = None
@@ -79,7 +79,7 @@ class ImageOptions:
         return self.max_side is not None or self.quality is not None or self.format is not None
 
     def identity(self) -> dict[str, object]:
-        """Return what the bytes of the result depend on."""
+        """Return the facts that determine the bytes of the result."""
         return {
             "max_side": self.max_side, "quality": self.quality, "format": self.format, "fields": list(self.fields),
         }  # fmt: skip
@@ -88,7 +88,7 @@ class ImageOptions:
         """Return the format that a field is re-encoded to.
 
         Raises:
-            ConfigError: Its name says none that is written here, or ``quality`` would not act.
+            ConfigError: Its name is not a format that can be written, or ``quality`` would have no effect.
         """
         wanted = self.format or plain_extension(field.rpartition(".")[2].lower())
         if wanted not in FORMATS:
@@ -106,13 +106,13 @@ class ImageOptions:
 class Reencoded:
     """The records of another source with re-encoded images.
 
-    Images that cannot be re-encoded without a loss that nobody asked for, and damaged ones, keep their bytes, with a
-    remark. Where a sample has one image, ``width`` and ``height`` of its metadata are those of the result.
+    Images that re-encoding would degrade in other ways than requested, and damaged ones, keep their bytes, with a
+    remark. If a sample has one image, ``width`` and ``height`` of its metadata are those of the result.
 
     Attributes:
         below: The source.
         how: The options.
-        num_threads: Threads that decode and encode.
+        num_threads: Number of threads that decode and encode.
     """
 
     below: Source
@@ -136,7 +136,7 @@ class Reencoded:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What the source left out."""
+        """Entries that the source left out."""
         return self.below.skipped
 
     @property
@@ -162,7 +162,7 @@ class Reencoded:
         return self.below.origins()
 
     def check(self) -> tuple[str, ...]:
-        """Refuse options that do nothing here; return the columns that re-encoding adds.
+        """Refuse options that have no effect; return the columns that re-encoding adds.
 
         Raises:
             ConfigError: No field holds images, as far as the source or its first records tell.
@@ -227,7 +227,7 @@ class Reencoded:
         return replace(record, fields=fields, metadata=metadata, remarks=remarks)
 
     def _image(self, data: bytes, wanted: str) -> tuple[bytes, Sequence[str]]:
-        """Return an image as asked, and remarks."""
+        """Return the re-encoded image, and remarks."""
         try:
             return self._encoded(data, wanted)
         except _KeptError as error:
@@ -261,7 +261,7 @@ class Reencoded:
             return _saved(resized, wanted, self.how.quality or DEFAULT_QUALITY, profile), remarks
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size to scale to, which is never larger."""
+        """Return the size to scale to, never larger than the image."""
         longest, side = max(width, height), self.how.max_side
         if side is None or longest <= side:
             return width, height
@@ -274,7 +274,7 @@ def _check_size(height: int, width: int) -> None:
 
 
 def _refuse_losses(image: ImageFile.ImageFile) -> None:
-    """Refuse images of which re-encoding would lose more than detail: more than 8 bits, or several frames."""
+    """Refuse images that would lose more than detail: those with more than 8 bits, or several frames."""
     if getattr(image, "is_animated", False):
         raise _KeptError(_MOVING)
     bits: object = image.tag_v2.get(258, 8) if isinstance(image, TiffImagePlugin.TiffImageFile) else 8
@@ -300,7 +300,7 @@ def _in_mode(image: Image.Image, wanted: str) -> tuple[Image.Image, list[str]]:
 
 
 def _saved(image: Image.Image, wanted: str, quality: int, profile: bytes | None) -> bytes:
-    """Encode an image; nothing of the old file but its color profile goes along."""
+    """Encode an image; only the color profile of the old file is kept."""
     out = io.BytesIO()
     image.info = {}
     options = {"quality": quality} if wanted in _LOSSY else {}

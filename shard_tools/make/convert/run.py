@@ -28,13 +28,13 @@ from streaming.shards.schema.value import Schema
 from streaming.storage import Storage, redact
 
 _SHOWN_SKIPPED = 10
-_LOOKED_AT = 1000  # records, where each may have columns of its own
+_LOOKED_AT = 1000  # records read to find the columns, if each may have its own
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordOptions(ShardOptions):
-    """How records of a source of another layout become samples, of their bytes or of their tokens.
+    """Options for making samples from the records of another layout, from their bytes or their tokens.
 
     Attributes:
         kind: The source's layout, or ``"auto"``.
@@ -121,9 +121,9 @@ class ConvertOptions(RecordOptions):
     """Options of a conversion, in addition to :class:`RecordOptions`.
 
     Attributes:
-        classes: Where the numbers of classes come from (``numbered_classes`` in ``base/class_folders.py``).
-        image_folder: Where the images of a file of annotations are.
-        images: How images are re-encoded.
+        classes: Origin of the class numbers (``numbered_classes`` in ``base/class_folders.py``).
+        image_folder: Folder of the images of an annotation file.
+        images: Options for re-encoding images.
     """
 
     classes: str | None = None
@@ -141,15 +141,15 @@ class ConvertReport(Report):
 
     Attributes:
         kind: The source's format.
-        target: Where the shards are.
-        num_shards: Shards there now.
-        num_samples: Samples there now.
-        num_bytes: Bytes of all shards.
-        num_resumed_samples: Samples that an earlier run had written.
-        was_complete: An earlier run had written everything, so that this one wrote nothing.
-        changed: Inputs that changed since an earlier run; what was made of them and all that follows is made again.
+        target: Location of the shards.
+        num_shards: Number of shards in the target now.
+        num_samples: Number of samples in the target now.
+        num_bytes: Total size of all shards.
+        num_resumed_samples: Number of samples that an earlier run had written.
+        was_complete: Whether an earlier run had written everything, so that this one wrote nothing.
+        changed: Inputs that changed since an earlier run; their samples, and all that follow, are made again.
         classes: Class numbers, if the source has classes.
-        classes_from: What determined the numbers; "" if the source alone did.
+        classes_from: Origin of the class numbers; "" if it is the source alone.
         shuffle_seed: The seed by which records were shuffled; None: they keep the source's order.
         skipped: What was left out of the source.
         left_out: Records that are left out since they cannot be read, by reason; by earlier runs, too.
@@ -186,15 +186,15 @@ def convert(
     """Pack ``source`` into shards ``000000.tar``, … in ``target``, with their index.
 
     Deterministic: the same source and options give the same bytes, whether or not the conversion was interrupted and
-    continued. Memory: a few samples per worker, and what the writer holds.
+    continued. Memory: a few samples per worker, and the writer's buffers.
 
     Args:
         source: File, folder, pattern or URL of the data; or several of one layout, whose records follow each other.
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: The options.
         storage_options: Options of both stores, as for ``StreamingDataset``.
-        executor: Where to read and write, such as a cluster: many shards in parallel, with the same bytes. It must have
-            access to source and target.
+        executor: Executor on which to read and write, such as a cluster: many shards in parallel, with the same bytes.
+        It must have access to source and target.
         progress: Receives the samples and bytes written.
 
     Raises:
@@ -256,7 +256,7 @@ def convert(
 
 
 def reencoded(reader: Source, options: ConvertOptions) -> tuple[Source, tuple[str, ...]]:
-    """Return the source with its images re-encoded as asked, and the columns that this adds.
+    """Return the source with re-encoded images, and the columns that this adds.
 
     Raises:
         ConfigError: The source has no images.
@@ -272,22 +272,22 @@ def reencoded(reader: Source, options: ConvertOptions) -> tuple[Source, tuple[st
 
 
 def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]:
-    """Tell what numbers of classes add to the options that the result depends on: nothing, if names say them."""
+    """Return the class numbers as part of the result's identity; nothing if names determine them."""
     if list(classes) == sorted(getattr(reader, "class_names", classes)):
         return {}
     return {"classes": sorted(classes, key=classes.__getitem__)}
 
 
 def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields: bool = False) -> None:
-    """Look for named columns, as (option, column) pairs, in the first records, since a typo gives an empty column.
+    """Check that named columns occur in the first records, since a typo would give an empty column.
 
     Args:
         reader: The source.
-        named: The pairs.
+        named: (option, column) pairs.
         in_fields: Records without columns may have fields of these names.
 
     Raises:
-        ConfigError: A table has no such column. If each record has columns of its own, it is a warning.
+        ConfigError: A table has no such column. If each record has its own columns, this is a warning.
     """
     if not named:
         return
@@ -309,7 +309,7 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
 
 
 def show_convert(report: ConvertReport) -> None:
-    """Print the outcome of a conversion."""
+    """Print the result of a conversion."""
     show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
         f"{plain_place(report.target)}: {counted(report.num_samples, 'sample')} in "

@@ -1,4 +1,4 @@
-"""Choose the reader for a source and open it. A new format is a module with a ``Source``, and its line in LAYOUTS."""
+"""Choose the reader for a source and open it. A new format is a module with a ``Source``, and a line in LAYOUTS."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from streaming.types import SHARD_SUFFIXES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How data of one layout is recognized and read.
+    """Rules for recognizing and reading data of one layout.
 
     Attributes:
-        open: Makes the source; called with what the user named, the store and the options.
-        suffixes: How names of its files end, in lower case.
-        names: What is found in names of its files, in lower case, where the end does not tell.
-        fields: It has columns, which ``--field`` may store as fields of their own.
+        open: Makes the source; called with the user's source, the store and the options.
+        suffixes: Endings of its file names, in lower case.
+        names: Parts of its file names, in lower case, for files without a distinctive ending.
+        fields: It has columns, which ``--field`` may store as separate fields.
         classes: It has classes, which ``--classes`` numbers.
         shuffles: It can be read in another order than front to back.
-        shards: It may be a set of shards that is not whole.
+        shards: It may be an unfinished set of shards.
         several: It takes further places (``SourceOptions.more``).
-        zips: It reads whole files, so that a zip archive may take the place of a folder.
+        zips: It reads whole files, so a zip archive may replace a folder.
         images: Its fields may hold images, which can be re-encoded.
-        parts: It may have splits, of which ``--source-split`` takes one.
-        configs: It may have configurations, of which ``--source-config`` takes one.
-        image_folder: Its images may lie elsewhere (``--image-folder``).
-        named: A name that is no path may stand for it.
-        apart: Each file stands for itself, so that some may be left out, when more is appended to a set.
+        parts: It may have splits; ``--source-split`` selects one.
+        configs: It may have configurations; ``--source-config`` selects one.
+        image_folder: Its images may be in another place (``--image-folder``).
+        named: It may be given by a name that is not a path.
+        apart: Files are independent, so known ones can be left out when a set is extended.
         numbers: Keys are numbers of records, unless a field is named.
         streams: A token separates its documents (``--document-token``).
         weak: Its files often lie beside those of other layouts, which are then meant.
@@ -75,7 +75,7 @@ class Layout:
     weak: bool = False
 
     def has(self, name: str) -> bool:
-        """Tell whether a file with this name, in lower case, is one of this layout."""
+        """Return whether a file with this name, in lower case, belongs to this layout."""
         return name.endswith(self.suffixes) or (self.names is not None and self.names.search(name) is not None)
 
 
@@ -148,13 +148,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }  # fmt: skip
 SOURCE_KINDS = ("auto", *LAYOUTS)
-# Layouts whose files have no endings of their own are known by a file that others do not have.
+# Layouts without distinctive endings are recognized by a file that other layouts do not have.
 _MARKS = (
     ("hf", re.compile(r"dataset_dict\.json|state\.json")),
     ("coco", re.compile(r"(.*/)?annotations/(instances|captions|person_keypoints)_[^/]*\.json")),
     ("voc", re.compile(r"(.*/)?ImageSets/Main/[^/]*\.txt")),
 )
-_MARKED = (".json", ".txt")  # how the names of these files end
+_MARKED = (".json", ".txt")  # endings of these files' names
 _BESIDE = frozenset({"text", "csv"})  # captions, transcripts and lists, beside images and sounds
 
 
@@ -218,7 +218,7 @@ def _named_by(spec: str, storage: Storage, exclude: str | None, known: FolderWal
 
 
 def kind_of_name(name: str) -> str | None:
-    """Return the layout that a file's name tells, or None."""
+    """Return the layout of a file by its name, or None."""
     lowered = name.lower()
     return next((kind for kind, layout in LAYOUTS.items() if layout.has(lowered)), None)
 
@@ -235,8 +235,8 @@ def open_source(
         options: How to read it.
 
     Raises:
-        ConfigError: If options do not fit the layout, or ``"auto"`` cannot tell it.
-        NotFoundError: If there is nothing to read.
+        ConfigError: Options do not fit the layout, or ``"auto"`` cannot detect it.
+        NotFoundError: There is nothing to read.
     """
     options = options or SourceOptions()
     specs = places([spec] if isinstance(spec, str) else spec, storage, (SUFFIX,))
@@ -275,7 +275,7 @@ def _one_kind(specs: Sequence[str], storage: Storage, options: SourceOptions) ->
 
 
 def _refuse_unfit(kind: str, layout: Layout, options: SourceOptions) -> None:
-    """Refuse options that a layout would not heed.
+    """Refuse options that have no effect for a layout.
 
     Raises:
         ConfigError: There is one.

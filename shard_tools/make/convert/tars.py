@@ -49,7 +49,7 @@ class TarFiles(CountedFiles):
         with contextlib.closing(StorageAhead(storage)) as ahead:
             files = find_files(spec, ahead, SHARD_SUFFIXES, exclude=options.exclude, more=options.more)
             for folder in filter(is_folder, (one for part in (spec, *options.more) for one in folders_of(part))):
-                collections.deque(ahead.list(folder), 0)  # which makes known what is marked below it
+                collections.deque(ahead.list(folder), 0)  # registers the marks below it
             marks = Marks(ahead, (), [file.url for file in files], exclude=options.exclude)
             marks.check(allow_unfinished=options.allow_unfinished)
         if options.known is not None:
@@ -62,7 +62,7 @@ class TarFiles(CountedFiles):
 
     @property
     def meaning(self) -> Schema:
-        """What the sets mean whose shards are read; their bytes are copied, so they must mean the same.
+        """The common schema of the sets whose shards are read; bytes are copied, so the schemas must agree.
 
         Raises:
             ConfigError: They contradict each other.
@@ -95,7 +95,7 @@ class TarFiles(CountedFiles):
             at = 0
 
     def count(self, executor: Executor) -> None:
-        """Count the samples of each tar on the executor, and note what is left out.
+        """Count the samples of each tar on the executor, and note the members that are left out.
 
         Raises:
             ConfigError: A tar is compressed.
@@ -106,7 +106,7 @@ class TarFiles(CountedFiles):
                 self._skipped[one.path] = one
 
     def count_file(self, file: SourceFile) -> FileCount:
-        """Count the samples of a tar, and look at the names of all members.
+        """Count the samples of a tar, and check the names of all members.
 
         Raises:
             ConfigError: It is compressed.
@@ -143,7 +143,7 @@ class TarFiles(CountedFiles):
 
 
 def _left_out(file: SourceFile, name: str) -> list[Skipped]:
-    """Return what is reported of a member that is left out: nothing of notes for readers."""
+    """Return the report of a member that is left out; nothing for notes to readers."""
     if is_note(name):
         return []
     path = f"{file.name}:{name}".encode(errors="backslashreplace").decode()

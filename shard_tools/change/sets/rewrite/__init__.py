@@ -1,4 +1,4 @@
-"""Read chosen samples of a set in any order, change their fields, and write them anew.
+"""Read selected samples of a set in any order, change their fields, and write them as a new set.
 
-Formats of others belong to ``convert`` and ``export``, not here.
+Other formats belong to ``convert`` and ``export``, not here.
 """

@@ -1,4 +1,4 @@
-"""Change which fields samples have, and what these are called, while they are written anew."""
+"""Rename, leave out and add fields of samples while they are rewritten."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldChanges:
-    """Which fields are renamed, left out, and made from columns.
+    """Fields to rename, to leave out, and to make from columns.
 
     Attributes:
         rename: (field, new name) pairs.
         drop: Fields to leave out.
-        add: (field, column) pairs: fields to be made from the values of columns; a sample without a value gets none.
+        add: (field, column) pairs: fields made from the values of columns; a sample without a value gets no field.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
@@ -38,7 +38,7 @@ class FieldChanges:
         """Reject changes that contradict each other.
 
         Raises:
-            ConfigError: They do.
+            ConfigError: A field is named twice.
         """
         targets = [name for _, name in self.rename] + [name for name, _ in self.add]
         sources = [name for name, _ in self.rename] + list(self.drop)
@@ -51,16 +51,16 @@ class FieldChanges:
         return bool(self.rename or self.drop or self.add)
 
     def identity(self) -> dict[str, object]:
-        """Return what the bytes of the result depend on."""
+        """Return the facts that determine the bytes of the result."""
         pairs = {"rename": self.rename, "add": self.add}
         given: dict[str, object] = {name: sorted(map(list, some)) for name, some in pairs.items() if some}
         return given | ({"drop_fields": sorted(self.drop)} if self.drop else {})
 
     def check(self, fields: Sequence[str], columns: Sequence[str]) -> None:
-        """Refuse changes of what is not there, or to what is.
+        """Refuse changes of missing fields or columns, and new names that are in use.
 
         Raises:
-            ConfigError: A field or column does not exist, or a new name is that of a field which stays.
+            ConfigError: A field or column does not exist, or a field that stays has a new name already.
         """
         gone = {*self.drop, *(name for name, _ in self.rename)}
         for option, named in (("--rename", [name for name, _ in self.rename]), ("--drop-fields", self.drop)):
@@ -125,10 +125,10 @@ _OF_CHARACTERS = frozenset({decode.text, decode.integer, decode.number, decode.j
 
 
 def is_of_characters(field: str) -> bool:
-    """Tell whether training reads a field of this name as text, JSON, a number, or bytes as they are.
+    """Return whether training reads a field of this name as text, JSON, a number, or raw bytes.
 
     Raises:
-        ConfigError: It refuses such a field.
+        ConfigError: Training refuses such a field.
     """
     return _DECODERS.decoder_for(field) in _OF_CHARACTERS
 
@@ -142,35 +142,35 @@ class ChangedSource:
 
     @property
     def num_records(self) -> int:
-        """As of the source."""
+        """Number of records of the source."""
         return self._source.num_records
 
     @property
     def num_bytes(self) -> int:
-        """As of the source."""
+        """Total size of the source's records."""
         return self._source.num_bytes
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """As of the source."""
+        """Files that the source skipped."""
         return self._source.skipped
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
-        """Those of the source, changed; whether every sample has one that is made from a column is not known."""
+        """The fields of the source, changed; unknown whether every sample has a field that is made from a column."""
         known = self._source.fields
         return None if known is None else self._changes.of(known) | dict.fromkeys(dict(self._changes.add), False)
 
     def identity(self) -> dict[str, object]:
-        """As of the source: the changes belong to the options."""
+        """Return the identity of the source; the changes belong to the options."""
         return self._source.identity()
 
     def origins(self) -> Origins:
-        """As of the source."""
+        """Return the files of the source."""
         return self._source.origins()
 
     def outlines(self, start: int) -> Generator[Record, None, None]:
-        """Return the changed records from number ``start`` on, with blank fields where the source's are copied."""
+        """Return the changed records from number ``start`` on, with blank fields in place of copied ones."""
         with closing(self._source.outlines(start)) as records:
             yield from map(self._changes.applied, records)
 

@@ -1,4 +1,4 @@
-"""Write samples of several sets so that their numbers and ids mean the same: numbers of classes, widths of tokens."""
+"""Bring samples of several sets to one schema: the same class numbers and the same token width."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Table = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetChanges:
-    """What becomes of the samples of one set, so that they mean what those of all sets mean.
+    """Changes that bring the samples of one set to the common schema of all sets.
 
     Attributes:
-        numbers: Translated numbers of classes, by field and the path in its value; ``""``: the value itself.
-        columns: The same of columns.
+        numbers: Tables of new class numbers, by field and path in its value; ``""``: the value itself.
+        columns: Tables of new class numbers, by column.
         widened: Fields of uint16 tokens that become uint32.
     """
 
@@ -47,14 +47,14 @@ class SetChanges:
 
     @property
     def are_foreseen(self) -> bool:
-        """Whether the index tells the sizes of fields after the change."""
+        """Whether the index determines the sizes of fields after the change."""
         return not any(path for paths in self.numbers.values() for path in paths)
 
     def of_fields(self, fields: dict[str, bytes], key: str) -> dict[str, bytes]:
         """Return the fields of a sample, changed.
 
         Raises:
-            DataError: A value is not what the set says that it is.
+            DataError: A value does not fit the set's schema.
         """
         found = dict(fields)
         try:
@@ -75,7 +75,7 @@ class SetChanges:
         }
 
     def of_sizes(self, sizes: Mapping[str, Int64Array]) -> dict[str, Int64Array]:
-        """Return the sizes of fields after the change; -1: there is none."""
+        """Return the sizes of fields after the change; -1 where a sample lacks the field."""
         return {name: np.where(size >= 0, 2 * size, size) if name in self.widened else size
                 for name, size in sizes.items()}  # fmt: skip
 
@@ -89,7 +89,7 @@ def _renumbered_field(name: str, data: bytes, tables: Mapping[str, Table]) -> by
 
 
 def _renumbered(data: bytes, tables: Mapping[str, Table]) -> bytes:
-    """Return a field with translated numbers; one without such numbers keeps its bytes."""
+    """Return a field with its class numbers replaced; a field without such numbers keeps its bytes."""
     if list(tables) == [""]:
         return str(renumbered(int(data), [], tables[""])).encode()
     before = json.loads(data)
@@ -104,12 +104,12 @@ _UNCHANGED = SetChanges()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retold:
-    """What all sets mean together, and what becomes of the samples of each.
+    """The common schema of several sets, and the changes to the samples of each.
 
     Attributes:
-        meaning: What they mean.
+        meaning: The common schema.
         index_url: Location of the index, if not beside the shards.
-        by_home: The changes, by directory of the index; those without any are left out.
+        by_home: The changes, by directory of the index; sets without changes are left out.
     """
 
     meaning: Meaning = field(default_factory=Meaning)
@@ -118,10 +118,10 @@ class Retold:
 
     @classmethod
     def of(cls, shards: OpenSet, storage: Storage, *, classes: Classes, fields: Sequence[str] | None) -> Retold:
-        """Return how the samples of ``shards`` are written as one set.
+        """Return the schema and changes by which the samples of ``shards`` become one set.
 
         Raises:
-            ConfigError: The sets contradict each other in what this does not cure.
+            ConfigError: The schemas contradict each other in a way that changes cannot resolve.
         """
         whole = shards.schemas(storage)
         by_home = {home: schema.of_fields(fields) for home, schema in whole.items()}
@@ -134,19 +134,19 @@ class Retold:
         )  # fmt: skip
 
     def of_shard(self, url: str) -> SetChanges:
-        """Return what becomes of the samples of a shard."""
+        """Return the changes to the samples of a shard."""
         return self.by_home.get(home_of(url, self.index_url), _UNCHANGED) if self.by_home else _UNCHANGED
 
     @property
     def are_foreseen(self) -> bool:
-        """See ``SetChanges``."""
+        """Whether the index determines the sizes of fields after all changes."""
         return all(one.are_foreseen for one in self.by_home.values())
 
     def check_selected(self, shards: OpenSet, storage: Storage, *, where: str | None, view: str | None) -> None:
-        """Refuse a selection by numbers that mean one thing in one set, and another in another.
+        """Refuse a selection by class numbers that differ between the sets.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: The selection uses such numbers.
         """
         if self.meaning.unlike and (where or view):
             asked = asked_filter(
@@ -156,11 +156,11 @@ class Retold:
                 self.meaning.check_condition(asked.where.names, asked.where.text)
 
     def identity(self) -> dict[str, object]:
-        """Return what the bytes of the result depend on: nothing if no sample changes."""
+        """Return the facts that determine the bytes of the result: none if no sample changes."""
         return {"meaning": self.meaning.schema.stamp} if self.by_home else {}
 
     def schema(self, columns: Sequence[str], changes: FieldChanges | None = None) -> Schema:
-        """Return what the result means, of fields under their new names, and of these columns."""
+        """Return the schema of the result, for fields under their new names, and for these columns."""
         said = self.meaning.schema
         named = changes or FieldChanges()
         fields = {}
@@ -180,7 +180,7 @@ class Retold:
 
 
 def _changes(own: Schema, wanted: Schema) -> SetChanges:
-    """Return what makes a set that means ``own`` mean ``wanted``."""
+    """Return the changes that bring a set from schema ``own`` to ``wanted``."""
     numbers: dict[str, dict[str, Table]] = {}
     for part, names in own.classes.items():
         table = translation(names, wanted.classes.get(part, names))

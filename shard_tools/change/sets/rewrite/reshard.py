@@ -1,4 +1,4 @@
-"""Write indexed shards into new ones: split, merged, shuffled, sorted or with some samples left out."""
+"""Write indexed shards into new ones: split, merged, shuffled, sorted, or without some samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DUPLICATES_CURE = (
     "Give --dedupe for one sample a key (fields are joined, the first of each stays), or --key-prefix with {shard} or "
     "{number} in it to keep them all"
 )
-_SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, as many as there are threads
+_SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, one per thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +51,19 @@ class ReshardOptions(ShardOptions):
         descending: Sort in descending order.
         where: Condition on columns, as ``StreamingDataset`` takes it.
         view: Name of a saved view whose samples are kept.
-        exclude: A file of keys, one in a line, whose samples are left out.
-        columns: Late columns that the new sample tables hold, beside the columns of the old ones.
+        exclude: A file of keys, one per line, whose samples are left out.
+        columns: Late columns to include in the new sample tables, in addition to the old tables' columns.
         fields: Keep only these fields; None: all.
         changes: Rename, leave out and add fields.
         drop_missing: Leave out samples that lack one of these fields.
-        dedupe: Merge samples with the same key; of a field that occurs twice, keep the first.
-        key_prefix: Put before every key; ``{shard}`` in it is the shard's name without its suffix, ``{number}`` the
-            sample's number in the source.
+        dedupe: Merge samples with the same key; if a field occurs twice, keep the first.
+        key_prefix: Prefix of every key; ``{shard}`` in it is the shard's name without its suffix, ``{number}`` the
+        sample's number in the source.
         drop: Files that list samples to leave out.
         index_url: Location of the source's index, if not beside its shards.
         memory_bytes: Memory for samples in transit when the order changes.
-        allow_unfinished: Take what is there of a source that is not whole.
-        classes: ``"union"``: write the numbers of classes of several sets by name.
+        allow_unfinished: Accept an unfinished source, and take the samples that are there.
+        classes: ``"union"``: match the classes of several sets by name, and renumber them.
     """
 
     sort: str | None = None
@@ -102,7 +102,7 @@ class ReshardOptions(ShardOptions):
             )
 
     def identity(self) -> dict[str, object]:
-        """Return everything that determines the bytes of the result, except the selection of samples."""
+        """Return the facts that determine the bytes of the result, except the selection of samples."""
         more = {"dedupe": True} if self.dedupe else {}
         return {
             **more,
@@ -122,20 +122,20 @@ class ReshardReport(Report):
     """The result of resharding.
 
     Attributes:
-        target: Where the new shards are.
-        num_source: Samples of the source.
-        num_dropped: Left out because they are in the list.
-        num_filtered: Left out because they do not match the condition or the view.
-        num_lacking: Left out because they lack a field.
-        num_duplicates: Left out by ``dedupe``, because all of their fields came before under the same key.
-        num_joined: Merged by ``dedupe`` into the first of their key.
+        target: Location of the new shards.
+        num_source: Number of samples of the source.
+        num_dropped: Samples left out because they are in the list.
+        num_filtered: Samples left out because they do not match the condition or the view.
+        num_lacking: Samples left out because they lack a field.
+        num_duplicates: Samples left out by ``dedupe``, because earlier samples of the same key have all their fields.
+        num_joined: Samples merged by ``dedupe`` into the first one of their key.
         num_not_found: Records of the list that match no sample of the source.
         num_unreadable: Lines of the list that are not records.
-        num_samples: Samples written, now and by an earlier run.
+        num_samples: Samples written, by this run and earlier ones.
         num_resumed_samples: Samples that an earlier run had written.
-        was_complete: An earlier run had written everything, so that this one wrote nothing.
-        num_shards: New shards.
-        num_bytes: Their bytes.
+        was_complete: Whether an earlier run had written everything, so that this one wrote nothing.
+        num_shards: Number of new shards.
+        num_bytes: Total size of the new shards.
         seconds: Wall time of this run.
     """
 
@@ -171,12 +171,12 @@ def reshard(
     checked against the index. Deterministic and resumable, like :func:`shard_tools.make.convert.convert`.
 
     Args:
-        source: Shards, as for ``StreamingDataset``; several, one after the other.
+        source: Shards, as for ``StreamingDataset``; several sources are read in this order.
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: Options of the new shards.
         storage_options: Options of both stores.
-        executor: Where to read and write, such as a cluster that has access to both stores: many shards in parallel,
-            with the same bytes. Which samples each holds is determined here, by the index.
+        executor: Executor on which to read and write, such as a cluster with access to both stores: many shards in
+        parallel, with the same bytes. The samples of each shard are determined on this machine, from the index.
         progress: Receives the samples and bytes written.
 
     Raises:
@@ -255,16 +255,16 @@ def _selected(
         late=late,
         drop=drop,
         needed=options.drop_missing,
-        fields=None if options.dedupe else options.fields,  # what a part of a sample lacks, another part may have
+        fields=None if options.dedupe else options.fields,  # one part of a sample may have a field that another lacks
         with_keys=options.dedupe or options.sort == KEY,
         progress=NoProgress(),
     )
 
 
 def _known_fields(shards: OpenSet, options: ReshardOptions, storage: Storage) -> dict[str, bool] | None:
-    """Return the fields of the new samples, if the source is a conversion's."""
+    """Return the fields of the new samples, if a conversion wrote the source."""
     journal = None
-    with suppress(IndexFormatError):  # which `verify` of the source reports
+    with suppress(IndexFormatError):  # `verify` of the source reports it
         for home in shards.homes[:1] if len(shards.homes) == 1 else ():
             journal = whole_journal(home, storage, shards.chunks.total_samples)
     if journal is None or journal.fields is None:
@@ -281,7 +281,7 @@ def _reader(
     known_fields: Mapping[str, bool] | None,
     retold: Retold,
 ) -> tuple[ShardSource, Deduplicated | None]:
-    """Read the samples in the order wanted; those that stay in their order need no large window."""
+    """Return a source of the samples in the new order; an unchanged order needs no large window."""
     order = _order(selection, options)
     dedupe = deduplicated(selection, order) if options.dedupe else None
     in_order = order is None and (dedupe is None or not dedupe.num_joined)
@@ -304,21 +304,21 @@ def _reader(
 def _check_unlike(
     retold: Retold, shards: OpenSet, options: ReshardOptions, storage: Storage, *, foreseen: bool
 ) -> None:  # fmt: skip
-    """Refuse what sees numbers as they are stored, where they are written anew.
+    """Refuse options that would use the stored numbers if these are rewritten.
 
     Args:
-        retold: How they are written.
+        retold: The common schema and the changes of each set.
         shards: The sets.
         options: The options.
         storage: The store.
-        foreseen: Whether sizes must be known before samples are read.
+        foreseen: Whether the sizes of fields must be known before samples are read.
 
     Raises:
-        ConfigError: There is such a thing.
+        ConfigError: There is such an option.
     """
     retold.check_selected(shards, storage, where=options.where, view=options.view)
     if options.sort in retold.meaning.unlike:
-        raise ConfigError(f"--sort {options.sort}: its numbers are written anew; reshard the result once more to sort")
+        raise ConfigError(f"--sort {options.sort}: its numbers are rewritten; to sort, reshard the result once more")
     if foreseen and not retold.are_foreseen:
         raise ConfigError(
             "--engine: numbers of classes within json change its size, which other processes must know before it is "
@@ -360,7 +360,7 @@ def _order(selection: Taken, options: ReshardOptions) -> Int64Array | None:
 
 
 def show_reshard(report: ReshardReport) -> None:
-    """Print the outcome of resharding."""
+    """Print the result of resharding."""
     show_earlier(report.num_resumed_samples, was_complete=report.was_complete)
     if report.num_not_found or report.num_unreadable:
         click.echo(

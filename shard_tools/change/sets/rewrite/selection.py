@@ -1,4 +1,4 @@
-"""Select the samples for ``reshard``: those that match a condition, without those in a list."""
+"""Select samples for ``reshard``: those that match a condition and are not in a list."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardPart:
-    """What is taken of one shard.
+    """The selected samples of one shard.
 
     Attributes:
-        pieces: How to read it.
-        rows: int64 ``[m]``, numbers of the samples that are taken, ascending.
+        pieces: The verified pieces to read.
+        rows: int64 ``[m]``, numbers of the selected samples in the shard, ascending.
         sizes: int64 ``[m]``, bytes of their records.
         columns: The columns of these samples, Arrow arrays of ``m``.
-        keys: Their keys as UTF-8, an Arrow array of ``m``; None unless they are to be sorted by.
-        present: By field, which of these samples have it; as ``keys``, None unless asked for.
+        keys: Their keys as UTF-8, an Arrow array of ``m``; None unless requested.
+        present: For each field, bool ``[m]``: which of these samples have it; None unless keys are requested.
         first: Number of the shard's first sample in the source.
         samples: Loads the whole sample table.
     """
@@ -53,7 +53,7 @@ class ShardPart:
     samples: Callable[[], SampleTable]
 
     def taken(self, which: Int64Array) -> ShardPart:
-        """Return only these of the samples, by ascending places in ``rows``; the pieces of others are dropped."""
+        """Keep the samples at these positions in ``rows`` (ascending); drop the pieces of all others."""
         some, rows = pa.array(which), self.rows[which]
         return replace(
             self,
@@ -68,7 +68,7 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Samples:
-    """Load the sample table of a shard, unless it was made by scanning; sent elsewhere, it scans there again."""
+    """Load the sample table of a shard, or keep a scanned one; in another process, scan the shard again."""
 
     storage: Storage
     url: str
@@ -88,18 +88,18 @@ def _samples_anew(storage: Storage, url: str, index_url: str | None, scanned: bo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Taken:
-    """What is taken of a dataset.
+    """The selected samples of a dataset.
 
     Attributes:
         parts: Shard by shard.
         columns: Names of all columns of the sample tables, sorted.
         fields: Names of all fields, sorted.
-        num_source: Samples of the source.
-        num_dropped: Left out because they are on the list.
-        num_filtered: Left out because the condition or the view does not fit them.
-        not_found: Records of the list that mean no sample of the source.
-        num_lacking: Left out because they lack a field.
-        num_bare: Taken samples that have none of the fields to be kept.
+        num_source: Number of samples of the source.
+        num_dropped: Samples left out because they are on the list.
+        num_filtered: Samples left out because they do not match the condition or the view.
+        not_found: Records of the list that match no sample of the source.
+        num_lacking: Samples left out because they lack a field.
+        num_bare: Selected samples that have none of the fields to be kept.
         first_bare: Key of the first of them.
     """
 
@@ -116,11 +116,11 @@ class Taken:
 
     @property
     def num_samples(self) -> int:
-        """Samples taken."""
+        """Number of selected samples."""
         return sum(part.rows.size for part in self.parts)
 
     def digest(self) -> str:
-        """Tell this choice of samples from every other one of the same source."""
+        """Return a digest that identifies this selection among all of the same source."""
         sha = hashlib.sha256()
         for part in self.parts:
             sha.update(np.int64(part.rows.size).tobytes() + part.rows.astype("<i8").tobytes())
@@ -139,26 +139,26 @@ def select(
     with_keys: bool,
     progress: Progress,
 ) -> Taken:
-    """Read all sample tables, shard by shard, and keep what reading the samples needs.
+    """Read all sample tables, shard by shard, and keep the values that are needed to read the samples.
 
-    Memory: 16 bytes for a sample that is taken, and its columns (and its key ``with_keys``).
+    Memory: 16 bytes per selected sample, and its columns (and its key if ``with_keys``).
 
     Args:
         shards: The shards.
         storage: Their store.
-        kept: Which samples a filter keeps; None: all.
-        late: Late columns to be read, too.
+        kept: The samples that a filter keeps; None: all.
+        late: Late columns to read, too.
         drop: The list of samples to leave out.
-        needed: Fields without which a sample is left out.
-        fields: Fields to be kept; None: all.
-        with_keys: Keep the keys.
+        needed: Fields that a sample must have; others are left out.
+        fields: Fields to keep; None: all.
+        with_keys: Keep the keys, too.
         progress: Receives every shard.
 
     Raises:
         IndexMissingError: A shard has no sample table.
         IndexMismatchError: A late column does not belong to a shard.
     """
-    shards_by_shown_url(shards.urls)  # refuses names that are not clear, before anything is dropped by them
+    shards_by_shown_url(shards.urls)  # refuse ambiguous names before samples are dropped by them
     progress.start(total_bytes=None, total=len(shards.urls))
     parts: list[ShardPart] = []
     columns: set[str] = set()
@@ -206,7 +206,7 @@ def _shown(shards: OpenSet) -> set[str]:
 
 
 def _dropped(table: SampleTable, records: Sequence[BadRecord]) -> tuple[npt.NDArray[np.bool_], list[BadRecord]]:
-    """Tell which samples are on the list, and the records that mean none."""
+    """Return a mask of the samples on the list, and the records that match no sample."""
     dropped = np.zeros(table.num_samples, np.bool_)
     keys = {key: row for row, key in enumerate(table.keys)} if any(record.key for record in records) else {}
     missing = []
@@ -219,7 +219,7 @@ def _dropped(table: SampleTable, records: Sequence[BadRecord]) -> tuple[npt.NDAr
 
 
 def _with_fields(table: SampleTable, needed: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """Tell which samples have all of some fields."""
+    """Return a mask of the samples that have all of these fields."""
     there = np.ones(table.num_samples, np.bool_)
     for name in needed:
         there &= table.fields[name][0] >= 0 if name in table.fields else False
@@ -227,7 +227,7 @@ def _with_fields(table: SampleTable, needed: Sequence[str]) -> npt.NDArray[np.bo
 
 
 def _with_any(table: SampleTable, fields: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """Tell which samples have at least one of some fields."""
+    """Return a mask of the samples that have at least one of these fields."""
     there = np.zeros(table.num_samples, np.bool_)
     for name in fields:
         there |= table.fields[name][0] >= 0 if name in table.fields else False
@@ -261,12 +261,12 @@ def keys_of(table: SampleTable) -> pa.Array:
 
 
 def sorted_order(selection: Taken, column: str, *, descending: bool) -> Int64Array:
-    """Sort the selection's samples by the values of a column or by ``__key__``; equal ones keep their order.
+    """Sort the selection by the values of a column or by ``__key__``; equal values keep their order.
 
-    Missing values come last, before them NaNs.
+    NaNs come after all numbers, and missing values last. Returns int64 ``[n]``, numbers in the selection.
 
     Raises:
-        ConfigError: Its values cannot be compared.
+        ConfigError: The column's values cannot be compared.
     """
     values = [
         part.keys if column == KEY else part.columns.get(column, pa.nulls(part.rows.size)) for part in selection.parts
@@ -284,13 +284,13 @@ def sorted_order(selection: Taken, column: str, *, descending: bool) -> Int64Arr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Deduplicated:
-    """A selection with one sample for each key.
+    """A selection whose samples of one key are merged.
 
     Attributes:
-        order: Numbers of the selection's samples that are read, those of one key side by side, the first one first.
-        firsts: bool, which of ``order`` begin a sample; the others are joined to the one before.
-        num_joined: The others.
-        num_duplicates: Samples that bring nothing: all their fields came before.
+        order: int64 ``[k]``, numbers of the samples to read: those of one key are adjacent, in their original order.
+        firsts: bool ``[k]``, True where a merged sample begins; the others are joined to the one before.
+        num_joined: Number of samples that are joined to another one.
+        num_duplicates: Number of samples left out, because earlier samples of their key have all their fields.
     """
 
     order: Int64Array
@@ -300,10 +300,11 @@ class Deduplicated:
 
 
 def deduplicated(selection: Taken, order: Int64Array | None) -> Deduplicated:
-    """Join samples of one key, in ``order`` of their first ones; of a field that comes twice the first stays.
+    """Merge samples of one key, in the ``order`` of their first ones; if a field occurs twice, the first one stays.
 
     Needs a selection with keys. Contents are not compared.
     """
+    # int64 [n]: a code per sample, equal for equal keys
     codes = (
         pa.chunked_array([part.keys for part in selection.parts], pa.binary())
         .combine_chunks()
@@ -311,13 +312,15 @@ def deduplicated(selection: Taken, order: Int64Array | None) -> Deduplicated:
         .indices.to_numpy()
     )
     _, first_of, code = np.unique(codes, return_index=True, return_inverse=True)
-    first_of = first_of[code]  # int64 [n]: the first sample of each sample's key
+    first_of = first_of[code]  # int64 [n]: the first sample with each sample's key
+    # bool [n]: the samples that have at least one field which no earlier sample of their key has
     useful = np.zeros(codes.size, np.bool_)
     for name in selection.fields:
         none = [np.zeros(part.rows.size, np.bool_) for part in selection.parts]
         there = [(part.present or {}).get(name, lacks) for part, lacks in zip(selection.parts, none, strict=True)]
         having = np.flatnonzero(np.concatenate(there))
         useful[having[np.unique(codes[having], return_index=True)[1]]] = True
+    # Sort the useful samples by the position of their key's first sample, then by their own number.
     kept = np.flatnonzero(useful)
     rank = first_of[kept]
     if order is not None:

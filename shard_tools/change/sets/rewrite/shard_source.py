@@ -1,4 +1,4 @@
-"""Read indexed shards as a source of records, in any order: what ``reshard`` packs."""
+"""Read indexed shards as a source of records, in any order, for ``reshard`` to pack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
 
-_WINDOW_SAMPLES = 10_000  # of outlines at a time
+_WINDOW_SAMPLES = 10_000  # samples per window of outlines
 _RUN_BYTES = 8 << 20  # largest request; larger ones reduce parallelism, smaller ones cost requests
 _CURE = (
     "To leave out what is damaged: `shard_tools verify SOURCE --write-bad bad.jsonl`, then the same command with "
@@ -33,9 +33,10 @@ _Found: TypeAlias = "list[tuple[int, Record]]"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """Adjacent pieces of one shard that are read at once.
+    """Adjacent pieces of one shard that are read in one request.
 
-    ``positions`` are those of the wanted samples in their window, ``kept`` their numbers within the part, in order.
+    ``positions`` are the positions of the wanted samples in their window, and ``kept`` their numbers in the part: int64
+    ``[k]`` each, ``kept`` ascending.
     """
 
     part: ShardPart
@@ -47,7 +48,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Outline:
-    """Keys of the samples that are taken of a shard, and sizes of their fields: int64 [m], -1 where one is missing."""
+    """Keys of the selected samples of a shard, and sizes of their fields: int64 [m], -1 where one is missing."""
 
     keys: pa.Array
     sizes: Mapping[str, Int64Array]
@@ -64,7 +65,7 @@ class _Outline:
 
 
 class SampleChanges(Protocol):
-    """What becomes of the samples of a set."""
+    """Changes to the samples of a set."""
 
     def of_fields(self, fields: dict[str, bytes], key: str) -> dict[str, bytes]:
         """Return the fields of a sample, changed."""
@@ -79,23 +80,24 @@ class SampleChanges(Protocol):
 class ShardSource:
     """Samples of indexed shards, in a given order, every byte checked against the index. Used by one thread.
 
-    The order is cut into windows of ``window_bytes``. The pieces that hold a window's samples are read, each once per
-    window, adjacent ones together, by several threads, while the previous window is handed out.
+    The order is cut into windows of ``window_bytes``. The pieces that hold a window's samples are read by several
+    threads, each once per window, adjacent ones together, while the previous window is yielded.
 
     Memory: two windows, two requests of 8 MiB per thread, and 16 bytes per sample in addition to the selection's.
 
     Args:
         selection: The samples.
-        order: Their numbers in the selection, in the order wanted, each once; None: as they are.
+        order: int64, their numbers in the selection, each once, in the wanted order; None: the selection's order.
         storage: Store of the shards.
         fingerprint: Fingerprint of the source's chunk table.
         fields: Fields to keep; None: all.
-        window_bytes: See above.
-        num_threads: Requests at a time.
-        firsts: Places of ``order`` that begin a record; the samples after one are joined to it. None: all.
+        window_bytes: Size of a window.
+        num_threads: Number of parallel requests.
+        firsts: bool, True at positions of ``order`` that begin a record; the samples after one are joined to it. None:
+        all.
         key_prefix: As in :class:`~shard_tools.change.sets.rewrite.reshard.ReshardOptions`.
-        known_fields: The fields of the records, True for those that every one has, as a conversion noted them.
-        changes: Returns what becomes of the samples of a shard, so that those of several sets mean the same.
+        known_fields: The fields of the records, True for those that every record has, as recorded by a conversion.
+        changes: Returns the changes to a shard's samples that bring several sets to one schema.
     """
 
     kind = "shards"
@@ -141,11 +143,11 @@ class ShardSource:
         return int(self._ends[-1]) if self._ends.size else 0
 
     def identity(self) -> dict[str, object]:
-        """Return the shards' content, and which of their samples are taken."""
+        """Return the identity of the shards' content and of the selection."""
         return dict(self._facts)
 
     def origins(self) -> Origins:
-        """Return none: the fingerprint tells the content of all shards, with which every byte is compared."""
+        """Return no files: the fingerprint covers the content of all shards, and every byte read is checked."""
         return Origins()
 
     def records(self, start: int) -> Generator[Record, None, None]:
@@ -160,16 +162,16 @@ class ShardSource:
             yield from self._joined(samples, place)
 
     def outlines(self, start: int) -> Generator[Record, None, None]:
-        """Yield the records from number ``start`` on, each field blank and of its size: only the index is read.
+        """Yield the records from number ``start`` on, with blank fields of the right size: only the index is read.
 
-        Memory: keys, and 8 bytes per field, of the samples of all shards that come up again.
+        Memory: per sample of each shard that is still needed, its key, and 8 bytes per field.
         """
         place = self._place(start)
         with closing(self._outlined(place)) as samples:
             yield from self._joined(samples, place)
 
     def part(self, start: int, stop: int) -> ShardSource:
-        """Return a source of records ``[start, stop)`` alone, without what only others need."""
+        """Return a source of records ``[start, stop)`` alone, without the parts that only other records need."""
         low, high = self._place(start), self._place(stop)
         order = self._order[low:high]
         numbers = np.sort(order)
@@ -193,11 +195,11 @@ class ShardSource:
         )
 
     def _place(self, record: int) -> int:
-        """Return the place of the order at which a record begins."""
+        """Return the position in the order at which a record begins."""
         return record if self._begins is None else int(self._begins[min(record, self._begins.size - 1)])
 
     def _joined(self, samples: Iterator[Record], place: int) -> Iterator[Record]:
-        """Join the samples from ``place`` on that form one record."""
+        """Yield the records from position ``place`` on, joined from their samples."""
         current: Record | None = None
         for is_first, sample in zip(self._firsts[place:].tolist(), samples, strict=True):
             if current is None or is_first:
@@ -210,7 +212,7 @@ class ShardSource:
             yield current
 
     def _samples(self, start: int) -> Generator[Record, None, None]:
-        """Yield the samples from place ``start`` of the order on, each as a record."""
+        """Yield the samples from position ``start`` of the order on, each as a record."""
         pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard_tools-read")
         try:
             before: tuple[int, list[Future[_Found]]] | None = None
@@ -233,13 +235,13 @@ class ShardSource:
             start = stop
 
     def _runs(self, window: Int64Array) -> Iterator[_Run]:
-        """Yield the runs that hold the samples of ``window`` (numbers in the selection), by place."""
+        """Yield the runs that hold the samples of ``window``: int64 ``[w]``, numbers in the selection."""
         for which, positions, kept in self._by_part(window):
             yield from _part_runs(self._parts[which], positions, kept)
 
     def _by_part(self, window: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
-        """Yield part by part which samples of it are in ``window``: their positions there, and numbers in the part."""
-        by_place = np.argsort(window, kind="stable")  # parts and rows ascend with the number
+        """Yield, for each part with samples in ``window``, its index, and their positions and numbers in the part."""
+        by_place = np.argsort(window, kind="stable")  # int64 [w]: ascending numbers sort by part, then by row
         numbers = window[by_place]
         bounds = np.searchsorted(numbers, self._offsets)
         for which in np.flatnonzero(np.diff(bounds)).tolist():
@@ -247,7 +249,7 @@ class ShardSource:
             yield which, by_place[low:high], numbers[low:high] - self._offsets[which]
 
     def _outlined(self, start: int) -> Generator[Record, None, None]:
-        """Yield the samples from place ``start`` of the order on, with blank fields."""
+        """Yield the samples from position ``start`` of the order on, with blank fields."""
         ahead = self._order[start:]
         left = np.bincount(np.searchsorted(self._offsets, ahead, side="right") - 1, minlength=len(self._parts))
         known: dict[int, _Outline] = {}
@@ -313,7 +315,7 @@ class ShardSource:
         self, part: ShardPart, kept: Int64Array, positions: Int64Array, keys: Sequence[str],
         fields: Sequence[Mapping[str, bytes]],
     ) -> _Found:  # fmt: skip
-        """Make records of samples of a part; ``kept`` are their numbers in it."""
+        """Return the records of samples of a part; ``kept`` are their numbers in it."""
         taken = pa.array(kept)
         values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
         if self._changes is not None:
@@ -352,7 +354,7 @@ def _part_runs(part: ShardPart, positions: Int64Array, kept: Int64Array) -> Iter
 
 
 def _blank_field(size: int) -> bytes:
-    """Return a buffer of so many zeros, of which no memory is used until it is read."""
+    """Return a buffer of ``size`` zeros, which uses no memory until it is read."""
     return cast("bytes", np.zeros(size, np.uint8).data)
 
 

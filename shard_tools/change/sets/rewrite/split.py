@@ -1,4 +1,4 @@
-"""Write the samples of a set into several, each into one of them: the command ``split``."""
+"""Divide the samples of a set among several new sets: the command ``split``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class SplitOptions(ShardOptions):
 
     Attributes:
         split: Sets with their shares, such as ``("val=0.5%",)``; the rest goes into ``train``.
-        group_field: Column, also a late one, whose values stay together; None: each sample goes by its key.
-        classes: ``"union"``: write the numbers of classes of several sets by name.
-        allow_unfinished: Take what is there of a source that is not whole.
+        group_field: Column, also a late one; samples of equal value go into the same set. None: split by key.
+        classes: ``"union"``: match the classes of several sets by name, and renumber them.
+        allow_unfinished: Accept an unfinished source, and take the samples that are there.
     """
 
     split: tuple[str, ...]
@@ -55,10 +55,10 @@ class SplitPart(Report):
 
     Attributes:
         name: Its name: ``train``, ``val``, …
-        target: Where it is.
-        num_samples: Its samples.
-        num_shards: Its shards.
-        num_bytes: Their bytes.
+        target: Its location.
+        num_samples: Number of its samples.
+        num_shards: Number of its shards.
+        num_bytes: Total size of these shards.
     """
 
     name: str
@@ -74,8 +74,8 @@ class SplitReport(Report):
 
     Attributes:
         sets: The new sets.
-        num_source: Samples of the source.
-        was_complete: An earlier run had written everything, so that this one wrote nothing.
+        num_source: Number of samples of the source.
+        was_complete: Whether an earlier run had written everything, so that this one wrote nothing.
         seconds: Wall time of this run.
     """
 
@@ -90,13 +90,13 @@ class _Part:
     """One of the new sets.
 
     Attributes:
-        share: Which samples it gets.
-        place: Where it is.
-        mark: Its mark.
-        journal: What is written there.
+        share: Its share of the samples.
+        place: Its location.
+        mark: Its mark as unfinished.
+        journal: The journal of the work.
         storage: The store.
-        writer: Its writer, once it is written.
-        waiting: Samples that are written together.
+        writer: Its writer, after ``begin``.
+        waiting: Samples to be written together.
     """
 
     share: Share
@@ -122,10 +122,10 @@ class _Part:
         return cls(share=share, place=place, mark=mark, journal=journal, storage=storage)
 
     def looks_complete(self, *, overwrite: bool) -> bool:
-        """Tell whether an earlier run has written all of it.
+        """Return whether an earlier run has written all of it.
 
         Raises:
-            TargetNotEmptyError: Something else is there, and it is not to be overwritten.
+            TargetNotEmptyError: The target holds other files, and ``overwrite`` is False.
         """
         directory = self.place.directory
         if not any(True for _ in self.storage.list(directory)) or overwrite:
@@ -134,13 +134,13 @@ class _Part:
         found = load_journal(directory, self.storage)
         if found is None or not found.same_work(self.journal):
             raise TargetNotEmptyError(
-                f"{redact(directory)} holds something else than this command writes; give another target, or start "
+                f"{redact(directory)} holds other files than those of this command; give another target, or start "
                 "over with --overwrite"
             )
         return found.complete and not self.mark.is_set()
 
     def begin(self) -> None:
-        """Mark the target, delete what is there, and note the work."""
+        """Mark the target as unfinished, delete its contents, and write the journal."""
         there = [info.url for info in self.storage.list(self.place.directory)]
         self.mark.begin(lambda _: True)
         for url in sorted(there, key=lambda url: url.endswith("/convert.json")):
@@ -149,22 +149,22 @@ class _Part:
         save_journal(self.place.directory, self.journal, self.storage)
 
     def add(self, record: Record) -> None:
-        """Write a sample, sooner or later."""
+        """Queue a sample to be written."""
         self.waiting.append(record)
         if len(self.waiting) >= RUN_RECORDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the queued samples."""
         if self.writer is not None and self.waiting:
             write_run(self.writer, self.waiting, iter(()), ())
             self.waiting = []
 
     def finish(self) -> None:
-        """Note that all is written.
+        """Complete the set.
 
         Raises:
-            DataError: Nothing is.
+            DataError: It has no sample.
         """
         num_samples = 0 if self.writer is None else self.writer.num_samples
         if not num_samples:
@@ -185,21 +185,21 @@ def split(
 ) -> SplitReport:
     """Write each sample of ``source`` into one of several sets below ``target``, in one pass over the source.
 
-    Which one depends on the hash of its key, or of a column, alone: on no seed and no other sample. So a set that has
-    grown is split as before, and samples of one group are never in two sets. Fields and columns are copied unchanged,
-    and every byte read is compared with the index. A run that was stopped begins again.
+    The set of a sample depends only on the hash of its key, or of its value in a column, not on a seed or on other
+    samples. So samples keep their set when the source grows, and all samples of a group are in one set. Fields and
+    columns are copied unchanged, and every byte read is compared with the index. An interrupted run starts over.
 
     Args:
-        source: Indexed shards, as for ``StreamingDataset``; several, one after the other.
+        source: Indexed shards, as for ``StreamingDataset``; several sources are read in this order.
         target: Folder or prefix; each set gets a folder of its name in it.
         options: The options.
         storage_options: Options of both stores.
         progress: Receives the samples and bytes written.
 
     Raises:
-        TargetNotEmptyError: One of the targets holds something else.
+        TargetNotEmptyError: One of the targets holds other files.
         ConfigError: Options do not fit the source.
-        DataError: A sample is damaged, lacks a value of the group, or a set gets none.
+        DataError: A sample is damaged or has no value in the group's column, or a set gets no sample.
         IndexMissingError: There is no index, and the set is too large to scan for this.
         StorageError: A store failed.
     """
@@ -255,10 +255,10 @@ def split(
 
 
 def _deal(reader: ShardSource, parts: Sequence[_Part], group_field: str | None, progress: Progress) -> None:
-    """Give each sample to the set of its share.
+    """Add each sample to the set of its share.
 
     Raises:
-        DataError: A sample lacks a value of the group.
+        DataError: A sample has no value in the group's column.
     """
     progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
     with contextlib.closing(reader.records(0)) as records:
@@ -267,7 +267,7 @@ def _deal(reader: ShardSource, parts: Sequence[_Part], group_field: str | None, 
                 value = record.key if group_field is None else record.metadata.get(group_field)
                 if value is None:
                     raise DataError(
-                        f"{record.where}: sample {record.key!r} has no value in {group_field!r}, so that it is of no "
+                        f"{record.where}: sample {record.key!r} has no value in {group_field!r}, so it belongs to no "
                         "group; leave such samples out with reshard --where, or choose another column"
                     )
                 place = int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest(), "little")

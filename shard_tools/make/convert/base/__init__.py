@@ -1,1 +1,1 @@
-"""What every source needs: files in any store, records, and the mapping of rows to fields; it knows no format."""
+"""Code shared by all sources, not specific to a format: files in any store, records, and mapping rows to fields."""

@@ -1,4 +1,4 @@
-"""Read images that have annotations of their own: what layouts of boxes, captions and masks share."""
+"""Read annotated images: the shared part of layouts with boxes, captions and masks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TURNED = (
     "other programs may not"
 )
 LABELS = f"json{WITHIN}objects.label"
-"""Where the numbers of classes are."""
+"""Path of the class numbers in the field."""
 NO_SIZE = "no width and height: the image is damaged, or of a kind that is not decoded here"
 _OTHER_SIZE = "the annotations say another width and height than the image has: boxes may not fit"
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def look_at_image(data: bytes) -> tuple[dict[str, object], str]:
     """Return width and height of the upright image, and a remark if it is turned or ``""``.
 
     Raises:
-        Exception: It is damaged, or of an unknown kind; of Pillow or ours.
+        Exception: It is damaged, or of an unknown kind; an exception of Pillow or our own.
     """
     height, width, orientation = stored_size(data)
     return {"height": height, "width": width}, TURNED if orientation > 1 else ""
@@ -64,16 +64,16 @@ class AnnotatedFile(KeyedFile):
 class AnnotatedImages:
     """Images with a ``json`` field of their annotations; ``width``, ``height`` and ``objects`` become columns.
 
-    Width and height are those of the upright image, the annotations are stored as they are. A damaged image is stored
-    as it is, with a remark.
+    Width and height are those of the upright image. Annotations are stored unchanged, and so are damaged images, with a
+    remark.
 
     Args:
         kind: The value of ``--from``.
         images: The images, in their order.
-        skipped: What is left out.
+        skipped: Entries that are left out.
         storage: The store.
         options: The options of the source.
-        annotations: The files that hold what is noted about images.
+        annotations: The files of annotations.
 
     Raises:
         NotFoundError: There is no image.
@@ -117,7 +117,7 @@ class AnnotatedImages:
 
     @property
     def pictures(self) -> tuple[str, ...]:
-        """The field of the images themselves, beside masks."""
+        """The field of the images, without masks."""
         return (self._field,)
 
     @property
@@ -182,10 +182,10 @@ class AnnotatedImages:
 
 
 def choose_part(kind: str, wanted: str | None, parts: Sequence[str], where: str) -> str:
-    """Return the split to take: the only one, or the one that is asked for.
+    """Return the split to take: the only one, or the ``wanted`` one.
 
     Raises:
-        ConfigError: There is no such split, or there are several and none is asked for.
+        ConfigError: There is no such split, or there are several and ``wanted`` is None.
     """
     there = ", ".join(sorted(parts))
     if wanted is not None and wanted not in parts:

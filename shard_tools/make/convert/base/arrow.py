@@ -1,4 +1,4 @@
-"""Map columns of Arrow to fields: which field a column becomes, once for all rows, and its values in plain Python."""
+"""Map Arrow columns to fields: decide the field of a column once for all rows, and convert values to plain Python."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shard_tools.make.convert.base.rows import DROP, RowMapper, as_payload, choo
 from shard_tools.make.write.filetypes import file_type
 from streaming.errors import ConfigError, DataError, shell_word
 
-LOOKED_AT = 10_000  # values of a binary column, to tell its type; later ones are compared with it while they are read
+LOOKED_AT = 10_000  # values of a binary column that decide its type; later ones are compared with it when they are read
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column holds, by the schema.
+    """The kind of a column, by the schema.
 
     ``kind`` is "binary", "files" (lists of binary values), "list" (of numbers), "lists" (of lists of numbers) or "".
     """
@@ -29,7 +29,7 @@ class Column:
 
     @classmethod
     def of(cls, kind: pa.DataType) -> Column | None:
-        """Describe a type of Arrow; None: the column is empty, and holds whatever another file says."""
+        """Return the column of an Arrow type; None: the column is empty, so another file decides."""
         while pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
             kind = kind.value_type if pa.types.is_dictionary(kind) else kind.storage_type
         if pa.types.is_null(kind):
@@ -46,13 +46,13 @@ class Column:
         return cls("binary" if _is_binary(kind) else "")
 
     def joined(self, other: Column) -> Column:
-        """Return what a column holds that holds both, in a field that an option names."""
+        """Return the column that holds both, in a field that an option names."""
         items = "" if "" in {self.items, other.items} else str(np.result_type(self.items, other.items))
         return Column(self.kind if self.kind == other.kind else "", items)
 
 
 class ArrowColumns:
-    """The columns of all files of a source, each of which becomes one field.
+    """The columns of all files of a source; each becomes one field.
 
     Args:
         named: Columns that an option names.
@@ -69,7 +69,7 @@ class ArrowColumns:
         return {name: column.items for name, column in self._columns.items() if column.items}
 
     def add(self, schema: pa.Schema, where: str, *, arrays: Collection[str] = ()) -> None:
-        """Add the columns of another file, of which each has to hold the same in all files that have it.
+        """Add the columns of another file; a column must have the same type in all files that have it.
 
         Args:
             schema: Its columns.
@@ -77,7 +77,7 @@ class ArrowColumns:
             arrays: Columns of lists of lists that are arrays of one shape.
 
         Raises:
-            ConfigError: A column that becomes a field of its own holds something else here.
+            ConfigError: A column that becomes a separate field has another type here.
         """
         self._first = self._first or where
         for field in schema:
@@ -98,12 +98,12 @@ class ArrowColumns:
                 )
 
     def fit(self, mapper: RowMapper, looks: Iterable[Callable[[list[str]], dict[str, Counter[str]]]]) -> RowMapper:
-        """Decide which field each column becomes: once, for all rows of all files.
+        """Decide the field of each column once, for all rows of all files.
 
         Args:
-            mapper: What options say.
-            looks: One function a file, which counts the types of the first values of the given columns of those that
-                it has (:func:`count_types`); files are asked until each column has values.
+            mapper: The mapper with the options.
+            looks: One function per file, which counts the types of the first values of the given columns, as far as the
+            file has them (:func:`count_types`); called file by file until each column has values.
         """
         columns, named = self._columns, dict(mapper.fields)
         kinds = {name: column.kind for name, column in columns.items() if name not in named}
@@ -131,7 +131,7 @@ class ArrowColumns:
 
 
 def count_types(batches: Iterable[pa.RecordBatch], columns: Sequence[str]) -> dict[str, Counter[str]]:
-    """Count the types of the first values of columns of bytes, or of lists of them; ``""`` for none that is known."""
+    """Count the types of the first values of columns of bytes, or of lists of bytes; ``""`` for an unknown type."""
     found = {column: Counter[str]() for column in columns}
     left = LOOKED_AT
     for batch in batches:
@@ -148,7 +148,7 @@ def count_types(batches: Iterable[pa.RecordBatch], columns: Sequence[str]) -> di
 def plain_rows(batch: pa.RecordBatch, where: str) -> Iterator[dict[str, object]]:
     """Yield the rows of a batch.
 
-    Times of nanoseconds become ISO text with nine digits, or seconds, which are the same with and without pandas.
+    Nanosecond times become ISO text with nine digits, and durations become seconds, equal with and without pandas.
 
     Raises:
         DataError: A date or time is beyond the years 1 to 9999; the message begins with ``where``.
@@ -192,7 +192,7 @@ def plain_list(array: pa.Array) -> list[object]:
 
 
 def _fine_times(array: pa.Array) -> list[object]:
-    """Return times of nanoseconds as text, durations as seconds."""
+    """Return nanosecond times as text, durations as seconds."""
     kind = array.type
     numbers = array.cast(pa.int64()).to_pylist()
     if pa.types.is_duration(kind):
@@ -214,7 +214,7 @@ def _fine_text(time: object, nanoseconds: int) -> object:
 
 
 def _has_fine_times(kind: pa.DataType) -> bool:
-    """Tell whether values of a type hold times of nanoseconds, of which Python's own types lose some digits."""
+    """Return whether values of a type hold nanosecond times, whose last digits Python's own types lose."""
     if isinstance(kind, pa.BaseExtensionType):
         return _has_fine_times(kind.storage_type)
     if pa.types.is_dictionary(kind) or _is_list(kind):
@@ -225,7 +225,7 @@ def _has_fine_times(kind: pa.DataType) -> bool:
 
 
 def _is_binary(kind: pa.DataType) -> bool:
-    """Tell whether values of a type are bytes, or Hugging Face's struct of bytes and a path."""
+    """Return whether values of a type are bytes, or Hugging Face's struct of bytes and a path."""
     if isinstance(kind, pa.BaseExtensionType):
         return _is_binary(kind.storage_type)
     if pa.types.is_struct(kind):

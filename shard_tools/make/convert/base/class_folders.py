@@ -75,24 +75,24 @@ _K = TypeVar("_K", bound=KeyedFile)
 
 
 class ClassFolders(ABC):
-    """Files of one medium under folders or prefixes, sorted by name; a medium is a sub-class.
+    """Files of one medium under folders or prefixes, sorted by name; each medium is a subclass.
 
     The first folder of a path is the class. Classes are numbered (field ``cls``) by :func:`numbered_classes`: as in the
-    training set beside it, otherwise in the order of their sorted names. The key is the path without its extension,
+    training set beside it, or else in the order of their sorted names. The key is the path without its extension,
     with dots in the file's name replaced by ``_``. Bytes are stored unchanged, all in one field: the most frequent
     extension, in lower case; with a ``json`` field that holds class and path. Files of its stem (``a.txt`` beside
     ``a.jpg``) are further fields of its sample; entries of ``a.json`` join its ``json``, and are metadata.
 
-    Files of several classes are shuffled, unless ``keep_order`` is set: in the order of their names, a shard would
-    hold one class or two, and a batch no more than a few.
+    Files of several classes are shuffled, unless ``keep_order`` is set: in the order of names, a shard would hold one
+    or two classes, and a batch only a few.
 
-    ``cls`` and ``class``, and what :meth:`look` tells of a file, become columns.
+    ``cls`` and ``class``, and the facts that :meth:`look` returns, become columns.
 
     Attributes:
-        kind: The value of ``--from``, which is also what its files are called.
-        one: One of its files, as in "not an image".
-        extensions: How names of its files end, in lower case, without the dot.
-        own_field: What to say of files of several kinds, which become one field.
+        kind: The value of ``--from``, also the plural noun for its files.
+        one: The noun for one of its files with its article, as in "not an image".
+        extensions: Extensions of its files, in lower case, without the dot.
+        own_field: Text of the warning for files of several types, which become one field.
         measures: Columns that :meth:`look` gives.
         unread: The remark about a file of which :meth:`look` raises.
         common: Files that describe others, so that every record may depend on them.
@@ -146,10 +146,10 @@ class ClassFolders(ABC):
 
     @abstractmethod
     def look(self, data: bytes) -> tuple[dict[str, object], str]:
-        """Return what a file tells of itself by its header, and a remark or ``""``.
+        """Return the facts in a file's header, and a remark or ``""``.
 
         Raises:
-            Exception: It is damaged, or of a kind that is not read here; of any library.
+            Exception: It is damaged or of an unsupported type; an exception of any library.
         """
 
     @property
@@ -291,7 +291,7 @@ def left_out(file: SourceFile, why: str) -> Skipped:
 
 
 def why_left_out(file: SourceFile) -> str:
-    """Return why a file of a folder is no part of a sample whatever it holds; ``""`` if it may be."""
+    """Return why a file can never be part of a sample, by its name and size; ``""`` if it can."""
     if file.name.startswith(".") or "/." in file.name:
         return HIDDEN
     if in_side_folder(file.name):
@@ -302,12 +302,12 @@ def why_left_out(file: SourceFile) -> str:
 def numbered_classes(
     names: Sequence[str], given: str | Growing | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
-    """Return the number of each class, and where the numbers come from: see :func:`_numbered`.
+    """Return the number of each class, and the origin of the numbers: see :func:`_numbered`.
 
-    Where more is appended to a set, its classes keep their numbers, and new ones get the next.
+    If the source is appended to a set, the set's classes keep their numbers, and new ones get the next.
 
-    A set beside the target that numbers its classes in another way is named in the log: read together, as one parent
-    folder, both are refused.
+    A set beside the target with other class numbers is logged: both sets are refused if they are read together, by
+    their parent folder.
     """
     if isinstance(given, Growing):
         grown = [*given.names, *sorted({*names} - {*given.names})]
@@ -336,7 +336,7 @@ def _tell_of_neighbors(names: Sequence[str], target: str, storage: Storage) -> N
 
 
 def _longer_list(names: Sequence[str], place: str) -> str:
-    """Say what to give for a set's classes and further ones: the list itself, or a file if that is long."""
+    """Return the value of ``--classes`` for a set's classes and new ones: the list itself, or a file if it is long."""
     if len(names) <= _LISTED and not any("," in name for name in names):
         return ",".join(names)
     return f"NAMES.txt with one name a line: those of {place}, then the new ones, such as {names[-1]!r}"
@@ -345,21 +345,21 @@ def _longer_list(names: Sequence[str], place: str) -> str:
 def _numbered(
     names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
-    """Return the number of each class, and where the numbers come from; "" if from this folder alone.
+    """Return the number of each class, and the origin of the numbers; "" if they come from this folder alone.
 
     Args:
         names: Classes of the folder, sorted.
         given: Names separated by commas; or a file (JSON, or one name per line), a folder of classes, or a converted
             set.
         source: The folder. A folder ``train`` beside it determines the numbers if it has all these classes.
-        target: Where the shards will be. A set that they will be a part of, since they lie below it, determines the
-            numbers: its classes keep theirs, new ones get the next. A set converted to ``train`` beside it takes
-            precedence over a folder ``train`` beside the source.
+        target: Location of the shards. A set above it, which the shards will be a part of, determines the numbers: its
+        classes keep theirs, new ones get the next. A set converted to ``train`` beside the target takes precedence
+        over a folder ``train`` beside the source.
         storage: The store.
 
     Raises:
         ConfigError: The given classes cannot be read, or lack one of the folder's.
-        NotFoundError: There is nothing at ``given``.
+        NotFoundError: Nothing is found at ``given``.
     """
     if given is not None:
         listed = _listed(given, storage)
@@ -407,7 +407,7 @@ def _last(folder: str) -> str:
 
 
 def _set_above(target: str, storage: Storage) -> tuple[str, list[str]] | None:
-    """Return the nearest set with classes that shards in ``target`` will be read with, as they lie below it."""
+    """Return the nearest set with classes above ``target``: shards there will be read as part of it."""
     named = ((place, _names_in(schema, place)) for place, schema in sets_above(target, storage))
     return next((one for one in named if one[1]), None)
 
@@ -416,7 +416,7 @@ def _names_in(schema: Schema, place: str) -> list[str]:
     """Return the names of the classes of a set; [] if it has none.
 
     Raises:
-        ConfigError: Its fields have unlike classes.
+        ConfigError: Its fields have different classes.
     """
     lists = schema.classes
     if "cls" in lists:
@@ -429,7 +429,7 @@ def _names_in(schema: Schema, place: str) -> list[str]:
 
 
 def _beside(source: str, target: str | None) -> list[str]:
-    """Return where the classes of the training set may be: converted beside the target, or in a local folder."""
+    """Return possible places of the training set's classes: converted beside the target, or in a local folder."""
     places = []
     for folder in (target, source if is_local(source) else None):
         if folder is not None and _last(folder).lower() not in _TRAINING:
@@ -469,7 +469,7 @@ def _listed(place: str, storage: Storage) -> list[str]:
 
 
 def _is_plain_folder(place: str) -> bool:
-    """Tell whether a place is a folder of this machine that is no converted set."""
+    """Return whether a place is a local folder, and not a converted set."""
     path = local_path(place) if is_local(place) else ""
     return bool(path) and os.path.isdir(path) and not os.path.exists(f"{path}/{SCHEMA_FILE}")
 
@@ -479,7 +479,7 @@ def _parsed(text: str) -> Any:
 
 
 def field_of(files: Sequence[KeyedFile], kind: str, own_field: str) -> str:
-    """Return the field of all files, so that every sample has it: the extension of most of them."""
+    """Return the common field of all files, so that every sample has it: their most frequent extension."""
     spelled = Counter(one.extension for one in files)
     counts = Counter(plain_extension(extension) for extension in spelled.elements())
     most = min(counts, key=lambda extension: (-counts[extension], extension))
@@ -491,11 +491,11 @@ def field_of(files: Sequence[KeyedFile], kind: str, own_field: str) -> str:
 
 
 def keyed(files: list[_K], key_field: str | None, fields_of: Callable[[_K], Iterable[str]]) -> list[_K]:
-    """Return the files with keys that can be stored: numbers if ``key_field`` asks for them, else their own.
+    """Return the files with storable keys: numbers if ``key_field`` is ``"number"``, else their own keys.
 
     Raises:
         ConfigError: A key, or a field that ``fields_of`` gives for it, cannot be stored.
-        DuplicateKeyError: Two keys are equal, or differ by case alone, which some readers and file systems ignore.
+        DuplicateKeyError: Two keys are equal, or differ only by case, which some readers and file systems ignore.
     """
     if key_field == NUMBER_KEYS:
         files = [replace(one, key=number_key(number)) for number, one in enumerate(files)]
@@ -526,5 +526,5 @@ def _refuse_collisions(files: Sequence[KeyedFile]) -> None:
 
 
 def summary(skipped: Sequence[Skipped]) -> str:
-    """Say in a few words what a source holds in place of what is looked for."""
+    """Summarize the entries that a source holds instead of the expected files."""
     return f"{len(skipped)} other files, first: {skipped[0].path}: {skipped[0].reason}" if skipped else "it is empty"

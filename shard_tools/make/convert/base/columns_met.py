@@ -14,7 +14,7 @@ from streaming.common.arguments import some_names
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
 
-MOST_LOOKED_AT = 64  # files of lines whose beginning is read before the conversion: of more, evenly spaced ones
+MOST_LOOKED_AT = 64  # files whose first rows are read before the conversion: evenly spaced ones if there are more
 HEAD_LINES = 50
 Rows: TypeAlias = Iterator[Mapping[str, object]]
 _log = logging.getLogger(__name__)
@@ -26,9 +26,8 @@ class FileColumns:
 
     Attributes:
         where: The file, as shown.
-        always: Those that all of its rows have, as far as they were looked at, with the kind of their values; "" where
-            that is not known.
-        sometimes: Further ones, of some rows.
+        always: Columns of all examined rows, with the kind of their values; "" if unknown.
+        sometimes: Columns of some rows only.
     """
 
     where: str
@@ -37,7 +36,7 @@ class FileColumns:
 
     @classmethod
     def of_rows(cls, where: str, rows: Iterable[Mapping[str, object]]) -> FileColumns | None:
-        """Return the columns of a file by its first rows; None: it has none."""
+        """Return the columns of a file from its first rows; None: it has no rows."""
         kinds: dict[str, set[str]] = {}
         counts: dict[str, int] = {}
         num_rows = 0
@@ -53,7 +52,7 @@ class FileColumns:
         return cls(where=where, always=always, sometimes=frozenset(counts.keys() - always.keys()))
 
     def unlike(self, other: FileColumns) -> str:
-        """Say what one of two files has that the other one has not, or has as something else; "" if nothing."""
+        """Describe the columns that only one of two files has, or that differ in kind; "" if there are none."""
         for one, two in ((self, other), (other, self)):
             missing = sorted(one.always.keys() - two.always.keys() - two.sometimes)
             if missing:
@@ -66,10 +65,10 @@ class FileColumns:
 
 
 def meet_columns(files: Iterable[FileColumns | None], *, allowed: bool) -> None:
-    """Refuse files of unlike columns, or log them if they are ``allowed``.
+    """Refuse files with different columns, or log them if they are ``allowed``.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: Columns differ, and that is not allowed.
     """
     known = [one for one in files if one is not None]
     for other in known[1:]:
@@ -88,17 +87,17 @@ def meet_heads(
     files: Sequence[SourceFile], storage: Storage, num_threads: int, rows_of: Callable[[SourceFile, BinaryIO], Rows], *,
     allowed: bool,
 ) -> None:  # fmt: skip
-    """Compare files by their first rows: all of a few, of more evenly spaced ones, with the first.
+    """Compare the first rows of files with those of the first file; of many files, read evenly spaced ones.
 
     Args:
         files: The files.
         storage: Their store.
-        num_threads: Threads that read ahead.
-        rows_of: Returns the rows of an open file. What is wrong with one is told when it is converted.
+        num_threads: Number of threads that read ahead.
+        rows_of: Returns the rows of an open file. Faults in a file are reported when it is converted.
         allowed: See :func:`meet_columns`.
 
     Raises:
-        ConfigError: Their columns are unlike, and that is not allowed.
+        ConfigError: Columns differ, and that is not allowed.
     """
     some = files[:: -(-len(files) // MOST_LOOKED_AT)] if len(files) > 1 else ()
     heads = []

@@ -1,4 +1,4 @@
-"""Count the records of files by a first pass, so that several processes can each read some of them."""
+"""Count the records of files in a first pass, so that several processes can each read some of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from streaming.storage import Storage
 from streaming.types import Int64Array
 
 _AHEAD = 256  # files in progress; an executor with fewer workers queues them
-_STEP_BYTES = 4 << 20  # as much is read at once
+_STEP_BYTES = 4 << 20  # bytes per read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileCount:
-    """How many records a file has, and where reading may begin.
+    """The number of records of a file, and the positions where reading may begin.
 
     Attributes:
         num_records: Their number.
-        marks: int64 ``[k, 3]``: number of a record within the file, the byte and the number of lines before it; the
-            first one is 0, 0, 0.
-        places: Where each record is, in the way of the layout; only for a source that is read out of order.
-        skipped: What is left out of the file.
+        marks: int64 ``[k, 3]``: number of a record within the file, its byte, and the number of lines before it; the
+        first row is 0, 0, 0.
+        places: Position of each record, in a form of the layout; only for a source that is read out of order.
+        skipped: Entries of the file that are left out.
     """
 
     num_records: int
@@ -51,13 +51,13 @@ class Marker:
             self.found.append((number, at, num_lines))
 
     def count(self, num_records: int, skipped: Sequence[Skipped] = ()) -> FileCount:
-        """Return the count of a file that is read to its end."""
+        """Return the count of a file that has been read to its end."""
         return FileCount(num_records=num_records, marks=np.array(self.found, np.int64), skipped=tuple(skipped))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where reading begins: in file ``which`` at its record ``number_in_file``, which is record ``number`` of all."""
+    """The start of reading: record ``number_in_file`` of file ``which``, which is record ``number`` of all."""
 
     which: int = 0
     number: int = 0
@@ -67,7 +67,7 @@ class Beginning:
 
 
 class CountedFiles(FileSource, ABC):
-    """Base class for sources of files whose records are counted if they are to be read by several processes."""
+    """Base class for sources of files whose records are counted if several processes read them."""
 
     def __init__(self, kind: str, files: Sequence[SourceFile], storage: Storage, num_threads: int = 1) -> None:
         super().__init__(kind, files, storage)
@@ -76,7 +76,7 @@ class CountedFiles(FileSource, ABC):
 
     @property
     def num_records(self) -> int | None:
-        """Number of records, once they are counted."""
+        """Number of records; None before they are counted."""
         return sum(count.num_records for count in self._counts) if self._counts else None
 
     def count(self, executor: Executor) -> None:
@@ -97,11 +97,11 @@ class CountedFiles(FileSource, ABC):
 
     @property
     def _num_threads(self) -> int:
-        """Threads that read ahead: one, where other processes read what comes next."""
+        """Number of threads that read ahead: one if other processes read the following files."""
         return 1 if self._counts else self._threads
 
     def _beginning(self, start: int) -> Beginning:
-        """Return where to begin for record ``start``: at the last mark before it, or with the first file."""
+        """Return the start of reading for record ``start``: the last mark before it, or the first file."""
         if not self._counts:
             return Beginning()
         first = sums([count.num_records for count in self._counts])
@@ -115,13 +115,13 @@ class CountedFiles(FileSource, ABC):
         )  # fmt: skip
 
     def _places(self) -> list[Int64Array]:
-        """Return where each record is, file by file."""
+        """Return the positions of records, file by file."""
         counts = self._counts or map(self.count_file, self.files)
         return [count.places for count in counts if count.places is not None]
 
 
 def refuse_packed(file: SourceFile) -> ConfigError:
-    """Return the error for a compressed file that is to be read by several processes."""
+    """Return the error for a compressed file that several processes would read."""
     return ConfigError(
         f"--engine: {file.shown_url} is compressed and can only be read front to back, by one process; unpack it, or "
         "use --engine local"

@@ -45,7 +45,7 @@ MEMBER = re.compile(r"zip://(.+?\.zip)!/(.*)", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """One file of a source: its location, its name within the source, its size, and what tells its version."""
+    """One file of a source: its location, its name within the source, its size, and its version."""
 
     url: str
     name: str
@@ -59,11 +59,11 @@ class SourceFile:
 
 
 class FileSource:
-    """Base class for sources of files whose records can only be counted by reading them.
+    """Base class for sources of files whose records can be counted only by reading them.
 
     Attributes:
         in_order: Whether records come in the order of the files.
-        common: Files that every record may depend on.
+        common: Files on which every record may depend.
     """
 
     in_order = True
@@ -139,12 +139,12 @@ def identity_of(kind: str, lines: Sequence[str]) -> dict[str, object]:
 
 
 def is_local(url: str) -> bool:
-    """Tell whether ``url`` is a path of this machine's file system."""
+    """Return whether ``url`` is a path in this machine's file system."""
     return scheme_of(url) == "file"
 
 
 def is_folder(url: str) -> bool:
-    """Tell whether ``url`` is a folder of this machine's file system."""
+    """Return whether ``url`` is a folder in this machine's file system."""
     return is_local(url) and os.path.isdir(local_path(url))
 
 
@@ -163,13 +163,13 @@ def find_files(
         spec: A file, a folder or prefix ending in ``/``, a pattern with ``*``, or a brace list of these.
         storage: The store.
         suffixes: In folders and prefixes, take only names with these endings (compared in lower case).
-        exclude: A folder or prefix whose content is not taken.
+        exclude: A folder or prefix to leave out.
         more: Further such specs, whose files follow.
         others: Gets the files of folders and prefixes whose names end otherwise.
 
     Raises:
-        NotFoundError: There is nothing, or nothing at one of several.
-        ConfigError: Of several, two name the same file.
+        NotFoundError: No file is found, or none at one of several specs.
+        ConfigError: Two specs name the same file.
     """
     if more:
         each = (find_files(one, storage, suffixes, exclude=exclude, others=others) for one in (spec, *more))
@@ -187,13 +187,13 @@ def find_files(
 
 
 def _new(files: list[SourceFile], storage: Storage) -> list[SourceFile]:
-    """Leave out what the set has that more is appended to."""
+    """Leave out the files that the set already has, if the source is appended to one."""
     known = storage.known if isinstance(storage, SourceStorage) else None
     return files if known is None or not isinstance(storage, SourceStorage) else known.new(files, storage)
 
 
 def once(files: list[SourceFile]) -> list[SourceFile]:
-    """Refuse a file that two of several sources name: its records would be there twice."""
+    """Refuse a file that two of several sources name: its records would occur twice."""
     seen = {file.url for file in files}
     for file in files:
         if file.url not in seen:
@@ -203,7 +203,7 @@ def once(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def walked(url: str, exclude: str | None, known: FolderWalks) -> tuple[list[SourceFile], list[Skipped]]:
-    """Return what :func:`walk_folder` does, once for the options of a command: it is kept in ``known``."""
+    """Return the result of :func:`walk_folder`, which is cached in ``known`` for the options of one command."""
     place = (local_path(url), exclude)
     if place not in known:
         known[place] = walk_folder(*place)
@@ -214,14 +214,14 @@ def walked(url: str, exclude: str | None, known: FolderWalks) -> tuple[list[Sour
 def list_files(
     specs: Sequence[str], storage: Storage, exclude: str | None, known: FolderWalks | None = None
 ) -> tuple[list[SourceFile], list[Skipped]]:
-    """Return all files that are named, or lie in the named folders or prefixes, and entries that cannot be read.
+    """Return all files that are named, or are in the named folders or prefixes, and entries that cannot be read.
 
     Names of files are relative to the folder that holds them, or to the fixed part of a pattern.
 
-    ``known`` is where walks are kept, if folders are looked at more than once.
+    ``known`` caches walks, if folders are listed more than once.
 
     Raises:
-        NotFoundError: There is nothing at one of ``specs``.
+        NotFoundError: No file is found at one of ``specs``.
         ConfigError: Two of them name the same file.
     """
     files: list[SourceFile] = []
@@ -242,7 +242,7 @@ def list_files(
 
 
 def places(specs: Sequence[str], storage: Storage, suffixes: tuple[str, ...]) -> list[str]:
-    """Return ``specs`` with patterns replaced that name folders (they end in ``/``), or files with these endings.
+    """Expand patterns in ``specs`` that name folders (they end in ``/``), or files with these endings.
 
     Raises:
         NotFoundError: A pattern names nothing.
@@ -316,7 +316,7 @@ def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFi
 
 
 def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile], list[Skipped]]:
-    """Return the files under ``root``, and entries that are not files to be read.
+    """Return the files under ``root``, and entries that are not readable files.
 
     Links to folders are not followed, nor are links to files outside ``root``, and the folder ``exclude`` is left out
     silently.
@@ -366,7 +366,7 @@ def _why_not_read(entry: os.DirEntry[str], relative: str, inside: str) -> str | 
 
 
 def read_file(file: SourceFile, storage: Storage) -> bytes:
-    """Return a whole file, in a few calls where it is one of this machine.
+    """Return a whole file; a local one is read in a few calls.
 
     Raises:
         StorageError: It cannot be read.
@@ -377,7 +377,7 @@ def read_file(file: SourceFile, storage: Storage) -> bytes:
             if isinstance(storage, SourceStorage):
                 storage.was_read(file.url, 0, data, is_last=True)
             return data
-    return bytes(storage.read(file.url))  # which says what is wrong with a local one
+    return bytes(storage.read(file.url))  # reports faults of a local file
 
 
 def _read_local(path: str, size_bytes: int) -> bytes:

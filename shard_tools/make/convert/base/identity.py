@@ -1,7 +1,7 @@
-"""Tell whether the inputs of a set are still what they were when it was made.
+"""Find out whether the inputs of a set changed since it was made.
 
-A store that notes what it reads (:class:`SourceStorage`) gives each input its :class:`SourceIdentity`; the journal of
-a set keeps these, and :func:`compared` says from which input on the set has to be made again.
+A store that records its reads (:class:`SourceStorage`) gives each input its :class:`SourceIdentity`. The journal of a
+set keeps these, and :func:`compared` returns the first input from which the set must be made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streaming.errors import DataError, StorageError
 from streaming.storage import ChangedError, ObjectInfo, Storage, local_path, redact, scheme_of
 
 EVERYWHERE = -1
-"""Number of an input that every record may depend on."""
+"""Number of an input on which every record may depend."""
 
 
 class ChangedInputError(DataError):
@@ -31,22 +31,22 @@ class ChangedInputError(DataError):
 
 
 _PIECE_BYTES = 8 << 20
-_OF_FILE = re.compile(r"\d+-(\d+)-\d+")  # the version of a local file, or of a member of one
-_TICK_NS = 20_000_000  # twice the longest step of the clock by which Linux stamps files
+_OF_FILE = re.compile(r"\d+-(\d+)-\d+")  # the version of a local file, or of a member of an archive
+_TICK_NS = 20_000_000  # twice the longest tick of the clock for Linux file times
 _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceIdentity:
-    """One input of a set, and what tells whether it changed.
+    """One input of a set, with the values that show whether it changed.
 
     Attributes:
         name: Its name within the source.
         size_bytes: Its size.
-        version: What its store says: of a local file the times of its last change and its inode, of an object its ETag
-            or version; None: nothing.
-        crc32c: Checksum of its bytes; None: they were not all read from the first to the last.
-        number: Which input it is, as ``Record.origin`` says it; ``EVERYWHERE``: every record may depend on it.
+        version: Its version by the store: for a local file the times of its last change and its inode, for an object
+        its ETag or version; None: unknown.
+        crc32c: Checksum of its bytes; None: they were not read completely, in order.
+        number: Number of the input, as in ``Record.origin``; ``EVERYWHERE``: every record may depend on it.
         url: Its location in this run.
     """
 
@@ -59,15 +59,15 @@ class SourceIdentity:
 
     @property
     def place(self) -> tuple[int, str]:
-        """What two runs know it by."""
+        """The identity of the input across runs."""
         return self.number, self.name
 
     def is_surely(self, other: SourceIdentity) -> bool:
-        """Tell whether the store says that both are the same bytes."""
+        """Return whether both have the same bytes by the store's version."""
         return self.size_bytes == other.size_bytes and self.version is not None and self.version == other.version
 
     def may_be(self, other: SourceIdentity) -> bool:
-        """Tell whether reading ``other`` can show that both are the same bytes."""
+        """Return whether reading ``other`` can show that both have the same bytes."""
         return self.size_bytes == other.size_bytes and self.crc32c is not None
 
 
@@ -77,7 +77,7 @@ class ChangedInputs:
 
     Attributes:
         names: Their names.
-        first: Number of the first; None: none changed. Records of earlier inputs are what they were.
+        first: Number of the first one; None: none changed. Records of earlier inputs are unchanged.
     """
 
     names: tuple[str, ...] = ()
@@ -92,13 +92,13 @@ def compared(
     earlier: Iterable[SourceIdentity], now: Iterable[SourceIdentity], checksum: Callable[[SourceIdentity], int | None],
     *, last: int,
 ) -> ChangedInputs:  # fmt: skip
-    """Return which of the inputs that an earlier run has used are not what they were.
+    """Return the inputs used by an earlier run that changed since.
 
     Args:
-        earlier: The inputs as that run noted them.
+        earlier: The inputs as that run recorded them.
         now: The inputs of this run.
-        checksum: Reads an input of this run, where its size is the same and its store does not say that it is.
-        last: Number of the last input that the run has used.
+        checksum: Reads an input of this run whose size is the same, but whose version is not known to be.
+        last: Number of the last input that the earlier run used.
     """
     known = {one.place: one for one in earlier}
     changed = []
@@ -114,7 +114,7 @@ def compared(
 
 
 def carried(earlier: Iterable[SourceIdentity], now: Iterable[SourceIdentity]) -> Iterator[SourceIdentity]:
-    """Yield the inputs of this run, with the checksums that an earlier one knew of what is the same."""
+    """Yield the inputs of this run, with the checksums from an earlier run for unchanged ones."""
     known = {one.place: one for one in earlier}
     for one in now:
         before = known.get(one.place)
@@ -123,7 +123,7 @@ def carried(earlier: Iterable[SourceIdentity], now: Iterable[SourceIdentity]) ->
 
 
 def differing(earlier: Iterable[SourceIdentity], now: Iterable[SourceIdentity]) -> Iterator[str]:
-    """Name inputs that only one of two runs has, and those that may have changed."""
+    """Yield the names of inputs that only one of two runs has, and of those that may have changed."""
     there, here = ({one.name: one for one in some} for some in (earlier, now))
     changed = [name for name in here if name in there and not there[name].is_surely(here[name])]
     for names, what in (
@@ -137,7 +137,7 @@ def differing(earlier: Iterable[SourceIdentity], now: Iterable[SourceIdentity]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origins:
-    """The inputs of a set, and the store that they are read from."""
+    """The inputs of a set, and the store from which they are read."""
 
     inputs: Sequence[SourceIdentity] = ()
     store: Storage = field(default_factory=Storage)
@@ -148,10 +148,10 @@ class Origins:
         return max((one.number for one in self.inputs), default=EVERYWHERE)
 
     def check(self, threads: int) -> None:
-        """Refuse inputs that changed since they were listed, of those that were not compared when they were read.
+        """Refuse inputs that changed since they were listed; check those that were not compared during reading.
 
         Raises:
-            DataError: There is one.
+            DataError: An input changed.
         """
         store = SourceStorage.of(self.store)
         left = store.not_compared(self.inputs)
@@ -175,14 +175,14 @@ class Named(Protocol):
 
     @property
     def version(self) -> str | None:
-        """What its store says of its version."""
+        """Its version by the store."""
 
 
 _N = TypeVar("_N", bound=Named)
 
 
 def origins_of(files: Sequence[Named], storage: Storage, *, number: int | None = None) -> list[SourceIdentity]:
-    """Return the identities of files that have one number together, or are numbered in their order."""
+    """Return the identities of files, all with the given number, or numbered in their order."""
     sums = storage.sums if isinstance(storage, SourceStorage) else {}
     return [
         SourceIdentity(
@@ -198,12 +198,12 @@ def origins_of(files: Sequence[Named], storage: Storage, *, number: int | None =
 
 
 def version_of_file(status: os.stat_result) -> str:
-    """Return what tells whether a local file changed. Programs can set its time of modification, but not the other."""
+    """Return the version of a local file. Programs can set its modification time, but not its change time."""
     return f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"
 
 
 def settle(inputs: Iterable[SourceIdentity]) -> None:
-    """Wait until a change of a local file gets another time than it has: at most 0.02 s, after a change just now."""
+    """Wait until a new change of a local file would get another time: at most 0.02 s, after a very recent change."""
     found = (_OF_FILE.fullmatch(one.version or "") for one in inputs)
     newest = max((int(one[1]) for one in found if one), default=0)
     age_ns = time.time_ns() - newest
@@ -212,14 +212,14 @@ def settle(inputs: Iterable[SourceIdentity]) -> None:
 
 
 class KnownInputs:
-    """The inputs of a set that more is appended to: what is one of them is left out of a source.
+    """The inputs of a set to be extended; they are left out of a source.
 
     Args:
         inputs: The inputs.
 
     Attributes:
-        left_out: Names of those that a source holds, too.
-        changed: Names of inputs that a source has in another version.
+        left_out: Names of inputs that a source holds, too.
+        changed: Names of inputs of which a source has another version.
     """
 
     def __init__(self, inputs: Iterable[SourceIdentity]) -> None:
@@ -228,7 +228,7 @@ class KnownInputs:
         self.changed: set[str] = set()
 
     def new(self, files: Sequence[_N], storage: SourceStorage) -> list[_N]:
-        """Return the files that are none of them; one that may have changed is read and compared."""
+        """Return the files that are not among them; a file that may have changed is read and compared."""
         return [file for file in files if not self._has(file, storage)]
 
     def _has(self, file: Named, storage: SourceStorage) -> bool:
@@ -236,9 +236,9 @@ class KnownInputs:
         return self.has(now, storage)
 
     def has(self, now: SourceIdentity, storage: SourceStorage | None = None) -> bool:
-        """Tell whether an input is one of them by its name; what changed is noted.
+        """Return whether an input is one of them, by its name; changed inputs are noted.
 
-        ``storage`` is asked for a checksum where the version does not tell.
+        ``storage`` computes a checksum if the version does not decide.
         """
         known = self._known.get(now.name)
         if known is None:
@@ -252,16 +252,16 @@ class KnownInputs:
 
 
 def is_file(url: str) -> bool:
-    """Tell whether ``url`` is a path of this machine's file system."""
+    """Return whether ``url`` is a path in this machine's file system."""
     return bool(url) and scheme_of(url) == "file"
 
 
 class SourceStorage(Storage):
-    """A store that gives each input one version, and its checksum when it has been read. Thread-safe.
+    """A store that pins each input to one version, and computes its checksum when it is read. Thread-safe.
 
     Attributes:
-        sums: CRC32C of each URL that was read from its first byte to its last, one read after the other.
-        known: What listings of sources leave out; None: nothing.
+        sums: CRC32C of each URL that was read completely, in order.
+        known: Inputs that listings of sources leave out; None: none.
     """
 
     known: KnownInputs | None = None
@@ -279,26 +279,26 @@ class SourceStorage(Storage):
 
     @classmethod
     def of(cls, storage: Storage) -> SourceStorage:
-        """Return such a store with the options of another; one that is such a store already as it is."""
+        """Return a store with the options of another; a ``SourceStorage`` itself is returned unchanged."""
         return storage if isinstance(storage, SourceStorage) else cls(*storage.__reduce__()[1])
 
     def info(self, url: str) -> ObjectInfo:
-        """Return size and version: of a local file by what :func:`version_of_file` says."""
+        """Return size and version; for a local file the version of :func:`version_of_file`."""
         found = super().info(url)
         return replace(found, version=version_of_file(os.stat(local_path(url)))) if is_file(url) else found
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """Yield what is below ``url``, as :meth:`info` says it."""
+        """Yield the objects below ``url``, with the versions of :meth:`info`."""
         for found in super().list(url):
             yield replace(found, version=version_of_file(os.stat(local_path(found.url)))) if is_file(url) else found
 
     def expect(self, inputs: Iterable[SourceIdentity]) -> None:
-        """Refuse, from now on, to read other versions of these inputs."""
+        """Refuse from now on to read other versions of these inputs."""
         told = {one.url: (one.size_bytes, one.version) for one in inputs if one.url}
-        self._versions = told | self._versions  # what was expected first stays
+        self._versions = told | self._versions  # the first expectation stays
 
     def read(self, url: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Any:
-        """Return bytes of the version that is expected.
+        """Return bytes of the expected version.
 
         Raises:
             DataError: The input was changed meanwhile.
@@ -317,7 +317,7 @@ class SourceStorage(Storage):
         return data
 
     def was_read(self, url: str, start: int, data: Any, *, is_last: bool) -> None:
-        """Note what was read of an input, and whether its end was; of a local one, compare its version.
+        """Note which bytes of an input were read, and whether its end was; compare the version of a local one.
 
         Raises:
             DataError: The input was changed meanwhile.
@@ -331,7 +331,7 @@ class SourceStorage(Storage):
             return
         at, crc = at + len(data), crc32c.crc32c(data, crc)
         with self._noting:
-            # What is noted are the bytes from the first one on, without a gap.
+            # The checksum covers the bytes from the first one on, without a gap.
             self._running[url] = at, crc
             if is_last or at == size_bytes:
                 self.sums[url] = crc
@@ -340,7 +340,7 @@ class SourceStorage(Storage):
                     self._compared.add(url)
 
     def check(self, url: str, size_bytes: int | None, version: str | None) -> None:
-        """Refuse an input that is not what it was.
+        """Refuse an input that changed.
 
         Raises:
             DataError: It has another size or version.
@@ -353,7 +353,7 @@ class SourceStorage(Storage):
             raise changed_meanwhile(url)
 
     def checksum(self, one: SourceIdentity) -> int | None:
-        """Read an input from its first byte to its last; return its checksum.
+        """Read a whole input; return its checksum.
 
         Raises:
             DataError: It was changed meanwhile, or cannot be read.
@@ -364,7 +364,7 @@ class SourceStorage(Storage):
         return self.sums.get(one.url)
 
     def not_compared(self, inputs: Iterable[SourceIdentity]) -> Iterator[SourceIdentity]:
-        """Yield the inputs whose version this store has not compared while it read them to their end."""
+        """Yield the inputs that this store has not read completely while comparing their version."""
         for one in inputs:
             if one.url and one.version is not None and not (one.url in self._compared and self._pins(one.url)):
                 yield one

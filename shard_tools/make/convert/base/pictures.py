@@ -1,4 +1,4 @@
-"""Store images that come as rows of pixels, or as lists of files in one value, as files that decoders read."""
+"""Convert rows of pixels, and lists of files in one value, to image files that decoders read."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from PIL import Image
 
 from streaming.errors import DataError
 
-_PNG_MODES = {"L": 8, "LA": 16, "RGB": 24, "RGBA": 32, "I;16": 16}  # bits of a pixel
+_PNG_MODES = {"L": 8, "LA": 16, "RGB": 24, "RGBA": 32, "I;16": 16}  # bits per pixel
 _TIFF_MODES = {"I": 32, "F": 32, "CMYK": 32, "YCbCr": 24, "LAB": 24}
 _HEADER = struct.Struct("<3I")
-_MOST_IMAGES = 10_000  # in one value; each becomes a field, of which readers take 16,384
+_MOST_IMAGES = 10_000  # in one value; each becomes a field, and readers accept 16,384 fields
 
 
 def pixel_type(data: bytes) -> str:
-    """Return the type of file that keeps these pixels, ``png`` or ``tif``.
+    """Return the type of a lossless file for these pixels, ``png`` or ``tif``.
 
     Raises:
-        DataError: The image is damaged, or of a mode that neither keeps.
+        DataError: The image is damaged, or neither type supports its mode.
     """
     mode = _parse(data)[0]
     return "tif" if mode in _TIFF_MODES else "png"
 
 
 def encode_pixels(data: bytes) -> bytes:
-    """Return a file of an image: width, height and length of the mode as uint32, the mode, rows of pixels.
+    """Encode an image (width, height and length of the mode as uint32, the mode, rows of pixels) as a lossless file.
 
-    Modes with a palette come without it, so their indices become shades of gray. Nothing is lost.
+    Modes with a palette come without the palette, so their indices become shades of gray.
 
     Raises:
-        DataError: It is damaged, or of a mode that no lossless file keeps.
+        DataError: It is damaged, or no lossless file supports its mode.
     """
     mode, width, height, pixels = _parse(data)
     image = Image.frombytes("L" if mode == "P" else mode, (width, height), pixels)
@@ -58,7 +58,7 @@ def _parse(data: bytes) -> tuple[str, int, int, bytes]:
 
 
 def split_images(data: bytes, *, at: int) -> list[bytes]:
-    """Return the images of a list: at byte ``at`` their number, then their sizes, as uint32, then the images.
+    """Split a list of images: their number at byte ``at``, then their sizes (uint32), then the images.
 
     Raises:
         DataError: Numbers and sizes do not match the bytes.

@@ -1,4 +1,4 @@
-"""Define the interface of sources: records, in one fixed order, from any position on."""
+"""Define the interface of sources: records in a fixed order, readable from any position on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from streaming.errors import ConfigError, DataError, DuplicateKeyError, Shardstr
 from streaming.order.plan.permutation import hash_range
 from streaming.types import Int64Array
 
-NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
+NUMBER_KEYS = "number"  # the value of --key for the keys 000000000, 000000001, …
 TEXT_UNITS = ("line", "blank-line", "file")
 ON_ERROR = ("raise", "skip")
 MAX_LISTED = 10_000
@@ -33,7 +33,7 @@ MAX_LISTED = 10_000
 RUN_RECORDS, _RUN_BYTES = 64, 1 << 20  # that are written together
 _NAMES_LOOKED_AT = 100_000
 _log = logging.getLogger(__name__)
-_SEEDS = 0x9E3779B97F4A7C15  # neighboring seeds lie far apart
+_SEEDS = 0x9E3779B97F4A7C15  # spreads neighboring seeds far apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class Record:
         fields: Its fields by extension.
         metadata: The row or entry that it was made from.
         where: File and line or row, for messages.
-        problem: Why it cannot be read; only in tolerant sources.
-        remarks: What is odd about it though it is stored, in words that are the same for all such records.
-        left_out: Reasons why records right before it are left out, one for each.
+        problem: The reason why it cannot be read; only in tolerant sources.
+        remarks: Warnings about a stored record; the same text for all records with the same oddity.
+        left_out: Reasons why records right before it are left out, one per record.
         origin: Number of the input that it is made of
             (:class:`~shard_tools.make.convert.base.identity.SourceIdentity`).
     """
@@ -63,19 +63,19 @@ class Record:
 
     @property
     def sample(self) -> dict[str, object]:
-        """The sample for ``ShardWriter``, including the metadata from which columns are taken."""
+        """The sample for ``ShardWriter``, including the metadata for its columns."""
         return {**self.fields, "__key__": self.key, "__metadata__": self.metadata}
 
 
 @dataclass(slots=True)
 class Remarks:
-    """Count what is odd about records and what is left out; changed only by the thread that writes.
+    """Count remarks about records, and records that are left out. Only the thread that writes changes it.
 
     Attributes:
-        counts: Records by remark.
-        left_out: Records that are left out, by reason.
-        first: Where the first record of each remark comes from, if this run wrote it.
-        through: Number of the input that the last record is made of; -1: there is no record.
+        counts: Number of records by remark.
+        left_out: Number of records that are left out, by reason.
+        first: Place of the first record of each remark, if this run wrote it.
+        through: Number of the input of the last record; -1: there is no record.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -99,7 +99,7 @@ class Remarks:
         self.through = later.through
 
     def log(self, target: str) -> None:
-        """Log one warning for each kind."""
+        """Log one warning per remark."""
         for remark, count in self.counts.items():
             where = self.first.get(remark, "a sample of an earlier run")
             _log.warning("%s: %s: %s, the first from %s", target, remark, counted(count, "sample"), where)
@@ -122,41 +122,41 @@ class Skipped(Report):
 
 
 FolderWalks = dict[tuple[str, str | None], Any]
-"""What ``files.walked`` has found, by folder and by what was left out."""
+"""Results of ``files.walked``, by folder and by the folder left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """The names of a set's classes, in the order of their numbers; further ones get the next numbers."""
+    """The names of a set's classes, in the order of their numbers; new names get the next numbers."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """How to read a source; each layout says which of these it takes (``sources.LAYOUTS``).
+    """Options for reading a source; each layout declares the options that it takes (``sources.LAYOUTS``).
 
     Attributes:
-        fields: (column, extension) pairs: columns of a table that become fields of their own.
-        key_field: Where keys come from; ``"number"`` counts; None: what is usual for the layout.
-        shuffle_seed: Read in an order mixed by this seed; None: as usual for the layout, which is not at all, but
-            for folders of several classes.
-        keep_order: Keep the source's order, whatever is usual.
-        num_threads: Threads that read ahead.
-        exclude: A folder or prefix whose content is not taken: the target may lie in the source.
-        classes: Where the numbers of classes come from.
-        max_gzip_ratio: A ``.gz`` that inflates to more than so many times its size is refused.
-        allow_unfinished: Take what is there of shards that are still being written.
-        unit: What is one record of a text: ``"line"``, ``"blank-line"`` (up to the next blank line) or ``"file"``.
-        tolerant: A line or row that cannot be read is a record with a ``problem``, and not an error.
-        named_only: Columns that ``fields`` does not name become no fields: their values are looked at as ``metadata``.
+        fields: (column, extension) pairs: columns of a table that become separate fields.
+        key_field: The column of the keys; ``"number"`` counts; None: the default of the layout.
+        shuffle_seed: Read in an order shuffled by this seed; None: the default of the layout: only folders of several
+        classes are shuffled.
+        keep_order: Keep the source's order, whatever the default is.
+        num_threads: Number of threads that read ahead.
+        exclude: A folder or prefix to leave out, such as a target inside the source.
+        classes: Origin of the class numbers.
+        max_gzip_ratio: Maximum ratio by which a ``.gz`` may inflate.
+        allow_unfinished: Accept unfinished sets, and take the samples that are there.
+        unit: The unit of a text record: ``"line"``, ``"blank-line"`` (up to the next blank line) or ``"file"``.
+        tolerant: A line or row that cannot be read becomes a record with a ``problem`` instead of an error.
+        named_only: Columns that ``fields`` does not name become no fields; their values are only ``metadata``.
         more: Further places of the same layout, whose records follow in this order.
-        part: The split to take, of a source that has several.
-        config: The configuration to take, of a source that has several.
-        images: Where the images of a file of annotations are.
-        unlike_columns: Take files of unlike columns as they are, and log it.
-        walks: What is known of folders, so that none is walked twice.
-        known: The inputs of a set that the records are appended to, which are left out.
+        part: The split to take, if the source has several.
+        config: The configuration to take, if the source has several.
+        images: Folder of the images of an annotation file.
+        unlike_columns: Accept files with different columns, and log it.
+        walks: Listings of folders, so that none is walked twice.
+        known: The inputs of the set that the records are appended to; they are left out.
         medium_field: The field that files of one medium are stored in; None: by their most frequent extension.
         guessed: The names of the files determined the layout.
         document_token: The id between documents of a stream of ids, or ``"none"``; None: the usual one.
@@ -193,11 +193,11 @@ class ShardOptions:
     Attributes:
         max_bytes: Maximum size of a shard.
         max_samples: Maximum number of samples in a shard.
-        shuffle_seed: Shuffle the records uniformly with this seed; None: as usual, which is not at all, but for folders
-            of several classes, where it is 0.
-        workers: Threads that read ahead; for a tokenizer, processes, which also determine the number of batches in
-            progress.
-        overwrite: Delete the shards that the target holds.
+        shuffle_seed: Shuffle the records uniformly with this seed; None: 0 for folders of several classes, no shuffle
+        for other sources.
+        workers: Number of threads that read ahead; for a tokenizer, number of processes, which also determines the
+        number of batches in progress.
+        overwrite: Delete the shards of the target first.
     """
 
     max_bytes: int = parse_bytes(DEFAULT_MAX_BYTES)
@@ -207,7 +207,7 @@ class ShardOptions:
     overwrite: bool = False
 
     def identity(self) -> dict[str, object]:
-        """Return everything that determines the bytes of the result."""
+        """Return the facts that determine the bytes of the result."""
         return {"max_bytes": self.max_bytes, "max_samples": self.max_samples, "shuffle_seed": self.shuffle_seed}
 
 
@@ -231,22 +231,22 @@ class Source(Protocol):
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What was left out so far."""
+        """Entries left out so far."""
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
-        """The fields of its samples, True for those that every sample has; None if only reading tells."""
+        """The fields of its samples, True for those that every sample has; None if unknown before reading."""
 
     def identity(self) -> dict[str, object]:
         """Return JSON-serializable facts that identify this source; a conversion continues only if they are equal.
 
-        They hold what is decided once for all records, and names, but neither sizes nor contents of inputs.
+        They include names, and decisions for all records, but neither sizes nor contents of inputs.
         """
 
     def origins(self) -> Origins:
-        """Return the inputs that records are made of, with the checksums of those that were read.
+        """Return the inputs of the records, with the checksums of those that were read.
 
-        Records come in the order of the inputs' numbers. None: :meth:`identity` tells all of the content.
+        Records come in the order of the inputs' numbers. None: :meth:`identity` determines the content completely.
         """
 
     def records(self, start: int) -> Generator[Record, None, None]:
@@ -255,10 +255,10 @@ class Source(Protocol):
 
 @runtime_checkable
 class Countable(Protocol):
-    """A source that can count its records by a first pass, where their number is not known."""
+    """A source that can count its records in a first pass if their number is not known."""
 
     def count(self, executor: Executor) -> None:
-        """Count the records, after which ``num_records`` is known and reading may begin near any record.
+        """Count the records. Afterwards ``num_records`` is known, and reading may begin near any record.
 
         Raises:
             ConfigError: It can only be read front to back.
@@ -267,7 +267,7 @@ class Countable(Protocol):
 
 @runtime_checkable
 class Foreseeable(Protocol):
-    """A source whose index tells names and sizes, so that shards are planned before content is read."""
+    """A source whose index has names and sizes, so that shards are planned before content is read."""
 
     @property
     def num_records(self) -> int:
@@ -277,7 +277,7 @@ class Foreseeable(Protocol):
         """Return the records from number ``start`` on, with blank fields of the right sizes."""
 
     def part(self, start: int, stop: int) -> Source:
-        """Return a source of records ``[start, stop)`` alone, which is sent to where they are written."""
+        """Return a source of records ``[start, stop)`` alone, to be sent to the process that writes them."""
 
 
 @runtime_checkable
@@ -285,26 +285,26 @@ class LeavesOut(Protocol):
     """A source that leaves out records."""
 
     def left_out_last(self) -> Sequence[str]:
-        """Return the reasons for records that are left out after the last one."""
+        """Return the reasons of records that are left out after the last one."""
 
 
 class Standing(Protocol):
-    """Where a source stands, if the number of samples does not tell from which record on to continue."""
+    """The position of a source, if the number of samples does not determine the record to continue with."""
 
     def through(self) -> int:
-        """Return the number of the last input that is done with before the latest record."""
+        """Return the number of the last input that was finished before the latest record."""
 
     def position(self) -> Mapping[str, Any]:
-        """Return, JSON-serializable, where a run goes on that is interrupted right before the latest record."""
+        """Return the JSON-serializable position of a run that is interrupted right before the latest record."""
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Let ``records`` begin there."""
+        """Make ``records`` begin at this position."""
 
 
 def permutation(num_items: int, seed: int) -> Int64Array:
-    """Return a permutation of ``range(num_items)``, the same in every release of NumPy.
+    """Return a permutation of ``range(num_items)``, int64 ``[num_items]``, the same in every release of NumPy.
 
-    Sorts by the splitmix64 finaliser of (seed, item): Steele, Lea, Flood, "Fast splittable pseudorandom number
+    Sorts by the splitmix64 finalizer of (seed, item): Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", 2014.
     """
     state = (seed * _SEEDS + 0xD1B54A32D192ED03) % 2**64
@@ -312,7 +312,7 @@ def permutation(num_items: int, seed: int) -> Int64Array:
 
 
 def runs_of(records: Iterable[Record], most: int = RUN_RECORDS) -> Iterator[list[Record]]:
-    """Yield records in runs of up to ``most``, to be written together; those before an error are one, too."""
+    """Yield records in runs of up to ``most``, to be written together; an error ends a run, which is yielded first."""
     run: list[Record] = []
     num_bytes = 0
     try:
@@ -331,19 +331,19 @@ def runs_of(records: Iterable[Record], most: int = RUN_RECORDS) -> Iterator[list
 
 
 def numbered(records: Generator[Record, None, None], start: int) -> Generator[Record, None, None]:
-    """Say of the records from number ``start`` on that each is made of the input of its own number."""
+    """Set the origin of each record, from number ``start`` on, to its own number."""
     with contextlib.closing(records):
         for number, record in enumerate(records, start):
             yield replace(record, origin=number)
 
 
 def later_wrong_names(records: Iterator[Record]) -> list[ConfigError]:
-    """Return an error for each name among the next 100,000 records that cannot be stored: to be told with the first.
+    """Return an error per name among the next 100,000 records that cannot be stored, to be reported with the first.
 
     Records that cannot be read end the search.
     """
     found: list[ConfigError] = []
-    with contextlib.suppress(ShardstreamError):  # it is raised when the names are right
+    with contextlib.suppress(ShardstreamError):  # it is raised once the names are valid
         found += wrong_names((record.key, record.fields) for record in itertools.islice(records, _NAMES_LOOKED_AT))
     return found
 
@@ -352,7 +352,7 @@ def refuse_known(key: str, known_keys: Collection[str]) -> None:
     """Refuse a key that an earlier run of the same conversion has already written.
 
     Raises:
-        DuplicateKeyError: It has.
+        DuplicateKeyError: The key was written before.
     """
     if key in known_keys:
         raise DuplicateKeyError(

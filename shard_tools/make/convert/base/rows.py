@@ -1,4 +1,4 @@
-"""Map rows of tables to samples: which column becomes which field, and how its value is encoded."""
+"""Map rows of tables to samples: the field of each column, and the encoding of its values."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def _without_nan(value: object) -> object:
 
 
 def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
-    """Return a list of numbers as ``.npy``, as many dimensions as the nesting has.
+    """Return a list of numbers as ``.npy``, with one dimension per level of nesting.
 
     Args:
-        value: The numbers. None becomes NaN where ``dtype`` is a type of floats.
-        dtype: Their type, where a table tells it: an empty list has it, too. Else int64, float64 or bool, as they look;
-            uint64 for whole numbers of which one needs it.
+        value: The numbers. None becomes NaN if ``dtype`` is a type of floats.
+        dtype: Their type, if the table has one, also for an empty list. Otherwise int64, float64 or bool by the values,
+        or uint64 if a whole number needs it.
 
     Raises:
-        DataError: They are no numbers, make no rectangle, or a None among them has no place in ``dtype``.
+        DataError: The values are not numbers, are not rectangular, or include None, which ``dtype`` cannot hold.
     """
     if _has_none(value) and (dtype is None or np.dtype(dtype).kind != "f"):
         raise DataError("a list with NULL among its items cannot be stored as .npy; store it as json")
@@ -95,7 +95,7 @@ def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
 
 
 def _unsigned(value: Sequence[object], rounded: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Return whole numbers as uint64; OverflowError: one is below 0, which NumPy 1 would wrap."""
+    """Return whole numbers as uint64; raise OverflowError for one below 0, which NumPy 1 would wrap."""
     if rounded.min() < 0:
         raise OverflowError
     return np.asarray(value, np.uint64)
@@ -123,8 +123,8 @@ class RowMapper:
     """Map rows of a table to samples.
 
     Columns named in ``fields`` become separate fields with the extension given there (``"-"`` drops them), and so do
-    binary columns and lists of numbers; all others together become the ``json`` field. Which field a column becomes is
-    decided once, before the first row: a value that is not of its field's type is stored there with a remark.
+    binary columns and lists of numbers; all others together become the ``json`` field. The field of a column is decided
+    once, before the first row: a value that is not of its field's type is stored there with a remark.
 
     Args:
         fields: (column, extension) pairs.
@@ -149,7 +149,7 @@ class RowMapper:
 
     @classmethod
     def of(cls, options: SourceOptions) -> RowMapper:
-        """Map rows as the options of a source ask for."""
+        """Return a mapper with the options of a source."""
         return cls(
             fields=options.fields, key_field=options.key_field, tolerant=options.tolerant, named_only=options.named_only
         )
@@ -161,7 +161,7 @@ class RowMapper:
             raise ConfigError("--field: a column or an extension is named twice; each may appear once")
 
     def identity(self) -> dict[str, object]:
-        """Return which field each column becomes, as far as the content of a table decided that."""
+        """Return the field of each column, as far as the content of a table decided it."""
         parts = {"binary": self.binary, "arrays": self.arrays, "items": self.items, "lists": self.lists}
         return {name: dict(some) for name, some in parts.items() if some}
 
@@ -170,12 +170,12 @@ class RowMapper:
 
         Args:
             everywhere: Columns that every row has, with a value or NULL.
-            always: Those of them that have a value in every row.
+            always: The columns among them with a value in every row.
         """
         named = dict(self.fields)
         own = {} if self.named_only else {**self.binary, **self.arrays}
         fields = {name: column in always for column, name in (own | named).items() if name != DROP}
-        if not self.named_only:  # json also holds NULL of a column that has a field of its own
+        if not self.named_only:  # json also holds NULL of a column that has a separate field
             rest = {*everywhere} - {*own, *named}
             fields["json"] = bool(rest) or not fields or fields.get("json", False)
         return fields
@@ -189,11 +189,11 @@ class RowMapper:
             row: The values by column.
             number: The row's number in the source.
             where: File and line or row, for messages.
-            raw: The row as JSON, where the source holds it so: kept byte for byte unless a column is taken out.
-            origin: Number of the input that holds it.
+            raw: The row as JSON, if the source holds JSON: kept byte for byte unless a column is taken out.
+            origin: Number of its input.
 
         Raises:
-            DataError: If a value cannot be stored as asked; the message begins with ``where``.
+            DataError: A value cannot be stored as requested; the message begins with ``where``.
         """
         try:
             fields, remarks = self._fields(row, raw)
@@ -240,7 +240,7 @@ class RowMapper:
         return fields, remarks
 
     def _nothing_left(self, row: Mapping[str, object]) -> str:
-        """Return why a row becomes no field, and the cure."""
+        """Return the reason why a row has no field, and the cure."""
         if not row:
             return "this row is empty, and a sample needs a field; delete the row from the source"
         if any(name == DROP and column in row for column, name in self.fields):
@@ -248,13 +248,13 @@ class RowMapper:
         return f"each value of this row is NULL ({', '.join(row)}); delete the row from the source"
 
     def _own_field(self, column: str, value: object) -> str | None:
-        """Return the field of a column that no option names; None if the value belongs into ``json``."""
+        """Return the field of a column that no option names; None if the value belongs in ``json``."""
         if as_payload(value) is not None:
             return self.binary.get(column)
         return self.arrays.get(column) if isinstance(value, (list, np.ndarray)) else None
 
     def _content(self, value: object, name: str, column: str) -> tuple[bytes, str]:
-        """Return the content of a field, and a remark if it is not what the field's name says."""
+        """Return the content of a field, and a remark if it does not fit the field's name."""
         payload = as_payload(value)
         if payload is None:
             return encode_value(value, name, column, self.items.get(column))
@@ -268,7 +268,7 @@ def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
     """Refuse two columns for one field, among (column, field, content) triples.
 
     Raises:
-        DataError: There are; the message names the columns and the field.
+        DataError: Two columns have one field; the message names all three.
     """
     first: dict[str, str] = {}
     for column, name, _ in found:
@@ -282,7 +282,7 @@ def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
 
 
 def with_lists(mapper: RowMapper, lists: Mapping[str, str], columns: Collection[str]) -> RowMapper:
-    """Return a mapper for rows in which each item of some columns becomes a field of its own: ``FIELD`` with a number.
+    """Return a mapper for rows in which each item of some columns becomes a separate, numbered field.
 
     Args:
         mapper: Maps everything else.
@@ -290,7 +290,7 @@ def with_lists(mapper: RowMapper, lists: Mapping[str, str], columns: Collection[
         columns: All columns.
 
     Raises:
-        ConfigError: Another column has a name that an item gets.
+        ConfigError: Another column has the name of an item.
     """
     for name in lists:
         if any(other.startswith(f"{name}[") for other in columns):
@@ -301,7 +301,7 @@ def with_lists(mapper: RowMapper, lists: Mapping[str, str], columns: Collection[
 
 
 def _spread(row: Mapping[str, object], lists: Collection[str]) -> dict[str, object]:
-    """Return a row with a column ``COLUMN[NUMBER]`` for each item of the columns of lists."""
+    """Return a row with a column ``COLUMN[NUMBER]`` for each item of the list columns."""
     found = dict(row)
     for name in lists:
         items = row.get(name)
@@ -313,7 +313,7 @@ def _json_of_columns(values: Mapping[str, object]) -> tuple[bytes, str]:
     """Return columns as JSON, and a remark if a number became null.
 
     Raises:
-        DataError: A value is no JSON; the message names the column.
+        DataError: A value cannot be stored as JSON; the message names the column.
     """
     try:
         return json_of(values)
@@ -371,11 +371,11 @@ def safe_extension(column: str) -> str:
 
 
 def choose_type(column: str, types: Counter[str]) -> str:
-    """Return the extension of a binary column: by its name if most values agree, else by what all of them are.
+    """Return the extension of a binary column: by its name if most values agree, else the type of all values.
 
     Args:
         column: Its name.
-        types: How many of the values looked at are of each type; ``""``: of none that is known.
+        types: Number of examined values by type; ``""``: unknown.
 
     Raises:
         ConfigError: Most values are of known types, but not all of one.
@@ -402,7 +402,7 @@ def choose_type(column: str, types: Counter[str]) -> str:
 
 
 def content_type(payload: bytes) -> str:
-    """Return the extension of a value that may also be text: that of its type, ``json``, ``txt``, or ``""``."""
+    """Return the extension of a value that may also be text: its file type's, ``json``, ``txt``, or ``""``."""
     found = file_type(payload)
     if found or not is_text(payload):
         return found
@@ -413,7 +413,7 @@ def content_type(payload: bytes) -> str:
 
 
 def is_text(payload: bytes) -> bool:
-    """Tell whether this is UTF-8 without control characters but white space."""
+    """Return whether this is UTF-8 without control characters except white space."""
     try:
         payload.decode()
     except UnicodeDecodeError:
@@ -422,10 +422,10 @@ def is_text(payload: bytes) -> bool:
 
 
 def choose_content_type(column: str, types: Counter[str]) -> str:
-    """Return the extension of a column of values, of which so many are of each :func:`content_type`.
+    """Return the extension of a column, given the number of its values by :func:`content_type`.
 
     Raises:
-        ConfigError: They are of several.
+        ConfigError: The values have several types.
     """
     if types and types.keys() <= {"json", "txt"}:
         return "txt" if types["txt"] else "json"
@@ -442,12 +442,12 @@ def as_payload(value: object) -> bytes | None:
 
 
 def encode_value(value: object, extension: str, column: str, dtype: str | None = None) -> tuple[bytes, str]:
-    """Return ``value`` as the content of a field called ``extension``, and a remark if it is not stored as it is.
+    """Return ``value`` as the content of a field called ``extension``, and a remark if it is changed.
 
-    ``dtype`` is that of a list's items.
+    ``dtype`` is the type of a list's items.
 
     Raises:
-        DataError: The value cannot be encoded so.
+        DataError: The value cannot be encoded in this field.
     """
     last = extension.lower().rpartition(".")[2]
     if last == "json":

@@ -1,4 +1,4 @@
-"""Read files of other formats whole: decompressed, within bounds, and compared with checksums."""
+"""Read whole files of other formats: decompress them within bounds, and compare checksums."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from streaming.errors import DataError, StorageError
 from streaming.storage import Storage
 
 CODECS = ("br", "bz2", "gz", "snappy", "zstd")
-HARMLESS_BYTES = 64 << 20  # what may come out of a file however small it is
+HARMLESS_BYTES = 64 << 20  # inflated size that is accepted whatever the ratio
 _PIECE_BYTES = 8 << 20
-IN_MEMORY = 64 << 20  # bytes of one unpacked file; a larger one goes to a temporary file
+IN_MEMORY = 64 << 20  # maximum size of an unpacked file in memory; larger ones go to a temporary file
 _log = logging.getLogger(__name__)
 
 
 def refuse_bomb(num_bytes: int, stored_bytes: int, max_ratio: float, where: str) -> None:
-    """Refuse a file that inflates to more than ``max_ratio`` times its size, from 64 MiB on.
+    """Refuse a file that inflates to more than ``max_ratio`` times its size, if that is more than 64 MiB.
 
     Raises:
-        DataError: It does.
+        DataError: It inflates to more.
     """
     if num_bytes > max(HARMLESS_BYTES, max_ratio * stored_bytes):
         raise DataError(
@@ -49,9 +49,9 @@ def open_unpacked(
         file: The file.
         storage: The store that holds it.
         codec: One of ``CODECS``; "": it is not compressed.
-        num_bytes: Its size then, of which nothing more than that is ever made.
-        packed_sums: Checksums of the file, by algorithm; those that this Python does not know are not compared.
-        sums: Checksums of what is in it.
+        num_bytes: Its decompressed size; no more than that is ever produced.
+        packed_sums: Checksums of the file, by algorithm; algorithms unknown to this Python are not compared.
+        sums: Checksums of the decompressed content.
 
     Raises:
         DataError: It is damaged, truncated, or has another size or other checksums.
@@ -88,9 +88,10 @@ def _unpack(
 
 
 class InflatedStream(io.RawIOBase):
-    """What is in a gzip (``wbits`` 31) or zlib (15) stream of unknown size; several may follow each other.
+    """The content of one or more gzip (``wbits`` 31) or zlib (15) streams of unknown size.
 
-    Reading raises ``DataError`` where it is damaged, truncated, or inflates to more than ``max_ratio`` times its size.
+    Reading raises ``DataError`` if a stream is damaged or truncated, or inflates to more than ``max_ratio`` times its
+    size.
     """
 
     def __init__(self, stream: BinaryIO, where: str, max_ratio: float, *, wbits: int) -> None:
@@ -131,14 +132,14 @@ class InflatedStream(io.RawIOBase):
 
 
 class _Summed(StoredFile):
-    """A stored file that is digested while it is read, front to back."""
+    """A stored file that is digested while it is read from front to back."""
 
     def __init__(self, file: SourceFile, storage: Storage, digests: Mapping[str, Any]) -> None:
         super().__init__(file.url, file.size_bytes, storage)
         self._digests = digests
 
     def seekable(self) -> bool:
-        """Return False, so that no byte is passed over or read twice."""
+        """Return False, so that no byte is skipped or read twice."""
         return False
 
     def readinto(self, buffer: object) -> int:
@@ -149,7 +150,7 @@ class _Summed(StoredFile):
         return count
 
     def finish(self) -> None:
-        """Read to the end what the decompressor has left, if there are digests."""
+        """Read the bytes that the decompressor has left to the end, if there are digests."""
         while self._digests and self.read(_PIECE_BYTES):
             pass
 
@@ -157,7 +158,7 @@ class _Summed(StoredFile):
 def _pieces(raw: _Summed, codec: str, num_bytes: int, where: str) -> Iterator[bytes]:
     if codec == "snappy":
         yield _unsnapped(raw.readall(), num_bytes, where)
-        return  # which has read all
+        return  # all bytes are read
     reader = io.BufferedReader(raw, _PIECE_BYTES)
     stream: Any = reader
     if codec == "gz":
@@ -185,7 +186,7 @@ def _unsnapped(packed: bytes, num_bytes: int, where: str) -> bytes:
 
 @contextlib.contextmanager
 def _told(where: str) -> Iterator[None]:
-    """Turn what decompressors raise into our own errors, which name the file."""
+    """Turn errors of decompressors into our own, which name the file."""
     try:
         yield
     except (DataError, StorageError):
@@ -201,7 +202,7 @@ def _digests(sums: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_known_sum(name: str) -> bool:
-    """Tell whether checksums of this algorithm can be compared here."""
+    """Return whether this Python can compute checksums of this algorithm."""
     return name in hashlib.algorithms_available and not name.startswith("shake")
 
 

@@ -1,6 +1,6 @@
-"""Read zip archives as the folders they hold: a store whose URLs may go on into an archive (``photos.zip!/cat/1.jpg``).
+"""Read zip archives as folders: a store whose URLs may continue inside an archive (``photos.zip!/cat/1.jpg``).
 
-Nothing is unpacked to disk. Sizes are bounded by what the archive says, and refused before anything is inflated.
+Nothing is unpacked to disk. Sizes in the archive's directory are checked before anything is inflated, and bound it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from streaming.shards.tar.passed_over import in_side_folder
 from streaming.storage import ObjectInfo, Storage, redact
 
 SUFFIX = ".zip"
-_HARMLESS_BYTES = 64 << 20  # inflated size that is accepted whatever the ratio, as of .tar.gz
-_HEADER_BYTES, _MORE_BYTES = 30, 256  # of a member: fixed part, and room for what only its own header holds
+_HARMLESS_BYTES = 64 << 20  # inflated size that is accepted whatever the ratio, the same as for .tar.gz
+_HEADER_BYTES, _MORE_BYTES = 30, 256  # of a member's header: the fixed part, and room for the variable part
 _SCHEME = "zip://"
-_MEMBER, _UTF8, _DESCRIBED = b"PK\3\4", 0x800, 0x8  # what a member begins with, and flags of its header
+_MEMBER, _UTF8, _DESCRIBED = b"PK\3\4", 0x800, 0x8  # mark of a member, and flags of its header
 _ENDS = (0, 12, 16, 20, 24)  # bytes between a member and the next one: none, or a description of its sizes
 _DESCRIPTOR_BYTES = _ENDS[-1] + 4
-_END = struct.Struct("<4sHHHHLLH")  # of the directory; with more than 65,534 files or 4 GiB, the others hold numbers
+_END = struct.Struct("<4sHHHHLLH")  # of the directory; beyond 65,534 files or 4 GiB, other records hold the numbers
 _LOCATOR, _LONG_END, _MANY = struct.Struct("<4sLQL"), struct.Struct("<4sQHHLLQQQQ"), 0xFFFF
-# What zipfile raises of a directory that is no directory.
+# Exceptions of zipfile for an invalid directory.
 _DAMAGE = (
     *(zipfile.BadZipFile, struct.error, zlib.error, lzma.LZMAError, EOFError, OSError, LookupError, OverflowError),
     *(ValueError, NotImplementedError, AttributeError, TypeError, RuntimeError, MemoryError),
@@ -43,7 +43,7 @@ _METHODS = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Archive:
-    """An archive's size and version, its files by name, and where the directory says that members begin."""
+    """An archive's size and version, its files by name, and the starts of its members by the directory."""
 
     size_bytes: int
     version: str | None
@@ -52,11 +52,11 @@ class _Archive:
 
 
 class ZipStorage(SourceStorage):
-    """A store that also reads members of zip archives in it. Thread-safe and picklable.
+    """A store that also reads members of its zip archives. Thread-safe and picklable.
 
     Args:
         options: Options of the store.
-        max_ratio: A member, or an archive, that inflates to more than so many times its size is refused.
+        max_ratio: Maximum ratio by which a member or an archive may inflate.
     """
 
     def __init__(self, options: Mapping[str, object] | None = None, *, max_ratio: float = MAX_GZIP_RATIO) -> None:
@@ -76,11 +76,11 @@ class ZipStorage(SourceStorage):
     def root(self, archive: str) -> str:
         """Return the URL of the folder that an archive holds.
 
-        That is its only folder, if there is nothing beside it and only folders in it: ``train.zip`` often holds
+        If all files are in subfolders of a single top folder, that is this folder: ``train.zip`` often holds
         ``train/cat/1.jpg``.
 
         Raises:
-            DataError: It is no zip archive, or one that is not read; the message names it and what is wrong.
+            DataError: It is not a zip archive, or is of an unsupported kind; the message names it and the fault.
         """
         names = [name.split("/") for name in self._opened(archive).members if not in_side_folder(name)]
         top = {parts[0] for parts in names}
@@ -89,14 +89,14 @@ class ZipStorage(SourceStorage):
         return f"{_SCHEME}{archive}!/" + (f"{top.pop()}/" if only else "")
 
     def info(self, url: str) -> ObjectInfo:
-        """Return the size of a member and the version of its archive, or what the store says."""
+        """Return the size of a member and the version of its archive; for other URLs, the store's answer."""
         if not MEMBER.match(url):
             return super().info(url)
         archive = super().info(_parted(url)[0])
         return replace(archive, url=url, size_bytes=self._member(url).file_size)
 
     def expect(self, inputs: Iterable[SourceIdentity]) -> None:
-        """Refuse, from now on, to read other versions of these inputs, or of the archives that hold them."""
+        """Refuse from now on to read other versions of these inputs, or of their archives."""
         archives = [
             SourceIdentity(name=url, url=url, size_bytes=one.size_bytes, version=one.version)
             for url, one in self._archives.items()
@@ -104,7 +104,7 @@ class ZipStorage(SourceStorage):
         super().expect([*inputs, *archives])
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """Yield the members below a folder of an archive, or what the store says."""
+        """Yield the members below a folder of an archive; for other URLs, the store's listing."""
         if not MEMBER.match(url):
             yield from super().list(url)
             return
@@ -115,10 +115,10 @@ class ZipStorage(SourceStorage):
                 yield ObjectInfo(url=f"{_SCHEME}{archive}!/{name}", size_bytes=member.file_size, version=version)
 
     def read(self, url: str, start: int = 0, stop: int | None = None, *, version: str | None = None) -> Any:
-        """Return bytes of a member, whose checksum is compared, or what the store says.
+        """Return bytes of a member, whose checksum is compared; for other URLs, the store's bytes.
 
         Raises:
-            DataError: The member is damaged, or the archive's directory contradicts what is there.
+            DataError: The member is damaged, or contradicts the archive's directory.
         """
         if not MEMBER.match(url):
             return super().read(url, start, stop, version=version)
@@ -142,7 +142,7 @@ class ZipStorage(SourceStorage):
         return super()._pins(_parted(url)[0] if MEMBER.match(url) else url)
 
     def _packed(self, archive: str, member: zipfile.ZipInfo) -> bytes:
-        """Return the stored bytes of a member, mostly by one request."""
+        """Return the stored bytes of a member, usually by one request."""
         opened, begin, size = self._opened(archive), member.header_offset, member.compress_size
         guess = begin + _HEADER_BYTES + len(member.orig_filename.encode()) + len(member.extra) + size + _MORE_BYTES
         data = bytes(super().read(archive, begin, min(guess, opened.size_bytes)))
@@ -172,9 +172,9 @@ class ZipStorage(SourceStorage):
         return found
 
     def _opened(self, archive: str) -> _Archive:
-        """Return what an archive holds; its directory is read once."""
+        """Return the contents of an archive; its directory is read once."""
         with self._lock:
-            # A directory that is noted has passed all checks.
+            # A cached directory has passed all checks.
             if archive not in self._archives:
                 info = super().info(archive)
                 file = SourceFile(url=info.url, name=archive, size_bytes=info.size_bytes)
@@ -201,10 +201,10 @@ class ZipStorage(SourceStorage):
 
 
 def _check_count(stream: BinaryIO, listed: Sequence[zipfile.ZipInfo], size_bytes: int, comment: bytes) -> None:
-    """Compare a directory with what stands around it: how many files there should be, and what the archive begins with.
+    """Compare a directory with the archive: the number of files in its end record, and the first file.
 
     Raises:
-        BadZipFile: It leaves files out.
+        BadZipFile: The directory leaves files out.
     """
     end = size_bytes - _END.size - len(comment)
     stream.seek(end)
@@ -239,8 +239,8 @@ def _checked(
     """Return the files of an archive by name.
 
     Raises:
-        DataError: A name leaves the archive or is there twice, a member is encrypted, a link, packed in an unknown way,
-            shares bytes with another, or inflates to more than allowed.
+        DataError: A name leads out of the archive or occurs twice, or a member is encrypted, is a link, has an unknown
+        compression, shares bytes with another, or inflates to more than allowed.
     """
     files: dict[str, zipfile.ZipInfo] = {}
     inflated = 0
@@ -286,5 +286,5 @@ def _bound(num_bytes: int, packed_bytes: int, max_ratio: float, what: str) -> No
 
 
 def is_zip(spec: str) -> bool:
-    """Tell whether a user's source is a zip archive, by its name."""
+    """Return whether a user's source is a zip archive, by its name."""
     return spec.lower().endswith(SUFFIX) and not MEMBER.match(spec)

@@ -1,1 +1,1 @@
-"""Read the formats of other programs, a module for each; nothing here writes shards or unpickles."""
+"""Read the formats of other programs, one module per format; no module writes shards or unpickles data."""

@@ -1,4 +1,4 @@
-"""Read COCO: images, and JSON files with the boxes, keypoints and captions of all of them."""
+"""Read COCO: images, and JSON files with the boxes, keypoints and captions of all images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _JSON = ".json"
 
 @dataclass(slots=True)
 class _Notes:
-    """What the files of a split say."""
+    """The annotations in the files of a split."""
 
     images: dict[object, dict[str, Any]] = field(default_factory=dict)
     objects: dict[object, dict[object, dict[str, Any]]] = field(default_factory=dict)  # by image, by number
@@ -36,13 +36,13 @@ class CocoFolder(AnnotatedImages):
 
     ``json`` holds the file's name, width, height, ``objects`` and ``captions``. An object is an annotation, with the
     name of its ``category`` and its ``label``: the number of that name in ``_shardstream/schema.json``. Annotations of
-    the same number in several files, such as boxes and keypoints, are one object. Images without annotations are kept.
+    the same id in several files, such as boxes and keypoints, form one object. Images without annotations are kept.
 
-    The split is what follows the kind in the names of the JSON files (``instances_train2017.json``). Images are looked
-    for in folders of its name, in ``images/`` and beside the annotations, or in ``--image-folder``.
+    The name of the split follows the kind in the names of the JSON files (``instances_train2017.json``). Images are
+    searched for in folders of its name, in ``images/`` and beside the annotations, or in ``--image-folder``.
 
     Raises:
-        ConfigError: There are several splits and none is chosen.
+        ConfigError: There are several splits, and none is selected.
         DataError: A file is not COCO; the message names it.
     """
 
@@ -69,7 +69,7 @@ class CocoFolder(AnnotatedImages):
 
 
 def _parts_of(files: Iterable[SourceFile], *, alone: bool) -> tuple[dict[str, list[SourceFile]], list[Skipped]]:
-    """Return the files of annotations by split, those of a folder ``annotations`` or, without one, those at the top."""
+    """Return the annotation files by split: those in a folder ``annotations``, or else those at the top."""
     found = [file for file in files if file.name.lower().endswith(_JSON)]
     below = [file for file in found if file.name.startswith("annotations/")]
     parts: dict[str, list[SourceFile]] = {}
@@ -97,10 +97,10 @@ def _parsed(data: bytes, file: SourceFile) -> dict[str, Any]:
 
 
 def _listed(content: Mapping[str, Any], name: str, needed: Mapping[str, type | tuple[type, ...]], where: str) -> Any:
-    """Yield the entries of a list that each have to be an object with these values.
+    """Yield the entries of a list; each must be an object with these values.
 
     Raises:
-        DataError: One is not.
+        DataError: An entry is not.
     """
     entries = content.get(name, [])
     if not isinstance(entries, list):
@@ -114,7 +114,7 @@ def _listed(content: Mapping[str, Any], name: str, needed: Mapping[str, type | t
 
 
 def _add(notes: _Notes, content: dict[str, Any], file: SourceFile) -> None:
-    """Add what a file says.
+    """Add the annotations of a file.
 
     Raises:
         DataError: It is not COCO, or contradicts another file.
@@ -153,7 +153,7 @@ def _add(notes: _Notes, content: dict[str, Any], file: SourceFile) -> None:
 def _found(
     notes: _Notes, part: str, files: Sequence[SourceFile], classes: Mapping[str, int]
 ) -> tuple[list[AnnotatedFile], list[Skipped]]:
-    """Return the images of a split, and what is left out: annotations without image, images without entry."""
+    """Return the images of a split, and the entries left out: annotations without image, images without entry."""
     by_name = {file.name: file for file in files}
     images: list[AnnotatedFile] = []
     left_out: list[Skipped] = []

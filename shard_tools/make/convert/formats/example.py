@@ -1,7 +1,7 @@
 """Decode ``tf.train.Example`` and ``SequenceExample``, protocol buffers of lists of bytes, float32 or int64 by name.
 
-This is the wire format alone (protobuf.dev/programming-guides/encoding): varints, fixed sizes, and sized bytes. Unknown
-fields are passed over; a message that says more than its bytes hold is refused.
+This is only the wire format (protobuf.dev/programming-guides/encoding): varints, fixed sizes, and sized bytes. Unknown
+fields are skipped; a message that claims more bytes than it has is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Values = list[bytes] | npt.NDArray[Any]
-"""Of a feature: a list of bytes, or an array float32 [n] or int64 [n]."""
+"""Values of a feature: a list of bytes, or an array float32 ``[n]`` or int64 ``[n]``."""
 
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
 _BYTES, _FLOATS, _INTS = 1, 2, 3  # fields of a feature
@@ -27,7 +27,7 @@ class Example:
 
     Attributes:
         features: Values by name; None: a feature without a list.
-        lists: Of a SequenceExample: for each name, the values at each step; None for an Example.
+        lists: For a SequenceExample, the values at each step, by name; None for an Example.
     """
 
     features: dict[str, Values | None]
@@ -38,7 +38,7 @@ def parse_example(data: bytes) -> Example:
     """Decode an Example or a SequenceExample.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
     features: dict[str, Values | None] = {}
     lists: dict[str, list[Values | None]] | None = None
@@ -61,7 +61,7 @@ def parse_example(data: bytes) -> Example:
 
 
 def _entries(data: memoryview) -> Iterator[tuple[str, memoryview]]:
-    """Yield the entries of a map, each a message of a key and a value, in a message of its own."""
+    """Yield the entries of a map; each is a message with a key and a value."""
     for number, entry in _fields(data):
         if number != 1 or not isinstance(entry, memoryview):
             continue
@@ -75,7 +75,7 @@ def _entries(data: memoryview) -> Iterator[tuple[str, memoryview]]:
 
 
 def _feature(data: memoryview) -> Values | None:
-    """Return the values of a feature: of the kind that stands last in it, as in every reader of these."""
+    """Return the values of a feature: those of its last kind, as in every protobuf reader."""
     kind, found = 0, list[memoryview]()
     for number, value in _fields(data):
         if number in {_BYTES, _FLOATS, _INTS} and isinstance(value, memoryview):
@@ -96,7 +96,7 @@ def _feature(data: memoryview) -> Values | None:
 
 
 def _numbers(data: memoryview, *, floats: bool) -> Iterator[npt.NDArray[Any]]:
-    """Yield the numbers of a list: packed, or each by itself."""
+    """Yield the numbers of a list: packed or single."""
     for number, value in _fields(data):
         if number != 1:
             continue
@@ -109,7 +109,7 @@ def _numbers(data: memoryview, *, floats: bool) -> Iterator[npt.NDArray[Any]]:
 
 
 def _varints(data: memoryview) -> npt.NDArray[np.int64]:
-    """Decode varints: int64 [n] of as many bytes without their highest bit."""
+    """Decode varints: int64 ``[n]``, one number per byte whose highest bit is not set."""
     if len(data) == 1 and data[0] < 0x80:  # most labels
         return np.array([data[0]], np.int64)
     raw = np.frombuffer(data, np.uint8)
@@ -130,7 +130,7 @@ def _varints(data: memoryview) -> npt.NDArray[np.int64]:
 
 
 def _fields(data: bytes | memoryview) -> Iterator[tuple[int, int | float | memoryview]]:
-    """Yield number and value of each field: an int of a varint, a float of 4 bytes, otherwise the bytes."""
+    """Yield number and value of each field: an int for a varint, a float for 4 bytes, otherwise the bytes."""
     view, at = memoryview(data), 0
     while at < len(view):
         tag, at = _varint(view, at)

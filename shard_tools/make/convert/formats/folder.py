@@ -1,4 +1,4 @@
-"""Read any folder: files whose names begin alike are one sample, as members of a tar are."""
+"""Read any folder: files with the same stem form one sample, as the members of a tar do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group(KeyedFile):
-    """The files of one sample by field; ``file`` is the first of them."""
+    """The files of one sample, by field; ``file`` is the first of them."""
 
     files: Mapping[str, SourceFile]
 
@@ -34,11 +34,11 @@ class FolderFiles:
     """Samples of files, in the order of their keys.
 
     As in a tar, the key is the path up to the first dot of the file's name, and the field is the rest, in lower case.
-    What has no part in a sample is left out and listed. Bytes are stored unchanged.
+    Files that belong to no sample are left out and listed. Bytes are stored unchanged.
 
     Raises:
         NotFoundError: There is no such file.
-        DuplicateKeyError: Two files would be the same field of a sample, or two keys differ by case alone.
+        DuplicateKeyError: Two files would be the same field of a sample, or two keys differ only by case.
     """
 
     kind = "files"

@@ -1,7 +1,7 @@
-"""Read sets of Hugging Face: folders of ``save_to_disk``, and builders of ``datasets``, which only this module knows.
+"""Read Hugging Face sets: folders of ``save_to_disk``, and builders of ``datasets``, which only this module imports.
 
-Folders are read as the Arrow files that they are. Of builders, those that come with the library are run, and of these
-only the ones that read tables, texts, images and sounds: no script of a data set, and nothing that unpickles.
+Folders are read directly, as Arrow files. The only builders that are run are the library's own for tables, texts,
+images and sounds: no scripts of data sets, and none that unpickle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from streaming.shards.schema.value import WITHIN, Schema, class_schema
 from streaming.storage import Storage, join_url, local_path, redact, scheme_of
 
 _DICT, _STATE = "dataset_dict.json", "state.json"
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow: without it the file was cut
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # end mark of an Arrow stream: without it the file is truncated
 _BATCH_BYTES, _BATCH_ROWS = 32 << 20, 100
 _BUILDERS = ("arrow", "audiofolder", "csv", "imagefolder", "json", "parquet", "text")
 _ARRAYS = frozenset({"Array2D", "Array3D", "Array4D", "Array5D"})
@@ -68,21 +68,21 @@ class _Table(Protocol):
         """Return the columns that are known to have a value in every row."""
 
     def counted(self, executor: Executor) -> _Table:
-        """Return the same table with its number of rows, to be read in several processes."""
+        """Return the table with its number of rows known, for reading in several processes."""
 
     def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
         """Yield batches from row ``start`` on, each with the number of its first row."""
 
 
 class HfDataset:
-    """Rows of a set of Hugging Face, in order; columns become fields as those of Parquet do.
+    """Rows of a Hugging Face set, in order; columns become fields in the same way as for Parquet.
 
-    The source is a folder of ``save_to_disk``, or else what ``datasets.load_dataset`` takes: a local folder, or a name.
+    The source is a folder of ``save_to_disk``, or an argument of ``datasets.load_dataset``: a local folder, or a name.
     The names of a ``ClassLabel`` become the classes of the set, its numbers a column of the sample table.
 
     Raises:
-        ConfigError: There are several splits and none is chosen; or the extra ``hf`` is missing.
-        DataError: A file is damaged, cut off, or refers to others in a way that is not read.
+        ConfigError: There are several splits, and none is selected; or the extra ``hf`` is missing.
+        DataError: A file is damaged or truncated, or refers to others in an unsupported way.
     """
 
     kind = "hf"
@@ -119,12 +119,12 @@ class HfDataset:
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
-        """The fields that the columns become; None if a list of files becomes a field for each."""
+        """The fields of the columns; None if a list of files becomes one field per file."""
         return None if self._mapper.lists else self._fields
 
     @property
     def num_records(self) -> int | None:
-        """Number of rows, if the files are on this machine, or counted."""
+        """Number of rows, if the files are local or counted."""
         return self._table.num_rows
 
     @property
@@ -138,19 +138,19 @@ class HfDataset:
         return ()
 
     def count(self, executor: Executor) -> None:
-        """Count the rows by the files' batches.
+        """Count the rows of the files' batches.
 
         Raises:
-            ConfigError: A set that a builder made is not in files.
+            ConfigError: A set made by a builder is not stored in files.
         """
         self._table = self._table.counted(executor)
 
     def identity(self) -> dict[str, object]:
-        """Return what identifies the table, and which field each column becomes."""
+        """Return the identity of the table, and the field of each column."""
         return {**self._table.identity(), **self._mapper.identity()}
 
     def origins(self) -> Origins:
-        """Return the table's files; none of a set that a builder made, whose fingerprint tells its content."""
+        """Return the table's files; none for a set made by a builder, whose fingerprint identifies its content."""
         if not isinstance(self._table, _Saved):
             return Origins()
         number = None if self._in_order else EVERYWHERE
@@ -201,7 +201,7 @@ def _document(base: str, name: str, storage: Storage) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """The Arrow files of a folder of ``save_to_disk``; ``counts``: the rows of their batches, if they are local."""
+    """The Arrow files of a folder of ``save_to_disk``; ``counts``: the number of rows per batch, for local files."""
 
     where: str
     files: tuple[SourceFile, ...]
@@ -215,7 +215,7 @@ class _Saved:
         """Open the files that ``state.json`` names.
 
         Raises:
-            DataError: It names none, others than its own, or an order of rows; or a file is damaged.
+            DataError: It names no files, files of other folders, or an order of rows; or a file is damaged.
         """
         where = f"{redact(base)}/{_STATE}"
         if state.get("_indices_data_files") or state.get("_indices_files"):
@@ -249,7 +249,7 @@ class _Saved:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of all files."""
+        """Number of rows of all files."""
         return None if self.counts is None else sum(map(sum, self.counts))
 
     @property
@@ -267,7 +267,7 @@ class _Saved:
         return int(np.searchsorted(ends, row, side="right"))
 
     def counted(self, executor: Executor) -> _Saved:
-        """Count the rows of each file on the executor; identity and columns stay as they were."""
+        """Count the rows of each file on the executor; identity and columns stay the same."""
         looked = ordered(executor, partial(_looked_through, storage=self.storage), self.files, len(self.files))
         return replace(self, counts=tuple(tuple(rows) for rows, _ in looked))
 
@@ -276,7 +276,7 @@ class _Saved:
         return {*self.full_columns}
 
     def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
-        """Yield batches from row ``start`` on; those before it are passed over."""
+        """Yield batches from row ``start`` on; earlier ones are skipped."""
         before = sums([sum(rows) for rows in self.counts or ()])
         skipped = max(0, int(np.searchsorted(before, start, side="right")) - 1) if seed is None else 0
         found = self._in_order(self.files[skipped:]) if seed is None else self._shuffled(seed, start)
@@ -293,7 +293,7 @@ class _Saved:
                 yield from _batches(reader, file)
 
     def _shuffled(self, seed: int, start: int) -> Iterator[pa.RecordBatch]:
-        """Yield batches in the order of a seed, and the rows of each, too, as row groups of Parquet are."""
+        """Yield batches, and the rows within each, in the order of a seed, as for row groups of Parquet."""
         with contextlib.ExitStack() as opened:
             there = [
                 batch
@@ -342,12 +342,12 @@ def _batches(
             except StopIteration:
                 return
             if check:
-                batch.validate(full=True)  # offsets that lead out of the file would be followed
+                batch.validate(full=True)  # invalid offsets would be followed out of the file
         yield batch
 
 
 def _looked_through(file: SourceFile, storage: Storage) -> tuple[list[int], frozenset[str]]:
-    """Return the rows of each batch of a local file, and the columns without NULL: no value is read."""
+    """Return the number of rows of each batch of a local file, and the columns without NULL; no value is read."""
     rows, full = list[int](), None
     with _stream(file, storage) as reader:
         names = frozenset(reader.schema.names)
@@ -376,7 +376,7 @@ def _slices(batch: pa.RecordBatch, first: int) -> Iterator[tuple[int, pa.RecordB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
-    """A set that a builder of ``datasets`` made, in its own cache: read front to back, on this machine alone."""
+    """A set made by a builder of ``datasets``, in its cache: read front to back, only on this machine."""
 
     where: str
     name: Mapping[str, object]
@@ -385,7 +385,7 @@ class _Built:
 
     @classmethod
     def of(cls, spec: str, options: SourceOptions) -> _Built:
-        """Let ``datasets`` build a set of a folder or name.
+        """Let ``datasets`` build a set from a folder or name.
 
         Raises:
             ConfigError: The extra is missing, or there is no such set, configuration or split.
@@ -413,12 +413,12 @@ class _Built:
         part = choose_part("hf", options.part, list(found), where)
         data = found[part].with_format("arrow")
         name = {"kind": "hf", "name": spec, "config": options.config, "split": part, "num_rows": len(data)}
-        name["fingerprint"] = str(data._fingerprint)  # of the files that it was built of
+        name["fingerprint"] = str(data._fingerprint)  # of the files that it was built from
         return cls(where=f"{where}, split {part}", name=name, data=data, schema=data.features.arrow_schema)
 
     @property
     def num_rows(self) -> int | None:
-        """Not told: rows are in a cache of this machine, which tasks elsewhere may not see."""
+        """None: rows are in a cache of this machine, which remote tasks may not be able to read."""
         return None
 
     @property
@@ -427,10 +427,10 @@ class _Built:
         return int(self.data.data.nbytes)
 
     def counted(self, executor: Executor) -> _Cached:
-        """Return the table as the files of the cache, for processes that see them.
+        """Return the table as the files of the cache, for processes that can read them.
 
         Raises:
-            ConfigError: It is not in files.
+            ConfigError: It is not stored in files.
         """
         del executor
         files = tuple(str(one["filename"]) for one in self.data.cache_files)
@@ -448,12 +448,12 @@ class _Built:
         return {**self.name, "schema": str(self.schema.remove_metadata())}
 
     def file_of(self, row: int) -> int:
-        """Return 0: files of the cache are no inputs."""
+        """Return 0: files of the cache are not inputs."""
         del row
         return 0
 
     def full(self) -> set[str]:
-        """Return nothing: only reading tells."""
+        """Return no columns: they are unknown before reading."""
         return set()
 
     def batches(self, start: int, seed: int | None) -> Generator[tuple[int, pa.RecordBatch], None, None]:
@@ -465,7 +465,7 @@ class _Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cached:
-    """A set that a builder made, as files that several processes read; ``identified``: what identifies it."""
+    """A set made by a builder, as files that several processes read; ``identified``: its identity."""
 
     where: str
     files: tuple[str, ...]
@@ -475,16 +475,16 @@ class _Cached:
     identified: Mapping[str, object]
 
     def identity(self) -> dict[str, object]:
-        """Return what identifies the table that was built."""
+        """Return the identity of the table that was built."""
         return dict(self.identified)
 
     def file_of(self, row: int) -> int:
-        """Return 0: files of the cache are no inputs."""
+        """Return 0: files of the cache are not inputs."""
         del row
         return 0
 
     def full(self) -> set[str]:
-        """Return nothing: only reading tells."""
+        """Return no columns: they are unknown before reading."""
         return set()
 
     def counted(self, executor: Executor) -> _Cached:
@@ -496,7 +496,7 @@ class _Cached:
         """Yield batches from row ``start`` on, with the bytes of files that rows name.
 
         Raises:
-            ConfigError: This process does not see the files.
+            ConfigError: This process cannot read the files.
         """
         del seed  # refused before
         library = _datasets()
@@ -541,7 +541,7 @@ def _look(table: _Table, columns: Sequence[str]) -> dict[str, Counter[str]]:
 
 
 def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
-    """Return what the library notes about the columns: nothing, if it is not readable."""
+    """Return the library's notes about the columns; empty if they are not readable."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: one for name, one in found.items() if isinstance(one, dict) and name in schema.names}
@@ -549,7 +549,7 @@ def _features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
 
 
 def _meaning(labels: Mapping[str, Sequence[str]], fields: Mapping[str, str]) -> Schema:
-    """Return the names of classes, of the fields of their own that columns become, or within ``json``."""
+    """Return the names of classes, by the separate fields of their columns, or within ``json``."""
     named = {fields.get(name, f"json{WITHIN}{name}"): names for name, names in labels.items()}
     return class_schema({name: names for name, names in named.items() if name != DROP}, dict([*labels.items()][:1]))
 

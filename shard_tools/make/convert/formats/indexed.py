@@ -1,7 +1,8 @@
-"""Read sets whose samples lie in binary files that an ``index.json`` lists: what MDS and LitData have in common.
+"""Read sets of binary sample files that an ``index.json`` lists: the shared part of MDS and LitData.
 
-Every file begins with the number of its samples and the places where each begins and ends (uint32). What lies between
-two places, a ``SampleFormat`` takes apart. All numbers are compared with the sizes of the files before they are used.
+Every file begins with the number of its samples and the positions where they begin and end (uint32). A
+``SampleFormat`` parses the bytes between two positions. All numbers are checked against the sizes of the files before
+they are used.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from streaming.types import Int64Array
 
 INDEX = "index.json"
 _MAX_INDEX_BYTES = 1 << 30
-_MAX_FILE_BYTES = 2**32  # places are uint32
-_LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20  # samples, to tell the types of bytes
-_AHEAD_BYTES = 256 << 20  # of unpacked files that are read ahead
+_MAX_FILE_BYTES = 2**32  # positions are uint32
+_LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20  # samples read to decide the types of bytes
+_AHEAD_BYTES = 256 << 20  # limit for unpacked files that are read ahead
 # Number, number of its file, file, number within it, its bytes or row.
 _Sample = tuple[int, int, "BinaryFile", int, "bytes | dict[str, object]"]
 _WRONG_VALUE = (ValueError, ArithmeticError, LookupError, RecursionError, struct.error)  # DataError is a ValueError
@@ -49,18 +50,18 @@ _WRONG_VALUE = (ValueError, ArithmeticError, LookupError, RecursionError, struct
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleColumn:
-    """What one value of each sample is, and how its bytes become a value of a row.
+    """One value of each sample: its kind, and the conversion from bytes to a value of a row.
 
     Attributes:
-        name: Its name, which ``--field`` takes.
-        decode: Makes the value; may raise ``ValueError`` and the like.
+        name: Its name, for ``--field``.
+        decode: Converts bytes to the value; may raise ``ValueError`` and the like.
         kind: ``"value"`` (for JSON), ``"array"``, ``"file"`` (content of a file), or ``"files"`` (a list of these).
-        type_of: Tells the type of a file from its bytes, where ``extension`` does not.
+        type_of: Returns the type of a file from its bytes, if ``extension`` is unknown.
         extension: Extension of its files, if all have the same.
         dtype: NumPy's name of the type of an array's items, if all have the same.
-        refused: Why it cannot be read; the user has to leave it out.
-        nullable: A value may be None.
-        slow: Decoding takes much longer than reading.
+        refused: The reason why it cannot be read; the user must leave it out.
+        nullable: Whether a value may be None.
+        slow: Whether decoding takes much longer than reading.
     """
 
     name: str
@@ -75,35 +76,35 @@ class SampleColumn:
 
 
 class SampleFormat(Protocol):
-    """How the bytes of a sample are taken apart; immutable, and sent to other processes."""
+    """A parser for the bytes of a sample; immutable, and sent to other processes."""
 
     @property
     def columns(self) -> tuple[SampleColumn, ...]:
         """The columns of each sample."""
 
     def open(self, stream: BinaryIO, part: BinaryFile) -> Callable[[int], bytes | dict[str, object]]:
-        """Return what gives the bytes of a sample by its number, or its whole row; raises ``DataError``."""
+        """Return a function of a sample's number that returns its bytes or its whole row; raises ``DataError``."""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each column; raises ``ValueError`` and the like where ``data`` is too short."""
+        """Return the bytes of each column; raise ``ValueError`` and the like if ``data`` is too short."""
 
     def row(self, values: Mapping[str, object]) -> dict[str, object]:
-        """Return the row of the values by column, without those that are refused."""
+        """Return the row of the values by column, without refused columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinaryFile:
-    """A file of samples, as its index describes it.
+    """A file of samples, as described by its index.
 
     Attributes:
         file: The file.
-        codec: How it is compressed; ``""``: it is not.
-        num_bytes: Its size, decompressed.
+        codec: Its compression; ``""``: none.
+        num_bytes: Its decompressed size.
         num_samples: Number of its samples.
-        samples: How they are taken apart.
-        packed_bytes: Size of the compressed file, if the index tells it.
-        packed_sums: Checksums of the file by algorithm.
-        sums: Checksums of what is in it.
+        samples: Parser of the samples.
+        packed_bytes: Size of the compressed file, if the index has it.
+        packed_sums: Checksums of the file, by algorithm.
+        sums: Checksums of the decompressed content, by algorithm.
     """
 
     file: SourceFile
@@ -116,10 +117,10 @@ class BinaryFile:
     sums: Mapping[str, str] = field(default_factory=dict)
 
     def checked(self, max_ratio: float) -> BinaryFile:
-        """Return this if its numbers are possible.
+        """Return this file after checking that its numbers are possible.
 
         Raises:
-            DataError: They are not.
+            DataError: They are impossible.
         """
         where, size_bytes = self.file.shown_url, self.file.size_bytes
         if self.num_bytes > _MAX_FILE_BYTES or 4 * (self.num_samples + 2) > self.num_bytes:
@@ -176,7 +177,7 @@ def read_index(index: SourceFile, storage: Storage) -> dict[str, Any]:
     """Return the content of an index.
 
     Raises:
-        DataError: It is no JSON object.
+        DataError: It is not a JSON object.
     """
     if index.size_bytes > _MAX_INDEX_BYTES:
         raise DataError(f"{index.shown_url}: {index.size_bytes} bytes are too many for an index")
@@ -197,7 +198,7 @@ def kind_of_index(content: Mapping[str, Any]) -> str | None:
 
 
 def _find_folders(spec: str, storage: Storage, exclude: str | None) -> list[Folder]:
-    """Return the folders with an index, but for those below another: an index of parts lists their files itself.
+    """Return the folders with an index, except those below another: an index of parts lists their files itself.
 
     Raises:
         NotFoundError: There is none.
@@ -225,19 +226,19 @@ def _folders_above(index: SourceFile) -> list[str]:
 class IndexedFiles(FileSource):
     """Samples of all files that the indexes list, in their order; several indexes in the order of their folders' names.
 
-    Files are read whole where they are compressed or have checksums, several ahead on threads. With ``shuffle_seed``
-    files are permuted, and samples within each.
+    Files that are compressed or have checksums are read whole, several ahead on threads. With ``shuffle_seed`` files
+    are permuted, and samples within each file.
 
     Args:
         kind: Value of ``--from``.
-        spec: A folder with an index, or with folders that have one; or the indexes themselves.
+        spec: A folder with an index, or with subfolders that have one; or the indexes themselves.
         storage: The store.
-        options: How to read it.
-        list_files: Returns the files of an index; raises ``LookupError``, ``TypeError``, ``ValueError`` where it has
-            another form than expected.
+        options: Options for reading.
+        list_files: Returns the files of an index; raises ``LookupError``, ``TypeError`` or ``ValueError`` if the index
+        has another form than expected.
 
     Raises:
-        DataError: An index is damaged, or its numbers are not those of the files.
+        DataError: An index is damaged, or its numbers do not match the files.
         ConfigError: An index is of another format, or a column needs an option.
         NotFoundError: There is no index, or a file that one lists is missing.
     """
@@ -282,12 +283,12 @@ class IndexedFiles(FileSource):
 
     @property
     def num_records(self) -> int:
-        """Samples of all files."""
+        """Number of samples of all files."""
         return sum(part.num_samples for part in self._parts)
 
     @property
     def fields(self) -> Mapping[str, bool] | None:
-        """The fields that the columns become; None if a list of images becomes a field for each."""
+        """The fields of the columns; None if a list of images becomes one field per image."""
         if self._mapper.lists:
             return None
         formats = {id(part.samples): part.samples for part in self._parts}.values()
@@ -296,7 +297,7 @@ class IndexedFiles(FileSource):
         return self._mapper.fields_of(everywhere, {name for name in everywhere if not self._columns[name].nullable})
 
     def identity(self) -> dict[str, object]:
-        """Return the names of the files, and which field each column becomes."""
+        """Return the names of the files, and the field of each column."""
         return {**super().identity(), **self._mapper.identity()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
@@ -340,7 +341,7 @@ class IndexedFiles(FileSource):
             row = samples.row(values)
         except _WRONG_VALUE as error:
             raise DataError(f"{where}{f', column {name!r}' if name else ''}: {error}; damaged?") from error
-        row |= {column.name: None for column in samples.columns if column.refused}  # the user has left these out
+        row |= {column.name: None for column in samples.columns if column.refused}  # the user left these out
         return row
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
@@ -359,7 +360,7 @@ class IndexedFiles(FileSource):
                     yield begin + number, which, part, order[number], read(order[number])
 
     def _opened(self, first: int) -> Generator[BinaryIO, None, None]:
-        """Open the files from number ``first`` on, each until the next one is asked for."""
+        """Yield the files from number ``first`` on, each open until the next one is requested."""
         held: dict[int, BinaryIO] = {}
 
         def opened(which: int) -> int:
@@ -378,7 +379,7 @@ class IndexedFiles(FileSource):
                 stream.close()
 
     def _open(self, part: BinaryFile) -> BinaryIO:
-        small = part.num_bytes <= IN_MEMORY and not is_local(part.file.url)  # one request for all of it
+        small = part.num_bytes <= IN_MEMORY and not is_local(part.file.url)  # one request for the whole file
         if not (part.codec or part.sums or part.packed_sums or small) and self._seed is None:
             return open_stored(part.file, self._storage, unzip=False)
         return open_unpacked(
@@ -386,13 +387,13 @@ class IndexedFiles(FileSource):
             sums=part.sums,
         )  # fmt: skip
 
-    # -------------------------------------------------------------------- which column becomes which field
+    # -------------------------------------------------------------------- the field of each column
 
     def _join_columns(self, options: SourceOptions) -> dict[str, SampleColumn]:
-        """Return the columns of all files by name, each of which is the same everywhere.
+        """Return the columns of all files by name; each must be the same in all files.
 
         Raises:
-            ConfigError: One is not, or cannot be read and is not left out.
+            ConfigError: A column differs, or cannot be read and is not left out.
         """
         named = dict(options.fields)
         columns: dict[str, SampleColumn] = {}
@@ -418,7 +419,7 @@ class IndexedFiles(FileSource):
         return columns
 
     def _fit(self, mapper: RowMapper, columns: Mapping[str, SampleColumn]) -> RowMapper:
-        """Decide which field each column becomes: once, for all samples of all files."""
+        """Decide the field of each column once, for all samples of all files."""
         named = dict(mapper.fields)
         own = {name: column for name, column in columns.items() if name not in named and not column.refused}
         files = [name for name, column in own.items() if column.kind == "file"]
@@ -457,7 +458,7 @@ class IndexedFiles(FileSource):
 
 
 def _is_same(one: SampleColumn, other: SampleColumn) -> bool:
-    """Tell whether columns of two files become the same field."""
+    """Return whether columns of two files become the same field."""
     alike = one.extension == other.extension or is_alike(one.extension, other.extension)
     return one.kind == other.kind and alike and one.dtype == other.dtype
 
@@ -469,10 +470,10 @@ def _raw_values(samples: SampleFormat, data: bytes | dict[str, object]) -> dict[
 
 
 class PlacedSamples:
-    """Give the bytes of samples of a file that begins with the places where each begins and ends.
+    """Return the bytes of samples of a file that begins with the table of their positions.
 
     Raises:
-        DataError: These are no places of samples one after the other that fill the file.
+        DataError: The positions are not those of consecutive samples that fill the file.
     """
 
     def __init__(self, stream: BinaryIO, part: BinaryFile) -> None:
@@ -489,7 +490,7 @@ class PlacedSamples:
         return data
 
     def _read_places(self) -> Int64Array:
-        """Return where each sample begins, and where the last one ends: int64 [n + 1]."""
+        """Return the starts of samples and the end of the last one: int64 ``[n + 1]``."""
         where, num_samples, num_bytes = self._part.file.shown_url, self._part.num_samples, self._part.num_bytes
         self._stream.seek(0)
         said = int.from_bytes(self._stream.read(4), "little")
@@ -509,10 +510,10 @@ class PlacedSamples:
 
 
 def check_places(places: Int64Array, where: str) -> None:
-    """Refuse places that do not ascend.
+    """Refuse positions that do not ascend.
 
     Raises:
-        DataError: They do not.
+        DataError: They do not ascend.
     """
     wrong = np.flatnonzero(np.diff(places) < 0)
     if wrong.size:

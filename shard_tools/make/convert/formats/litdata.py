@@ -1,8 +1,8 @@
-"""Read the chunks of Lightning's package LitData: all its serializers but pickle.
+"""Read the chunks of Lightning's package LitData: all its serializers except pickle.
 
-A sample begins with the sizes (uint32) of its leaves, then follow these: the items of nested dicts, lists and tuples.
-Where samples are documents of tokens (``TokensLoader``), a sample is its only leaf. Releases since 2026 may compress
-samples or runs of them within a chunk, and keep rows of plain values as an Arrow file at its end.
+A sample begins with the sizes (uint32) of its leaves, followed by the leaves: the items of nested dicts, lists and
+tuples. If samples are documents of tokens (``TokensLoader``), a sample is its only leaf. Releases since 2026 may
+compress samples or runs of them within a chunk, and keep rows of plain values as an Arrow file at its end.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ _NUMPY_TYPES = (
 )  # fmt: skip
 _ARROW_MAGIC = b"LDARW01\0"
 _FOOTER = struct.Struct("<I8s")  # size of the Arrow file before it, and the mark
-_FRAMED_MAGIC = b"LDFZ01\0\0\1\0"  # with its version
+_FRAMED_MAGIC = b"LDFZ01\0\0\1\0"  # including its version
 _FRAMED = struct.Struct("<8sHHIII")  # mark, version, flags, samples, samples in a run, runs
 _FRAME = np.dtype([("first", "<u4"), ("count", "<u4"), ("at", "<u8"), ("size", "<u4"), ("num_bytes", "<u4")])
-_LAST_TAG = 0x20  # no JSON begins with less
+_LAST_TAG = 0x20  # smaller than any first byte of JSON
 _TAGGED_LISTS = {2: "<i8", 3: "<f8", 4: "?"}
 _TAGGED = {8: "<i8", 9: "<f8", 10: "?", 11: None}
 _TAGS_IN_ROWS = {16: 11, 17: 7, 18: 8, 19: 9, 20: 10}
-_MOST_SIZES = 64  # of an array
+_MOST_SIZES = 64  # dimensions of an array
 _MOST_LEAVES, _DEEPEST = 100_000, 100
 
 
 class LitDataFiles(IndexedFiles):
     """Samples of LitData's chunks.
 
-    Files and bytes become fields, tensors and arrays ``.npy``, everything else ``json``, nested as it was. The path of
-    a leaf, such as ``meta.mask`` or ``0``, is the name of its column.
+    Files and bytes become fields, tensors and arrays ``.npy``, and all other values ``json``, with their nesting. The
+    path of a leaf, such as ``meta.mask`` or ``0``, is the name of its column.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -82,10 +82,10 @@ class TreeSamples:
 
     Attributes:
         columns: The leaves, in order.
-        tree: How they hang together; a sample that is a single leaf is a dict of one.
-        sized: Their sizes stand before them.
-        packed: What is compressed within a chunk: ``"sample"``, ``"batch"`` (a run of samples), or nothing.
-        max_ratio: What inflates to more than so many times its size is refused.
+        tree: Their nesting; a sample that is a single leaf becomes a dict of one.
+        sized: Whether their sizes come before them.
+        packed: Unit of compression within a chunk: ``"sample"``, ``"batch"`` (a run of samples), or none.
+        max_ratio: Maximum ratio by which it may inflate.
     """
 
     columns: tuple[SampleColumn, ...]
@@ -95,7 +95,7 @@ class TreeSamples:
     max_ratio: float
 
     def open(self, stream: BinaryIO, part: BinaryFile) -> Callable[[int], bytes | dict[str, object]]:
-        """Return what gives the bytes of a sample, or its row."""
+        """Return a function of the sample's number that returns its bytes, or its row."""
         stream.seek(max(0, part.num_bytes - _FOOTER.size))
         arrow_bytes, magic = _FOOTER.unpack(stream.read(_FOOTER.size).rjust(_FOOTER.size, b"\0"))
         if self.sized and magic == _ARROW_MAGIC:
@@ -126,7 +126,7 @@ class TreeSamples:
         return cast("dict[str, object]", self._nested(self.tree, values)) | own
 
     def _nested(self, node: TreeNode, values: Mapping[str, object]) -> dict[str, object] | list[object]:
-        """Return the values of a node; in a list, None stands for files and arrays, to keep the others in place."""
+        """Return the values of a node; in a list, None replaces files and arrays, to keep the others' positions."""
         found: list[object] = []
         kept: list[bool] = []
         for child in node.children:
@@ -144,10 +144,10 @@ class TreeSamples:
 
 
 class ArrowSamples:
-    """Give rows of a chunk that ends with an Arrow file, its size, and a mark.
+    """Return rows of a chunk that ends with an Arrow file, its size, and a mark.
 
     Raises:
-        DataError: The Arrow file is damaged, or has not so many rows.
+        DataError: The Arrow file is damaged, or has another number of rows.
     """
 
     def __init__(self, stream: BinaryIO, part: BinaryFile, arrow_bytes: int) -> None:
@@ -174,10 +174,10 @@ class ArrowSamples:
 
 
 class FramedSamples:
-    """Give samples of a chunk whose runs of samples are compressed.
+    """Return samples of a chunk whose runs of samples are compressed.
 
-    A header is followed by the places of samples in all that is decompressed (uint32), then for each run: the first of
-    its samples, their number, its place in the file and its size there, and its size decompressed.
+    The header is followed by the positions of samples in the decompressed data (uint32), then for each run: its first
+    sample, its number of samples, its position and size in the file, and its decompressed size.
 
     Raises:
         DataError: The numbers do not match, or a run inflates to more than allowed.
@@ -203,7 +203,7 @@ class FramedSamples:
         self._content = b""
 
     def __call__(self, number: int) -> bytes:
-        """Return a sample; the run that holds it is kept for the next one."""
+        """Return a sample; its run is kept for the next call."""
         which = int(np.searchsorted(self._frames["first"], number, side="right")) - 1
         where = f"{self._where}, sample {number}"
         if which != self._frame:
@@ -268,7 +268,7 @@ def _list_chunks(max_ratio: float, content: dict[str, Any], folder: Folder) -> I
     if not samples.sized and len(columns) != 1:
         raise ValueError(f"documents of tokens with {len(columns)} leaves")
     if samples.packed:
-        compression = None  # of whole files
+        compression = None  # compression of whole files
     for chunk in content["chunks"]:
         name = chunk["filename"]
         file = folder.find(name.replace(f".{compression}", "")) if compression else None
@@ -283,7 +283,7 @@ def _list_chunks(max_ratio: float, content: dict[str, Any], folder: Folder) -> I
 
 
 def _leaves(formats: Sequence[str], spec: str, only: str) -> tuple[tuple[SampleColumn, ...], TreeNode]:
-    """Return leaves of these formats, and the tree that is described in JSON; ``only`` names one that is all of it."""
+    """Return leaves of these formats, and the tree that JSON describes; ``only`` names a single leaf."""
     protocol, described = json.loads(spec)
     if protocol != 1:
         raise ValueError(f"data_spec of protocol {protocol!r}")
@@ -304,7 +304,7 @@ def _leaves(formats: Sequence[str], spec: str, only: str) -> tuple[tuple[SampleC
 
 
 def _node(described: Mapping[str, Any], path: tuple[str, ...], paths: list[str]) -> TreeNode | int:
-    """Return a node or leaf, and append the paths of its leaves. No type is looked up by the name that it has."""
+    """Return a node or leaf, and append the paths of its leaves. No type is looked up by its name."""
     kind, context, children = described["type"], described["context"], described["children_spec"]
     if len(path) > _DEEPEST or len(paths) > _MOST_LEAVES:
         raise ValueError("data_spec is too deep or has too many leaves")
@@ -351,15 +351,15 @@ def _column(name: str, data_format: str) -> SampleColumn:  # noqa: PLR0911  # a 
 
 
 def _extension(text: str) -> str:
-    """Return a file's extension if it can be that of a field."""
+    """Return a file's extension if it can be a field's."""
     return text.lower() if re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)?", text.lower()) else ""
 
 
 def _type(known: Sequence[str], number: int) -> str:
-    """Return NumPy's name of a type.
+    """Return NumPy's name of the type with this number.
 
     Raises:
-        ValueError: There is none of this number.
+        ValueError: There is no such type.
     """
     if not 0 <= number < len(known) or not known[number]:
         raise ValueError(f"arrays of type number {number}, which is not known here")
@@ -404,7 +404,7 @@ def decode_nested(data: bytes) -> object:
 
 
 class _Nested:
-    """A reader of tagged values. Sizes are compared with what is left before they are used."""
+    """A reader of tagged values. Sizes are compared with the remaining bytes before they are used."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -1,11 +1,11 @@
 """Read LMDB: the values of a database, in the order of their keys.
 
-This is a reader of our own: LMDB's library maps the file and trusts it, so that one that is truncated or damaged ends
-the process (bus errors, failed assertions). Here every page is read and compared with what it must be.
+This reader does not use LMDB's library, which maps the file and trusts it, so that a truncated or damaged file crashes
+the process (bus errors, failed assertions). Here every page is read and checked.
 
-The format is that of LMDB 0.9 (``lmdb.h``, ``mdb.c``): pages of a size that the first one tells; pages 0 and 1 describe
-two states, of which the one with the greater number of its transaction holds; branch pages lead to leaf pages, and
-values too long for these lie in pages of their own.
+The format is that of LMDB 0.9 (``lmdb.h``, ``mdb.c``): the first page gives the size of pages; pages 0 and 1 describe
+two states, and the one with the greater transaction number is valid; branch pages lead to leaf pages, and values too
+long for a leaf page have separate pages.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _NO_PAGE = 2**64 - 1
 _DEEPEST = 32  # as in the library
 _LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20
 _PICKLE = re.compile(rb"\x80[\x02-\x05].*\.\Z", re.DOTALL)
-_NOTE = b"__"  # begins keys of the program that wrote the database
-_COUNT = b"num-samples"  # the key of a database whose entries are joined
+_NOTE = b"__"  # prefix of keys for notes of the program that wrote the database
+_COUNT = b"num-samples"  # a key of databases whose entries are joined
 _NUMBERED = re.compile(rb"(.*)-([0-9]{1,18})", re.DOTALL)
 _MAX_SKIPPED = 10_000
 _log = logging.getLogger(__name__)
@@ -66,13 +66,13 @@ _log = logging.getLogger(__name__)
 class LmdbFiles(FileSource):
     """Entries of LMDB databases, on this machine's disk: the key is the sample's, the value becomes one field.
 
-    The field is named by the type of the first 10,000 values: that of a file, ``json``, ``txt`` or ``bin``. Keys that
+    The field is named by the type of the first 10,000 values: a file type, ``json``, ``txt`` or ``bin``. Keys that
     begin with ``__`` are notes of the program that wrote the database, such as ``__len__``: they are left out and
     reported. Files are only read, without LMDB's lock: no program may write to them meanwhile.
 
     Sets for text recognition have a key ``num-samples``, and keys of names and numbers (``image-000000001``,
-    ``label-000000001``): their entries of one number are one sample, whose key is the number, and the names are
-    columns. ``--field value=EXT`` reads each entry by itself.
+    ``label-000000001``): entries of one number form one sample, whose key is the number, and the names are columns.
+    ``--field value=EXT`` reads each entry by itself.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -101,7 +101,7 @@ class LmdbFiles(FileSource):
 
     @property
     def num_records(self) -> int:
-        """Entries of all databases, without notes."""
+        """Number of entries of all databases, without notes."""
         return self._num_records
 
     @property
@@ -115,7 +115,7 @@ class LmdbFiles(FileSource):
         return self._mapper.fields_of((KEY, *self._columns), (KEY, *self._columns))
 
     def identity(self) -> dict[str, object]:
-        """Return the names of the files, and which field values become."""
+        """Return the names of the files, and the field of the values."""
         return {**super().identity(), **self._mapper.identity()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
@@ -205,7 +205,7 @@ class LmdbFiles(FileSource):
         return value.decode() if self._mapper.named_only and is_text(value) else value
 
     def _typed(self, *, tolerant: bool) -> RowMapper:
-        """Decide which field the values become, by the first ones."""
+        """Decide the field of the values by the first ones."""
         types, num_bytes = [Counter[str]() for _ in self._columns], 0
         with contextlib.closing(self._entries(0)) as entries:
             for _, file, key, values in itertools.islice(entries, 1 if tolerant else _LOOKED_AT):
@@ -234,13 +234,13 @@ def _shown(key: bytes) -> str:
 
 
 def _joins_of(file: SourceFile) -> Int64Array | None:
-    """Return where the entries of each sample are, int64 ``[samples, names, 2]``, in the order of numbers.
+    """Return the position of each sample's entries: int64 ``[samples, names, 2]``, in the order of numbers.
 
     Returns:
-        None if each entry is a sample: there is no number of samples, or the first key has none.
+        None if each entry is a sample: there is no ``num-samples``, or the first key has no number.
 
     Raises:
-        DataError: A sample lacks one of the names, or there are more or fewer samples than are said to be.
+        DataError: A sample lacks one of the names, or the number of samples is not the declared one.
     """
     with _Database(file) as database:
         key, place = next(database.places(_COUNT), (b"", (0, 0)))
@@ -274,10 +274,10 @@ def _unmatched(file: SourceFile, what: str) -> DataError:
 
 
 def _columns_of(joins: Sequence[Int64Array | None], files: Sequence[SourceFile]) -> tuple[str, ...]:
-    """Return the names of a sample's values, and say so if they are joined.
+    """Return the names of a sample's values, and log it if they are joined.
 
     Raises:
-        ConfigError: They differ from database to database.
+        ConfigError: They differ between databases.
     """
     names: dict[tuple[str, ...], SourceFile] = {}
     for file, places in zip(files, joins, strict=True):
@@ -302,13 +302,13 @@ def _names_of(file: SourceFile, places: Int64Array) -> tuple[str, ...]:
 
 
 def _alone(database: _Database) -> Int64Array:
-    """Return where each entry is that is no note, int64 ``[entries, 1, 2]``."""
+    """Return the position of each entry except notes: int64 ``[entries, 1, 2]``."""
     places = [place for key, place in database.places() if not key.startswith(_NOTE)]
     return np.array(places, np.int64).reshape(-1, 1, 2)
 
 
 def _sample_at(database: _Database, places: list[list[int]], *, joined: bool) -> tuple[bytes, tuple[bytes, ...]]:
-    """Return key and values of the sample at these places; of joined entries, the key is their number."""
+    """Return key and values of the sample at these positions; the key of joined entries is their number."""
     values = tuple(database.value((page, node)) for page, node in places)
     page, node = places[0]
     key = database.key((page, node))
@@ -316,7 +316,7 @@ def _sample_at(database: _Database, places: list[list[int]], *, joined: bool) ->
 
 
 def _find(spec: str, storage: Storage, exclude: str | None) -> list[SourceFile]:
-    """Return the files of databases: a file that is named, or those of a folder that end as theirs do.
+    """Return the files of databases: a named file, or the files of a folder with the usual names.
 
     Raises:
         NotFoundError: There is none.
@@ -341,7 +341,7 @@ class _Database:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._page: tuple[int, bytes, list[int]] = (-1, b"", [])  # the last one
+        self._page: tuple[int, bytes, list[int]] = (-1, b"", [])  # the latest page
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -355,7 +355,7 @@ class _Database:
         """Yield each key from ``low`` on, with the page and node that hold it, in ascending order.
 
         Raises:
-            DataError: The pages make no tree of as many entries as there are said to be.
+            DataError: The pages are not a tree with the declared number of entries.
         """
         count, last = 0, b""
         if self._root != _NO_PAGE:
@@ -416,7 +416,7 @@ class _Database:
             yield from self._below(first | second << 16 | third << 32, depth + 1, low)
 
     def _nodes(self, number: int) -> tuple[bytes, list[int]]:
-        """Return a branch or leaf page, and where its nodes begin."""
+        """Return a branch or leaf page, and the starts of its nodes."""
         if self._page[0] == number:
             return self._page[1:]
         page = self._read(number, 0, self._page_bytes)
@@ -432,7 +432,7 @@ class _Database:
         return page, nodes
 
     def _read_state(self) -> tuple[int, int, int, int]:
-        """Return the size of pages, and number of entries, root and depth of the newer of both states."""
+        """Return the page size, and the number of entries, root and depth of the newer state."""
         first = self._state_at(0)
         second = self._state_at(first[1]) if first is not None else None
         if first is None or second is None or first[1] != second[1]:
@@ -440,7 +440,7 @@ class _Database:
         return max(first, second)[1:]
 
     def _state_at(self, at: int) -> tuple[int, int, int, int, int] | None:
-        """Return what a page describes: transaction, size of pages, entries, root, depth; None: it does not."""
+        """Return the state in a page: transaction, page size, entries, root, depth; None: the page has no state."""
         raw = os.pread(self._descriptor, _PAGE.size + _META.size, at)
         if len(raw) < _PAGE.size + _META.size:
             return None

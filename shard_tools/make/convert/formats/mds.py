@@ -1,7 +1,7 @@
-"""Read MDS, the format of MosaicML's package Streaming: version 2, all its compressions and all encodings but pickle.
+"""Read MDS, the format of MosaicML Streaming: version 2, all its compressions, and all encodings except pickle.
 
-The layout is that of the package's documentation ("Dataset Format"). A sample begins with the sizes (uint32) of those
-of its columns whose size varies; then follow all values in the order of the columns.
+The package's documentation describes the layout ("Dataset Format"). A sample begins with the sizes (uint32) of its
+columns of variable size, followed by all values in the order of the columns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class MdsFiles(IndexedFiles):
-    """Samples of MDS shards: images and bytes become fields, arrays ``.npy``, everything else ``json``."""
+    """Samples of MDS shards: images and bytes become fields, arrays ``.npy``, and all other values ``json``."""
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         super().__init__("mds", spec, storage, options, _list_shards)
@@ -50,13 +50,13 @@ class MdsFiles(IndexedFiles):
 
 @dataclass(frozen=True, slots=True)
 class MdsSamples:
-    """Samples with these columns, of these sizes; None: the size varies."""
+    """A parser of samples with these columns and sizes; None: the size varies."""
 
     columns: tuple[SampleColumn, ...]
     sizes: tuple[int | None, ...]
 
     def open(self, stream: BinaryIO, part: BinaryFile) -> PlacedSamples:
-        """Return what gives the bytes of a sample."""
+        """Return a function of a sample's number that returns its bytes."""
         return PlacedSamples(stream, part)
 
     def split(self, data: bytes) -> list[bytes]:
@@ -90,7 +90,7 @@ def _list_shards(content: dict[str, Any], folder: Folder) -> Iterator[BinaryFile
                 f"version {_VERSION}. Shards of JSON and CSV are read with --from jsonl or csv, decompressed"
             )
         raw, packed, codec = shard["raw_data"], shard["zip_data"], _codec(shard["compression"], where)
-        unpacked = folder.find(raw["basename"])  # written so, or decompressed by a reader, perhaps in part
+        unpacked = folder.find(raw["basename"])  # written uncompressed, or decompressed by a reader, perhaps in part
         if codec and unpacked is not None and unpacked.size_bytes != raw["bytes"]:
             unpacked = None
         file = unpacked or folder.get((packed if codec else raw)["basename"])
@@ -117,7 +117,7 @@ def whole(value: object) -> int:
     """Return a number of an index.
 
     Raises:
-        ValueError: It is no whole number of 0 or more.
+        ValueError: It is not a whole number of 0 or more.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"expected a number of bytes or samples, got {value!r}")
@@ -202,7 +202,7 @@ def _decode_scalar(dtype: str, data: bytes) -> object:
 
 
 def _decode_array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> npt.NDArray[Any]:
-    """Decode an array: its type, if it varies; the number and type of its sizes and these, if they vary; its values."""
+    """Decode an array: its type, if variable; the number, type and values of its sizes, if variable; its values."""
     at = 0
     if dtype is None:
         dtype, at = _ARRAY_TYPES[data[0]], 1

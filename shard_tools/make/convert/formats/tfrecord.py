@@ -1,7 +1,7 @@
-"""Read TFRecord files: ``tf.train.Example`` and ``SequenceExample``, or records of any content as they are.
+"""Read TFRecord files: ``tf.train.Example`` and ``SequenceExample``, or records of any content, unchanged.
 
-A record is its size (uint64), the masked CRC-32C of that, its bytes, and theirs (tensorflow.org/tutorials/load_data).
-Files may be compressed as a whole with gzip or zlib, which their first bytes tell.
+A record consists of its size (uint64), the masked CRC-32C of the size, its bytes, and their masked CRC-32C
+(tensorflow.org/tutorials/load_data). Files may be compressed as a whole with gzip or zlib, as their first bytes show.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from streaming.errors import ConfigError, DataError, NotFoundError, shell_word
 from streaming.storage import Storage, redact
 
 NAMES = re.compile(r"\.(tfrecords?|tfrec)([-_]\d+-of-\d+)?(\.(gz|gzip|zlib))?$|-\d{5}-of-\d{5}(\.gz)?$")
-RECORD = "record"  # the column of records as they are
+RECORD = "record"  # the column of raw records
 _HEADER, _SUM = struct.Struct("<QI"), struct.Struct("<I")
-_MAX_RECORD_BYTES = 2**31 - 1  # of a protocol buffer
-_LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20  # records, to tell what features are
+_MAX_RECORD_BYTES = 2**31 - 1  # limit of protocol buffers
+_LOOKED_AT, _LOOKED_AT_BYTES = 10_000, 64 << 20  # records read to decide the types of features
 
 
 class TfRecords(CountedFiles):
     """Records of TFRecord files, in the order of the files' names.
 
-    Examples: bytes become fields by their type, or text; numbers ``.npy``, or ``json`` where the first 10,000 records
-    have one each. What a feature becomes is decided once, by these records.
+    Examples: bytes become fields by their type, or text; numbers become ``.npy``, or ``json`` if each of the first
+    10,000 records has one. The field of a feature is decided once, by these records.
 
-    Without ``shuffle_seed`` files are read sequentially; with it, a first pass over the sizes of records finds where
-    they begin.
+    Without ``shuffle_seed`` files are read sequentially; with it, a first pass over the sizes of records finds their
+    positions.
 
     Args:
-        spec: Files, a folder or a pattern; of a folder, files with usual names are taken.
+        spec: Files, a folder or a pattern; in a folder, files with the usual names are taken.
         storage: The store.
-        options: How to read it.
-        raw: Records are stored as they are.
+        options: Options for reading.
+        raw: Store records unchanged.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions, *, raw: bool = False) -> None:
@@ -77,7 +77,7 @@ class TfRecords(CountedFiles):
         self._decide(tolerant=options.named_only)
 
     def identity(self) -> dict[str, object]:
-        """Return the names of the files, and what each feature becomes."""
+        """Return the names of the files, and the field of each feature."""
         features = {name: " ".join(map(str, astuple(column))) for name, column in sorted(self._columns.items())}
         return {**super().identity(), **self._mapper.identity(), "features": features}
 
@@ -211,10 +211,10 @@ class TfRecords(CountedFiles):
                 raise DataError(f"{where}: feature {name!r}: {error}") from error
         return found
 
-    # ------------------------------------------------------------------- which feature becomes which field
+    # ------------------------------------------------------------------- the field of each feature
 
     def _decide(self, *, tolerant: bool) -> None:
-        """Decide what each feature becomes, by the first records and the options."""
+        """Decide the field of each feature, by the first records and the options."""
         seen: dict[str, _Seen] = {}
         num_bytes = 0
         with contextlib.closing(self._stored(0)) as stored:
@@ -236,7 +236,7 @@ class TfRecords(CountedFiles):
         for name in (*seen, *(name for name in named if name not in seen)):
             extension = named.get(name)
             self._columns[name] = seen.get(name, _Seen()).column(name, extension, tolerant=tolerant)
-        if self._raw and not self._mapper.named_only and RECORD not in named:  # text, too, is a field of its own
+        if self._raw and not self._mapper.named_only and RECORD not in named:  # text, too, becomes a separate field
             self._columns[RECORD] = _Column(
                 "file", "bytes", choose_content_type(RECORD, seen.get(RECORD, _Seen()).types)
             )
@@ -258,7 +258,7 @@ class TfRecords(CountedFiles):
 
 
 def _find(spec: str, storage: Storage, exclude: str | None) -> list[SourceFile]:
-    """Return the files of ``spec`` that have usual names, or those that it names itself.
+    """Return the files of ``spec`` with the usual names, or the files that it names itself.
 
     Raises:
         NotFoundError: There is none.
@@ -272,7 +272,7 @@ def _find(spec: str, storage: Storage, exclude: str | None) -> list[SourceFile]:
 
 @dataclass(frozen=True, slots=True)
 class _Feature:
-    """The values of a feature; of a SequenceExample's list, how many each step has."""
+    """The values of a feature; for a SequenceExample's list, also the number of values per step."""
 
     values: Values | None
     steps: tuple[int, ...] | None = None
@@ -289,10 +289,10 @@ class _Feature:
         return cls(np.concatenate(cast("list[np.ndarray]", there)) if there else None, lengths)
 
     def nested(self, *, flat: bool) -> object:
-        """Return the values, by step unless ``flat``, which takes steps of one value each.
+        """Return the values by step; with ``flat``, each step must have one value, and the list is not nested.
 
         Raises:
-            ValueError: It is asked for, and a step has more or fewer.
+            ValueError: ``flat`` is given, and a step has more or fewer values.
         """
         if self.steps is None:
             return self.values if self.values is not None else []
@@ -318,7 +318,7 @@ class _Feature:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the first records hold of a feature."""
+    """Statistics of a feature over the first records."""
 
     kinds: set[str] = field(default_factory=set)
     longest: int = 0
@@ -338,7 +338,7 @@ class _Seen:
                 self.types.update(content_type(value) for value in one.values if value)
 
     def column(self, name: str, extension: str | None, *, tolerant: bool) -> _Column:
-        """Decide what a feature becomes, or take what an option says: an extension."""
+        """Decide the column of a feature, or use the extension that an option gives."""
         last = (extension or "").rpartition(".")[2]
         dtype = next(iter(self.kinds), "")
         several = self.longest > 1 or self.in_steps
@@ -373,9 +373,10 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What a feature becomes: ``text``, ``number`` or ``file``, or with ``s`` a list of these.
+    """The column of a feature: ``text``, ``number`` or ``file``, or with ``s`` a list of these.
 
-    ``none``: the first records have no value, so there must be none; ``any``: an option names what is not known.
+    ``none``: the first records have no value, so no record may have one; ``any``: unknown, but an option names its
+    field.
     """
 
     kind: str
@@ -387,7 +388,7 @@ class _Column:
         """Return the value of a row.
 
         Raises:
-            ValueError: A record has other values than the first ones, and no option says what to do.
+            ValueError: A record has other values than the first ones, and no option covers them.
         """
         values = one.values if one.values is not None else []
         if one.kind and self.dtype not in {"", one.kind}:
@@ -421,17 +422,17 @@ def _texts(value: object) -> object:
 
 
 class _RecordReader:
-    """Read the records of a file one after the other.
+    """Read the records of a file in order.
 
     Args:
         file: The file.
-        stream: Its bytes, as they are stored.
-        max_ratio: A compressed file that inflates to more than so many times its size is refused.
-        at: Where to begin: at record ``number``.
-        number: See above.
+        stream: Its bytes, as stored.
+        max_ratio: Maximum ratio by which a compressed file may inflate.
+        at: Byte at which to begin.
+        number: Number of the record there.
 
     Raises:
-        DataError: It is damaged, truncated, or something else.
+        DataError: It is damaged, truncated, or not a TFRecord file.
     """
 
     def __init__(self, file: SourceFile, stream: BinaryIO, max_ratio: float, at: int = 0, number: int = 0) -> None:
@@ -446,7 +447,7 @@ class _RecordReader:
             self._stream = io.BufferedReader(inflated, 1 << 20)
 
     def read(self, *, skip: bool = False) -> bytes | None:
-        """Return the next record, ``b""`` for one that is passed over, or None at the end."""
+        """Return the next record, ``b""`` for a skipped one, or None at the end."""
         where = f"{self._file.shown_url}, record {self._number} at byte {self.at}"
         head = self._stream.read(_HEADER.size)
         if not head:
@@ -473,7 +474,7 @@ class _RecordReader:
         return b"" if skip else data
 
     def _take(self, size: int) -> bytes:
-        """Return so many bytes, of which no more is held in memory than there are."""
+        """Return ``size`` bytes; memory is bounded by the bytes that the file really has."""
         if not self.is_packed:
             return self._stream.read(size)
         pieces = []

@@ -17,7 +17,7 @@ from streaming.storage import Storage, redact
 
 _IMAGES, _NOTES, _LISTS = "JPEGImages/", "Annotations/", "ImageSets/Main/"
 _MASKS = {"SegmentationClass/": "seg.png", "SegmentationObject/": "instances.png"}
-_MOST_BYTES, _DEEPEST = 16 << 20, 32  # of an XML file, and of its elements in each other
+_MOST_BYTES, _DEEPEST = 16 << 20, 32  # maximum size of an XML file, and depth of its elements
 _BOX = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -32,7 +32,7 @@ class VocFolder(AnnotatedImages):
     Raises:
         ConfigError: There is no such split.
         DataError: An XML file is damaged, or declares a document type or entities.
-        NotFoundError: The folder is not laid out so.
+        NotFoundError: The folder does not have this layout.
     """
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
@@ -90,7 +90,7 @@ def _by_stem(files: list[SourceFile], folder: str) -> dict[str, SourceFile]:
 
 
 def _names_of(part: str, lists: Mapping[str, SourceFile], storage: Storage, where: str) -> list[str]:
-    """Return the names of the images in a split; its list may hold a second word per line.
+    """Return the names of the images in a split; lines of its list may have a second word.
 
     Raises:
         ConfigError: There is no such split.
@@ -109,7 +109,7 @@ def _names_of(part: str, lists: Mapping[str, SourceFile], storage: Storage, wher
 
 
 def _read_notes(files: Mapping[str, SourceFile], storage: Storage, num_threads: int) -> dict[str, dict[str, Any]]:
-    """Return what the XML files say, by their names: on threads, since there are many."""
+    """Return the annotations in the XML files, by their names; files are read on threads, since there are many."""
 
     def read(item: tuple[str, SourceFile]) -> tuple[str, dict[str, Any]]:
         stem, file = item
@@ -123,7 +123,7 @@ def _read_notes(files: Mapping[str, SourceFile], storage: Storage, num_threads: 
 
 
 def _note_of(content: Any, file: SourceFile) -> dict[str, Any]:
-    """Return the annotations of an image, of the elements of its file."""
+    """Return the annotations of an image, from the elements of its file."""
     if not isinstance(content, dict):
         raise DataError(f"{file.shown_url}: not annotations of Pascal VOC: the element <annotation> is empty")
     size = content.get("size")
@@ -147,10 +147,10 @@ def _object(one: Any, file: SourceFile) -> dict[str, Any]:
 
 
 def _tree(data: bytes, where: str) -> Any:
-    """Parse XML into dicts of elements, lists where one repeats, and numbers where the text is one.
+    """Parse XML into dicts of elements, lists of repeated elements, and numbers for numeric text.
 
     Raises:
-        DataError: It is damaged, too deep, or declares a document type or entities, which nobody needs here.
+        DataError: It is damaged, too deep, or declares a document type or entities, which annotations do not need.
     """
     parser = expat.ParserCreate()
     stack: list[tuple[str, dict[str, Any], list[str]]] = [("", {}, [])]

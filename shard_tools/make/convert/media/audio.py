@@ -12,7 +12,7 @@ from streaming.errors import ConfigError
 from streaming.storage import Storage
 
 AUDIO_EXTENSIONS = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "aac", "aif", "aiff", "au", "w64"})
-_MOST_FRAMES = 1 << 48  # at 192 kHz 46 years: what some programs write who do not know the length
+_MOST_FRAMES = 1 << 48  # 46 years at 192 kHz: some programs write such a length if it is unknown
 _UNREAD = (
     "no duration, rate and channels: the sound is damaged, or of a kind that soundfile does not read (such as m4a)"
 )
@@ -33,11 +33,11 @@ class AudioFolder(MediaFolder):
     unread: ClassVar = _UNREAD
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
-        _soundfile()  # refused before anything is listed
+        _soundfile()  # fail before anything is listed
         super().__init__(spec, storage, options)
 
     def look(self, data: bytes) -> tuple[dict[str, object], str]:
-        """Return duration, rate and channels: as ``Sound`` has them, or by the header of what it does not read."""
+        """Return duration, rate and channels: by ``Sound``, or by the header for formats that it does not read."""
         try:
             frames, rate, channels = measured(data)
         except ValueError:

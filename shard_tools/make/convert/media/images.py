@@ -12,7 +12,7 @@ from shard_tools.make.write.filetypes import ONE_FIELD
 class ImageFolder(MediaFolder):
     """Images: ``width`` and ``height`` of the upright image become columns.
 
-    A remark counts images without a size, and those that their EXIF orientation turns.
+    Remarks count images without a size, and images turned by their EXIF orientation.
     """
 
     kind: ClassVar = "images"
