@@ -10,8 +10,10 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError, shell_place
+from streaming.order.plan.memory import LEAST_MAPPED_BYTES, PAGE_BYTES, whole_pages
 from streaming.shards.cache import NodeCache
 from streaming.shards.fetch.checksums import Mask, Sum, crc_of_member, sums_of
 from streaming.shards.fetch.damage import checksum_error, layout_by_table, narrowed, summed_parts
@@ -31,6 +33,7 @@ from streaming.storage import (
     looked_for,
     redact,
 )
+from streaming.types import Int64Array
 
 
 class ShardReading(NamedTuple):
@@ -79,6 +82,9 @@ class FetchRange:
         fields: Fields to deliver; None: all.
         kept: Identifies the samples that a filter keeps of the shard; "": all.
         source: Source of a mixture: two may read the same bytes in different ways.
+        beside: Ranges of other tars, which hold more fields of the same samples, and perhaps of some around them; see
+            :mod:`streaming.shards.fetch.beside`.
+        late: If it is a range of a tar of a late field: that field, the only one to deliver.
     """
 
     url: str
@@ -94,6 +100,8 @@ class FetchRange:
     fields: tuple[str, ...] | None = None
     kept: str = ""
     source: int = 0
+    beside: tuple[FetchRange, ...] = ()
+    late: str = ""
 
     @property
     def shown_url(self) -> str:
@@ -102,13 +110,45 @@ class FetchRange:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the range."""
-        return self.byte_end - self.byte_start
+        """Memory that the range takes: its length; with others beside it, as far as the last of them."""
+        if not self.beside:
+            return self.byte_end - self.byte_start
+        place, last = self.parts[-1]
+        return place + last.num_bytes
+
+    @property
+    def skew_bytes(self) -> int:
+        """How far into a page it begins if it may be mapped: as in its file."""
+        return self.byte_start % PAGE_BYTES if self.byte_end - self.byte_start >= LEAST_MAPPED_BYTES else 0
+
+    @property
+    def parts(self) -> tuple[tuple[int, FetchRange], ...]:
+        """This range and those beside it, each alone, and where each begins in memory if it is read as a whole."""
+        if not self.beside:
+            return ((0, self),)
+        alone = replace(self, beside=())
+        found, end = [(0, alone)], alone.num_bytes
+        for one in self.beside:
+            place = int(place_behind(self.skew_bytes, end, one.skew_bytes))
+            found.append((place, replace(one, source=self.source)))
+            end = place + one.num_bytes
+        return tuple(found)
 
     @property
     def sums(self) -> tuple[tuple[int, int], ...]:
-        """End (relative) and CRC32C of each piece with a checksum; they cover the range."""
-        return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
+        """End (relative) and CRC32C of each piece with a checksum; they cover the range without those beside it."""
+        return self.spans if self.crc32c is None else ((self.byte_end - self.byte_start, self.crc32c),)
+
+    @property
+    def summed(self) -> tuple[tuple[int, int, int], ...]:
+        """Where each piece with a checksum begins and ends in memory, with that of ranges beside it, and its CRC32C."""
+        found = []
+        for place, part in self.parts:
+            start = 0
+            for end, expected in part.sums:
+                found.append((place + start, place + end, expected))
+                start = end
+        return tuple(found)
 
     @property
     def reading(self) -> ShardReading:
@@ -119,6 +159,18 @@ class FetchRange:
     def key(self) -> UnitKey:
         """Identifies this range, and what is read of it."""
         return UnitKey(self.reading, self.byte_start, self.byte_end)
+
+
+def place_behind(skew_bytes: npt.ArrayLike, end: npt.ArrayLike, next_skew: npt.ArrayLike) -> Int64Array:
+    """Return where in memory a range begins that lies behind others: on a page of its own, so that it can be mapped.
+
+    Args:
+        skew_bytes: How far into a page the first of them begins.
+        end: Where the others end, from the beginning of the first.
+        next_skew: How far into a page the range begins.
+    """
+    skew = np.asarray(skew_bytes, np.int64)
+    return whole_pages(np.asarray(end, np.int64) + skew) - skew + next_skew
 
 
 Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]

@@ -1,6 +1,6 @@
 """Join what sets mean where they meet: ``joined``.
 
-Without an option, joining is commutative but for the origins of columns, associative and idempotent. A set that says
+Without an option, joining is commutative but for origins, associative and idempotent. A set that says
 nothing of a field adds nothing: :func:`remarks` names it, and :func:`untranslatable` does where others contradict each
 other. Every facet of a field or column is joined by itself: equal values stay, a list of classes that begins with the
 other one wins, tokens take the wider type, and sets of values are united. Whatever cannot be joined so is a
@@ -249,7 +249,9 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _facets_of_field(one: SchemaField) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": one.kind, "classes": one.classes, "made_by": one.made_by}
+    found: dict[str, Any] = {
+        "kind": one.kind, "classes": one.classes, "made_by": one.made_by, "origin": one.origin,
+    }  # fmt: skip
     if one.tokens is None:
         return found | {"dtype": one.dtype}
     tokens = one.tokens
@@ -261,7 +263,7 @@ def _facets_of_field(one: SchemaField) -> dict[str, Any]:
 
 def _field_of(facets: Mapping[str, Any]) -> SchemaField:
     given = dict(facets)
-    own = {name: given.pop(name) for name in ("kind", "classes", "made_by", "dtype") if name in given}
+    own = {name: given.pop(name) for name in ("kind", "classes", "made_by", "origin", "dtype") if name in given}
     width = given.pop("token type", "")
     if not width:
         return SchemaField(**own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -22,7 +23,8 @@ VERSION = 1
 WITHIN = ":"
 """Between a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
 LATE = "late"
-"""How the origin of a column begins that was added after the shards were written."""
+"""How the origin of a column or field begins that was added after the shards were written."""
+_VERSION_OF_LATE = re.compile(rf"{LATE}, version ([0-9a-f]+)")
 _FROM = ", from "
 TOKEN_TYPES = ("uint16", "uint32")
 RESTORE = (
@@ -79,6 +81,7 @@ class SchemaField:
         classes: Names of classes; the place of a name is its number.
         tokens: What its ids are.
         made_by: The functions that made it.
+        origin: Of a field that was added later, :data:`LATE` with the version, then the function or set that it is from.
     """
 
     kind: str = ""
@@ -86,6 +89,13 @@ class SchemaField:
     classes: tuple[str, ...] = ()
     tokens: TokenMeaning | None = None
     made_by: tuple[str, ...] = ()
+    origin: str = ""
+
+    @property
+    def late_version(self) -> str:
+        """The version of a field that was added after the shards were written; "": it is in the shards."""
+        found = _VERSION_OF_LATE.match(self.origin)
+        return "" if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +125,7 @@ class SchemaColumn:
 
 
 def late_origin(version: str, made_from: str) -> str:
-    """Return the origin of a column that is added after the shards were written."""
+    """Return the origin of a column or field that is added after the shards were written."""
     return f"{LATE}, version {version}{_FROM}{made_from}"
 
 
@@ -179,7 +189,7 @@ class Schema:
         """What distinguishes the meaning of each field, but for those of which only what the name says is said."""
         said = {}
         for name, one in sorted(self.fields.items()):
-            rest = replace(one, classes=(), kind="" if one.kind == kind_by_name(name) else one.kind)
+            rest = replace(one, classes=(), origin="", kind="" if one.kind == kind_by_name(name) else one.kind)
             tokens = one.tokens and replace(TokenMeaning(), tokenizer=one.tokens.tokenizer)
             count = f"{len(one.classes)}.{_digest(list(one.classes))}" if one.classes else "0."
             more = _digest(_plain(replace(rest, tokens=tokens))) if rest != SchemaField() else ""
@@ -206,9 +216,17 @@ class Schema:
         kept = {name: one for name, one in self.fields.items() if name.partition(WITHIN)[0] in names}
         return replace(self, fields=kept)
 
+    @property
+    def late_fields(self) -> dict[str, str]:
+        """The versions of the fields that were added after the shards were written, by name."""
+        return {name: one.late_version for name, one in self.fields.items() if one.late_version}
+
     def without_late(self) -> Self:
-        """Return the same without late columns, which lie beside shards and do not go along with them."""
-        return replace(self, columns={name: one for name, one in self.columns.items() if not one.is_late})
+        """Return the same without late columns and fields, which lie beside shards and do not go along with them."""
+        return replace(
+            self, columns={name: one for name, one in self.columns.items() if not one.is_late},
+            fields={name: one for name, one in self.fields.items() if not one.late_version},
+        )  # fmt: skip
 
     def to_bytes(self, *, lives: bool = False) -> bytes:
         """Return ``schema.json``: sealed, the same bytes for the same schema.
@@ -290,6 +308,7 @@ def _field(said: Mapping[str, Any]) -> SchemaField:
         raise ValueError(f"tokens of type {dtype!r}")
     return SchemaField(
         kind=kind, dtype=dtype, classes=_names(said, "classes"), made_by=_texts(said, "made_by"),
+        origin=_text(said, "origin"),
         tokens=None if tokens is None else _tokens(tokens),
     )  # fmt: skip
 

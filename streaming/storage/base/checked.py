@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Self, TypeAlias, final
 
@@ -53,7 +53,7 @@ class Checked:
     """The statement that bytes in memory match every checksum that there is of them.
 
     The arena, the node cache, views, substitutes and samples read by number take bytes from a store only together with
-    this statement. :meth:`comparing` is the one way to it, so bytes that nobody has compared cannot get there. It
+    this statement. :meth:`comparing` is the one way to it (:meth:`of_all` joins what that made), so bytes that nobody has compared cannot get there. It
     refers to the moment of the comparison and holds no memory: who lets others change the bytes must compare again.
 
     Attributes:
@@ -93,6 +93,18 @@ class Checked:
             num_summed += size
         is_summed = 0 < num_bytes == num_summed
         return cls(_Compared(num_bytes, expected if number == 0 and is_summed else None, is_summed))
+
+    @classmethod
+    def of_all(cls, found: Sequence[Self], num_bytes: int) -> Self:
+        """Say of several runs of bytes in one memory what was said of each.
+
+        Args:
+            found: The statements.
+            num_bytes: How much memory they take, with what lies between them.
+        """
+        if any(type(one) is not Checked for one in found):
+            raise TypeError("expected a Checked of each run of bytes")
+        return cls(_Compared(num_bytes, None, all(one.is_summed for one in found)))
 
 
 def crc_of(parts: Parts) -> tuple[int, int]:

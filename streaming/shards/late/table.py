@@ -1,0 +1,89 @@
+"""Hold where a late field is: the chunk table of its tars, and the shards that these go with (``docs/format.md``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.files import FIELD_KIND, content_errors
+from streaming.shards.index.layout import checked_name
+
+ABSENT = "absent"
+"""The field that a sample without a value has in such a tar, so that the tar has all keys of its shard."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LateTable:
+    """One version of a late field of the set in one directory.
+
+    Attributes:
+        name: The field.
+        work: Identifies how its values were made; part of the tars' paths.
+        made_from: Where the values came from, for people.
+        num_missing: Samples without a value.
+        chunks: The chunks of its tars.
+        shards: The shard that each tar goes with, by its name, and the fingerprint of that shard alone.
+    """
+
+    name: str
+    work: str
+    made_from: str
+    num_missing: int
+    chunks: ChunkTable
+    shards: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def version(self) -> str:
+        """Distinguishes it from every other content that a field of this name ever had."""
+        said = json.dumps([self._facts, self.chunks.fingerprint], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of the tar that goes with each shard, by the shard's name."""
+        return {name: number for number, (name, _) in enumerate(self.shards)}
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "field": self.name, "work": self.work, "made_from": self.made_from, "num_missing": self.num_missing,
+            "of": [[*one] for one in self.shards],
+        }  # fmt: skip
+
+    def to_parquet(self) -> bytes:
+        """Return the table as the bytes of a file."""
+        return self.chunks.to_parquet(kind=FIELD_KIND, more=self._facts)
+
+    @classmethod
+    def from_parquet(cls, buffer: Any, source: str) -> LateTable:
+        """Return the inverse of :meth:`to_parquet`.
+
+        Raises:
+            IndexFormatError: The bytes are damaged, not such a table, or of a newer major version.
+        """
+        chunks, facts = ChunkTable.with_facts(buffer, FIELD_KIND, source)
+        with content_errors(source, "not the table of a late field"):
+            shards = tuple((str(name), str(fingerprint)) for name, fingerprint in facts["of"])
+            if len(shards) != len(chunks.shards):
+                raise ValueError(f"{len(chunks.shards)} tars for {len(shards)} shards")
+            return cls(
+                name=checked_name(facts["field"], "field"), work=checked_work(facts["work"]),
+                made_from=str(facts["made_from"]), num_missing=int(facts["num_missing"]), chunks=chunks, shards=shards,
+            )  # fmt: skip
+
+
+def tar_name(shard: str, fingerprint: str) -> str:
+    """Return the name of the tar that goes with a shard: another content of the shard has another one."""
+    return f"{shard.removesuffix('.tar')}-{fingerprint[:8]}.tar"
+
+
+def checked_work(work: Any) -> str:
+    """Return what identifies how values were made, which becomes a part of paths; ValueError if it is none."""
+    if not isinstance(work, str) or not work.isalnum():
+        raise ValueError(f"work {str(work)[:40]!r}")
+    return work
