@@ -29,6 +29,7 @@ from shard_tools.commands.column import column_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
+from shard_tools.commands.field import field_group
 from shard_tools.commands.life import append_all, append_command, dedupe_command, delete_command, version_group
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
@@ -87,6 +88,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
     cls=ToolGroup,
     commands={
         "column": column_group,
+        "field": field_group,
         "view": view_group,
         "plan": plan_command,
         "append": append_command,

@@ -39,7 +39,7 @@ class _Part:
 
     def layout(self, data: memoryview) -> UnitLayout:
         """Return where its samples are, in its own memory."""
-        return self.fetched.apart(data[self.place :])
+        return self.fetched.apart(data[self.place : self.end])
 
 
 def fetch_parts(wanted: FetchRange, out: memoryview, fetch: FetchPart) -> Fetched:

@@ -24,6 +24,7 @@ class LateTable:
     Attributes:
         name: The field.
         work: Identifies how its values were made; part of the tars' paths.
+        how: Identifies everything that determines them; the same after they were all made again.
         made_from: Where the values came from, for people.
         num_missing: Samples without a value.
         chunks: The chunks of its tars.
@@ -32,6 +33,7 @@ class LateTable:
 
     name: str
     work: str
+    how: str
     made_from: str
     num_missing: int
     chunks: ChunkTable
@@ -51,7 +53,7 @@ class LateTable:
     @property
     def _facts(self) -> dict[str, Any]:
         return {
-            "field": self.name, "work": self.work, "made_from": self.made_from, "num_missing": self.num_missing,
+            "field": self.name, "work": self.work, "how": self.how, "made_from": self.made_from, "num_missing": self.num_missing,
             "of": [[*one] for one in self.shards],
         }  # fmt: skip
 
@@ -72,7 +74,7 @@ class LateTable:
             if len(shards) != len(chunks.shards):
                 raise ValueError(f"{len(chunks.shards)} tars for {len(shards)} shards")
             return cls(
-                name=checked_name(facts["field"], "field"), work=checked_work(facts["work"]),
+                name=checked_name(facts["field"], "field"), work=_checked_work(facts["work"]), how=str(facts["how"]),
                 made_from=str(facts["made_from"]), num_missing=int(facts["num_missing"]), chunks=chunks, shards=shards,
             )  # fmt: skip
 
@@ -82,7 +84,7 @@ def tar_name(shard: str, fingerprint: str) -> str:
     return f"{shard.removesuffix('.tar')}-{fingerprint[:8]}.tar"
 
 
-def checked_work(work: Any) -> str:
+def _checked_work(work: Any) -> str:
     """Return what identifies how values were made, which becomes a part of paths; ValueError if it is none."""
     if not isinstance(work, str) or not work.isalnum():
         raise ValueError(f"work {str(work)[:40]!r}")
