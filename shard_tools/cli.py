@@ -78,8 +78,8 @@ _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descen
 _RESHARD_OPTIONS += ("view", "exclude", "columns", "memory_bytes", "index_url", "dedupe", "key_prefix")
 _RESHARD_OPTIONS += ("allow_unfinished", "classes")
 _OF_APPEND = frozenset(
-    {"sources", "target", "kind", "workers", "appends", "allow_unfinished", "as_json", "dry_run", "quiet", "debug",
-     *STORAGE_OPTION_NAMES}
+    {"sources", "target", "kind", "workers", "appends", "tokenizer", "chat_template", "allow_unfinished", "as_json",
+     "dry_run", "quiet", "debug", *STORAGE_OPTION_NAMES}
 )  # fmt: skip
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
 
@@ -204,8 +204,8 @@ def convert_command(
     """
     if appends:
         _refuse_options_of_the_set(_OF_APPEND)
-        given = {name: arguments[name] for name in ("kind", "allow_unfinished", *STORAGE_OPTION_NAMES)}
-        append_all(sources, target, workers=workers or DEFAULT_WORKERS["local"], as_json=as_json, **given)
+        taken = ("kind", "allow_unfinished", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
+        append_all(sources, target, workers=workers, as_json=as_json, **{name: arguments[name] for name in taken})
         return
     storage_options = as_storage_options(arguments)
     arguments |= {"keep_order": True} if shuffle == KEEP_ORDER else {"shuffle_seed": shuffle}

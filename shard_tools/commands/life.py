@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import click
@@ -12,7 +13,11 @@ from shard_tools.change.life.delete import DeleteReport, delete
 from shard_tools.change.life.prune import PruneReport, prune
 from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
 from shard_tools.make.convert import SOURCE_KINDS
-from shard_tools.make.convert.append import AppendReport, append
+from shard_tools.make.convert.append import AppendReport, append, is_of_tokens
+from shard_tools.make.convert.journal import load_journal
+from shard_tools.make.convert.pack import Destination
+from shard_tools.make.tokens.append import append_tokens
+from shard_tools.make.tokens.encode import open_processes
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
@@ -28,9 +33,10 @@ from shard_tools.terminal.options import (
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes
+from streaming.common.platforms import num_cores
 from streaming.errors import shell_word
 from streaming.shards.versions.history import checked_version
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 
 _LISTED = 20
 
@@ -45,13 +51,15 @@ def _store(arguments: dict[str, Any]) -> Storage:
 @click.option(
     "--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]"
 )
-@click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Reader threads.")
+@click.option("--tokenizer", metavar="FILE", help="The tokenizer that made SET, if it holds tokens.")
+@click.option("--chat-template", metavar="FILE", help="Its template.  [default: the tokenizer's]")
+@click.option(
+    "--workers", type=COUNT, help="Reader threads (default 8), or tokenizer processes (default: one per core)."
+)
 @unfinished_option
 @json_option
 @with_storage_options
-def append_command(
-    places: tuple[str, ...], *, kind: str, workers: int, allow_unfinished: bool, as_json: bool, **arguments: Any
-) -> None:  # fmt: skip
+def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """Add what is new in each SOURCE to SET, as its next version.
 
     Options are those with which SET was converted. Its classes keep their numbers, and new ones get the next. Inputs
@@ -63,19 +71,32 @@ def append_command(
       shard_tools append 'days/2026-11-30/*.jsonl' s3://bucket/web/ --json
     """
     sources, target = places_and_target(places)
-    append_all(sources, target, kind, workers, allow_unfinished=allow_unfinished, as_json=as_json, **arguments)
+    append_all(sources, target, as_json=as_json, **arguments)
 
 
 def append_all(
-    sources: Sequence[str], target: str, kind: str, workers: int, *, allow_unfinished: bool, as_json: bool,
-    **arguments: Any,
+    sources: Sequence[str], target: str, *, tokenizer: str | None, chat_template: str | None, workers: int | None,
+    as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Add sources to a set, and print what was added; ``arguments`` are the options of the store."""
+    """Add sources to a set, and print what was added.
+
+    Raises:
+        click.UsageError: A tokenizer is given for a set without tokens.
+    """
+    storage_options = as_storage_options(arguments)
+    directory = Destination.of(target).directory
+    has_tokens = is_of_tokens(load_journal(directory, Storage(storage_options)))
+    if not has_tokens and (tokenizer or chat_template):
+        raise click.UsageError(f"--tokenizer is for sets of tokens, and {redact(directory)} is none. Leave it out.")
     with progress_bar("append", "samples") as progress:
-        report = append(
-            sources, target, kind=kind, workers=workers, allow_unfinished=allow_unfinished,
-            storage_options=as_storage_options(arguments), progress=progress,
-        )  # fmt: skip
+        how = {"storage_options": storage_options, "progress": progress, **arguments}
+        if not has_tokens:
+            report = append(sources, target, workers=workers or DEFAULT_WORKERS["local"], **how)
+        else:
+            workers = workers or num_cores()
+            made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template}
+            with open_processes(workers) if workers > 1 and tokenizer else nullcontext() as executor:
+                report = append_tokens(sources, target, workers=workers, executor=executor, **made_by, **how)
     emit(report, as_json=as_json, for_people=_show_append)
 
 
@@ -275,6 +296,8 @@ def _show_append(report: AppendReport) -> None:
         f"({format_bytes(report.num_bytes)}), version {report.version}: {report.num_samples:,} in all"
         f"{'; ' + known if known else ''}"
     )
+    for reason, count in report.left_out.items():
+        click.echo(f"  left out: {plain(reason)}: {count:,}", err=True)
     for field, names in report.new_classes.items():
         click.echo(f"  {plain(field)}: new classes {', '.join(map(plain, names))}")
 

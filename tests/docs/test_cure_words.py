@@ -102,6 +102,8 @@ OURS = {
     ("shard_tools/look/show/data/bad.py", "lists"): "words, after --drop",
     ("shard_tools/look/stats/surprises.py", "self.place if len(self.urls) == 1 else 'SOURCE'"): "words: Facts.place",
     ("shard_tools/look/stats/surprises.py", "facts.place"): "words: Facts.place",
+    ("shard_tools/look/stats/surprises.py", "self.place if len(self.urls) == 1 else 'SET'"): "words: Facts.place",
+    ("shard_tools/look/stats/surprises.py", "facts.dedupe"): "words: Facts.place",
     ("shard_tools/look/stats/surprises.py", "facts.reshard"): "words: Facts.reshard",
 }
 NOTES = {

@@ -80,6 +80,8 @@ NOT_RUN = {
     ("convert", ""): "test_cli.py::test_convert_reports",
     ("convert", "--from"): "test_class_folders.py::test_images_beside_folders_of_classes_are_told_of",
     ("copy", ""): "test_copy.py::test_as_a_command",
+    ("append", ""): "test_life.py::test_as_commands",
+    ("dedupe", ""): "test_life.py::test_as_commands",
     ("export", ""): "test_export.py::test_in_a_bucket_by_the_command",
     ("info", ""): "test_cli.py::test_info_verb",
     ("map", ""): "test_map.py::test_several_sources_follow_each_other",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,13 +33,15 @@ from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.make.convert.append import append
 from shard_tools.make.convert.journal import TargetNotEmptyError
+from shard_tools.make.tokens import TokenizeOptions, tokenize
+from shard_tools.make.tokens.append import append_tokens
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, IndexMismatchError, StateError
 from streaming.shards.catalog.build import index_shards
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
 from tests.support.models.living_sets import Killed, interrupted, kill
-from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.servers.on_loopback import MiniGcsServer, MiniS3Server, fresh_name
 
 
 def rows_of(first: int, num: int) -> list[dict[str, Any]]:
@@ -132,6 +136,37 @@ def test_only_what_is_new_is_added_and_nothing_twice(kind: str, tmp_path: Path, 
         opened = StreamingDataset(str(target))
         assert opened.class_names == {"cls": ("a", "b", "c")}
         assert all(sample["__key__"].startswith("abc"[sample["cls"]]) for sample in opened)
+
+
+def test_documents_are_added_with_the_tokenizer_of_the_set(tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/0.jsonl", [*rows_of(0, 5), {"id": "x", "n": 0, "text": ""}])
+    given = TokenizeOptions(tokenizer="bytes", split=("val=40%",), columns=("n",), max_samples=3)
+    tokenize(str(tmp_path / "days"), str(tmp_path / "all"), options=given)
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 20))
+    for name in ("train", "val"):
+        one = str(tmp_path / "all" / name)
+        before = keys(one)
+        report = append_tokens(str(tmp_path / "days"), one)
+        assert report.num_known == 1
+        assert keys(one)[: len(before)] == before
+        assert len({*keys(one)}) == len(keys(one)) == len(before) + report.num_added
+        assert append_tokens(str(tmp_path / "days"), one).num_added == 0
+    sets = [StreamingDataset(str(tmp_path / "all" / name)) for name in ("train", "val")]
+    texts = [bytes(sample["tok"].astype(np.uint8))[1:-1].decode() for each in sets for sample in each]
+    assert sorted(texts) == sorted(f"text {n}" for n in [*range(5), *range(100, 120)])
+    with pytest.raises(ConfigError, match="its tokens were made otherwise"):
+        append_tokens(str(tmp_path / "other"), one, tokenizer=tokenizer_file(tmp_path, jsonl))
+
+
+def tokenizer_file(folder: Path, write: Callable[..., None]) -> str:
+    """Another tokenizer, and a document for it."""
+    write(folder / "other/9.jsonl", rows_of(900, 1))
+    vocabulary = {"[UNK]": 0, "text": 1}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    content = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    content |= {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder / "tokenizer.json")
 
 
 def test_what_was_changed_is_refused_by_name(web: Path, tmp_path: Path) -> None:
@@ -331,6 +366,21 @@ def test_each_pair_is_named_and_one_stays(by: str, keep: Any, tmp_path: Path) ->
     assert (again.num_removed, again.version) == (0, report.version)
 
 
+def test_the_cures_of_stats_are_followed(tmp_path: Path) -> None:
+    def run(*words: str) -> Any:
+        done = CliRunner().invoke(cli, [*words, "--json"], prog_name="shard_tools")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    folder = str(tmp_path / "set")
+    write_twice(tmp_path / "set", 30, 3)
+    for what, by in (("duplicate keys", "key"), ("duplicate contents", "bin")):
+        (cure,) = [one["cure"] for one in run("stats", folder)["surprises"] if one["what"].startswith(what)]
+        (words,) = re.findall(rf"`shard_tools (dedupe \S+ --by {by})", cure)
+        assert run(*shlex.split(words))["num_removed"] > 0
+        assert not [one for one in run("stats", folder)["surprises"] if one["what"].startswith(what)]
+
+
 def test_only_what_may_be_the_same_is_read(tmp_path: Path) -> None:
     with ShardWriter(str(tmp_path / "set/{:03d}.tar")) as writer:
         for number in range(6):
@@ -367,6 +417,40 @@ def test_a_listing_shows_the_current_version_alone(web: Path, tmp_path: Path) ->
     options = ConvertOptions(max_samples=4, key_field="id", columns=("n",))
     with pytest.raises(TargetNotEmptyError, match="add what is new with --append"):
         convert(str(tmp_path / "days"), str(web), options=options)
+
+
+def test_a_set_that_is_changed_while_it_is_listed_opens_as_it_was_or_is(web: Path, tmp_path: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+    real, calls = Storage.list, [0]
+
+    def change() -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            append(str(tmp_path / "days"), str(web))
+            delete(str(web), storage=Storage(), keys=["0009"])
+
+    def listed(self: Storage, url: str) -> Any:
+        found = list(real(self, url))
+        change()
+        return iter(found)
+
+    def changed(self: Storage, url: str) -> Any:
+        change()
+        return real(self, url)
+
+    was = keys(web)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "list", listed)
+        after = keys(web)
+    is_now = keys(web)
+    assert after in (was, is_now)
+    assert is_now == [*(f"{number:04d}" for number in range(1, 12) if number != 9), "0100", "0101"]
+    calls[0], was = -1, is_now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "list", changed)
+        assert keys(web) == was
+    assert keys(f"{web}/000000*.tar") == ["0001", "0002", "0003"]
 
 
 def test_a_run_goes_on_with_its_version_while_the_set_grows(web: Path, tmp_path: Path) -> None:
@@ -470,6 +554,10 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     assert run("show", web, "--version", "1", "--html", tmp_path / "page.html") is not None
     assert "12" in (tmp_path / "page.html").read_text()
     assert "2 versions given up, 1 shard" in run("version", "prune", web)
+    assert "--tokenizer is for sets of tokens" in run("append", tmp_path / "days", web, "--tokenizer", "bytes", code=2)
+    run("convert", tmp_path / "days", tmp_path / "tokens", "--tokenizer", "bytes", "--workers", 1)
+    jsonl(tmp_path / "days/2.jsonl", rows_of(200, 2))
+    assert "2 samples added" in run("append", tmp_path / "days", tmp_path / "tokens")
 
 
 # ------------------------------------------------------------------------------------------------- conditional writes
@@ -477,12 +565,15 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
 Place = Callable[[], tuple[str, Storage]]
 
 
-@pytest.fixture(params=["local", "s3", "memory"])
+@pytest.fixture(params=["local", "s3", "gcs", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Storage]]:
     """A URL in a store, with nothing there."""
     if request.param == "s3":
         server: MiniS3Server = request.getfixturevalue("mini_s3")
         yield f"{server.create_bucket(fresh_name())}/a/file", Storage(server.storage_options)
+    elif request.param == "gcs":
+        google: MiniGcsServer = request.getfixturevalue("mini_gcs")
+        yield f"{google.create_bucket(fresh_name())}/a/file", Storage(google.storage_options)
     elif request.param == "local":
         yield str(tmp_path / "a/file"), Storage()
     else:
@@ -507,7 +598,7 @@ def test_of_writers_that_replace_one_version_one_wins(place: tuple[str, Storage]
     assert not storage.exists(url)
 
 
-@pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
+@pytest.mark.parametrize("place", ["local", "s3", "gcs"], indirect=True)
 def test_of_many_at_once_one_wins(place: tuple[str, Storage]) -> None:
     url, storage = place
     storage.put(url, b"first")

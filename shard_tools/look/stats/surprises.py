@@ -82,6 +82,11 @@ class Facts:
         return " ".join(map(shell_spec, self.urls))
 
     @property
+    def dedupe(self) -> str:
+        """The command that leaves out of the set what it has twice."""
+        return f"shard_tools dedupe {self.place if len(self.urls) == 1 else 'SET'}"
+
+    @property
     def reshard(self) -> str:
         """The command that writes the set anew."""
         return f"shard_tools reshard {self.place if len(self.urls) == 1 else 'SOURCE'} TARGET"
@@ -373,7 +378,8 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
             f"{facts.totals.num_samples:,}",
             why="training reads each of them, but exclude=, late columns joined by key, `cat` and --when take them for "
             "one",
-            cure=f"`{facts.reshard} --key-prefix '{{number}}-'` keeps all, `{facts.reshard} --dedupe` one of each",
+            cure=f"`{facts.reshard} --key-prefix '{{number}}-'` keeps all, `{facts.reshard} --dedupe` joins those of "
+            f"one key, and `{facts.dedupe} --by key` leaves the others out of the set itself",
         )
     name = content_field(facts.totals, facts.kinds)
     contents = facts.totals.fields[name].repeats if name else None
@@ -384,7 +390,8 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
             f"{contents.num:,} values of {name} that were compared occur before",
             why="they count twice in training, and leak if one copy is held out (large values are compared by size and "
             "CRC32C: two different ones agree once in four billion pairs)",
-            cure="keep one of each: leave the others out by key, with exclude=; split by a hash of the content",
+            cure=f"`{facts.dedupe} --by {shell_word(name)} --dry-run` names each pair, and without --dry-run leaves "
+            "one of each out; or split by a hash of the content",
         )
 
 

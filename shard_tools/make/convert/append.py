@@ -6,17 +6,27 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shard_tools.make.convert.base.identity import KnownInputs
-from shard_tools.make.convert.base.records import NUMBER_KEYS, Growing, Record, Remarks, Source, number_key, runs_of
+from shard_tools.make.convert.base.identity import KnownInputs, Origins
+from shard_tools.make.convert.base.records import (
+    NUMBER_KEYS,
+    Growing,
+    LeavesOut,
+    Record,
+    Remarks,
+    Skipped,
+    Source,
+    number_key,
+    runs_of,
+)
 from shard_tools.make.convert.elsewhere import ShardTarget
 from shard_tools.make.convert.journal import Journal, load_inputs, load_journal, load_sources, sources_of
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, write_run
 from shard_tools.make.convert.recode import ImageOptions
-from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
+from shard_tools.make.convert.run import ConvertOptions, RecordOptions, check_columns, reencoded
 from shard_tools.make.convert.sources import LAYOUTS
 from shard_tools.make.write.change import SetChange, next_number, open_head, with_added
 from shard_tools.running.engine import DEFAULT_WORKERS
@@ -29,7 +39,7 @@ from streaming.shards.index.layout import inputs_path
 from streaming.shards.schema.kinds import kind_by_name
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.publish import Head
-from streaming.storage import Storage, join_url, redact
+from streaming.storage import Storage, join_url, redact, split_url
 
 _THREADS = 16
 _SHOWN = 3
@@ -54,6 +64,7 @@ class AppendReport(Report):
         new_classes: Names of classes that the set did not have, by field.
         skipped: Files of the source that are no samples.
         remarks: What is odd about new samples, and about how many.
+        left_out: Records that are left out, by reason.
         lacking: Late columns that have no values for what was added.
         seconds: Wall time.
     """
@@ -69,6 +80,7 @@ class AppendReport(Report):
     new_classes: dict[str, tuple[str, ...]]
     skipped: int
     remarks: Mapping[str, int]
+    left_out: Mapping[str, int]
     lacking: tuple[str, ...]
     seconds: float
 
@@ -107,34 +119,49 @@ def append(
     """
     begun_s = time.monotonic()
     storage, place = Storage(storage_options), Destination.of(target)
-    progress = progress or NoProgress()
     head = open_head(storage, place.directory)
-    work = _Work.of(storage, head, kind, workers=workers, allow_unfinished=allow_unfinished)
-    reader = work.open(source, place, storage)
-    schema, added, version, remarks = head.schema, dict[str, ChunkTable](), head.number, Remarks()
-    if reader is not None:
-        progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
-        with SetChange(storage, head, command="append", what=str(source), identity=work.identity(reader)) as change:
-            added, schema, version = _added(change, reader, work, storage, storage_options, remarks, progress)
-        remarks.log(redact(place.directory))
-    lacking = tuple(name for name, column in head.schema.columns.items() if column.is_late) if added else ()
-    for name in lacking:
-        _log.warning(
-            "%s: the late column %s has no values for what was added; add it again before a condition names it",
-            redact(place.directory), name,
-        )  # fmt: skip
-    num_added = sum(one.total_samples for one in added.values())
-    return AppendReport(
-        kind=work.options.kind if reader is None else reader.kind, target=redact(place.directory), version=version,
-        num_added=num_added, num_known=len(work.known.left_out), num_samples=head.table.total_samples + num_added,
-        num_shards=len(added), num_bytes=sum(one.shards[0].size_bytes for one in added.values()),
-        new_classes=_new_classes(head.schema, schema), skipped=0 if reader is None else len(reader.skipped),
-        remarks=dict(remarks.counts), lacking=lacking, seconds=time.monotonic() - begun_s,
+    journal = load_journal(head.home, storage)
+    how: dict[str, Any] = {"workers": workers, "allow_unfinished": allow_unfinished}
+    options = ConvertOptions(kind=kind, **how) if journal is None else _options_of(journal, head, kind, how)
+    work = Appending.of(storage, head, options, journal)
+    reader = work.opened(source, place, lambda: _open(work, options, source, place, storage))
+    if reader is None:
+        return work.report(None, None, begun_s)
+    check_columns(reader, options.named_columns)
+    numbered = work.numbered(reader)
+    written, image_columns = reencoded(numbered, options)
+    columns = (*getattr(reader, "columns", ()), *image_columns, *options.columns)
+    added = work.add(
+        written, numbered, source, columns=columns, meaning=getattr(reader, "meaning", Schema()), storage=storage,
+        storage_options=storage_options, progress=progress or NoProgress(),
     )  # fmt: skip
+    return work.report(reader, added, begun_s)
+
+
+def _open(
+    work: Appending, options: ConvertOptions, source: str | Sequence[str], place: Destination, storage: Storage
+) -> Source:  # fmt: skip
+    names = work.head.schema.classes.get("cls", ())
+    has_classes = options.kind in LAYOUTS and LAYOUTS[options.kind].classes
+    classes = Growing(names) if names and has_classes else None
+    medium = _MEDIA.get(options.kind)
+    fields = [name for name in work.head.schema.fields if medium is not None and kind_by_name(name) == medium]
+    field = fields[0] if len(fields) == 1 else None
+    return options.open(source, place.directory, storage, classes=classes, known=work.known, medium_field=field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class Added:
+    """What was added to a set: the chunk tables of its shards, what the set means now, its version, and remarks."""
+
+    tables: Mapping[str, ChunkTable]
+    schema: Schema
+    version: int
+    remarks: Remarks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appending:
     """How samples are added to a set.
 
     Attributes:
@@ -146,30 +173,43 @@ class _Work:
     """
 
     head: Head
-    options: ConvertOptions
+    options: RecordOptions
     known: KnownInputs
     pattern: str
     numbers_from: int
 
     @classmethod
-    def of(cls, storage: Storage, head: Head, kind: str, **how: Any) -> _Work:
-        """Return how samples are added to this set, by the journal of its conversion.
+    def of(
+        cls, storage: Storage, head: Head, options: RecordOptions, journal: Journal | None, records: int = 0
+    ) -> Appending:
+        """Return how samples are added to this set.
 
-        Raises:
-            ConfigError: Its samples are not made of records as they are.
+        Args:
+            storage: The store.
+            head: The set.
+            options: How its samples are made.
+            journal: That of its conversion, if it has one.
+            records: Records that it is made of, if there may be more than samples.
         """
-        journal = load_journal(head.home, storage)
-        options = ConvertOptions(kind=kind, **how) if journal is None else _options_of(journal, head, kind, how)
         inputs = load_sources(head.home, storage) + load_inputs(head.home, head.inputs, storage)
-        names = [shard.name for shard in head.table.shards]
-        pattern = _pattern_of(names) if journal is None else str(journal.options["pattern"])
-        so_far = max(head.table.total_samples, 0 if journal is None else journal.num_samples or 0)
+        pattern = (
+            _pattern_of([shard.name for shard in head.table.shards]) if journal is None
+            else str(journal.options["pattern"])
+        )  # fmt: skip
+        so_far = max(head.table.total_samples, 0 if journal is None else journal.num_samples or 0, records)
         return cls(
             head=head, options=options, known=KnownInputs(inputs), pattern=pattern, numbers_from=head.records or so_far
         )
 
-    def open(self, source: str | Sequence[str], place: Destination, storage: Storage) -> Source | None:
+    def opened(
+        self, source: str | Sequence[str], place: Destination, opens: Callable[[], Source]
+    ) -> Source | None:  # fmt: skip
         """Open what is new of a source; None: nothing is.
+
+        Args:
+            source: The source.
+            place: The set.
+            opens: Opens it without the inputs that are ``known``.
 
         Raises:
             ConfigError: An input that the set has was changed, or the source means something else.
@@ -177,13 +217,8 @@ class _Work:
         """
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
-        names = self.head.schema.classes.get("cls", ())
-        has_classes = self.options.kind in LAYOUTS and LAYOUTS[self.options.kind].classes
-        classes = Growing(names) if names and has_classes else None
         try:
-            reader = self.options.open(
-                source, place.directory, storage, classes=classes, known=self.known, medium_field=self._medium()
-            )
+            reader = opens()
         except NotFoundError:
             self._refuse_changed()
             if self.known.left_out:
@@ -193,15 +228,99 @@ class _Work:
         if self.known.left_out and not reader.origins().inputs:
             return None
         self._refuse_mixed(reader)
-        check_columns(reader, self.options.named_columns)
-        with_added(self.head, _meaning(reader))
         return reader
 
-    def _medium(self) -> str | None:
-        """Return the field of the set that holds the files of its medium, if it has one."""
-        kind = _MEDIA.get(self.options.kind)
-        fields = [name for name in self.head.schema.fields if kind is not None and kind_by_name(name) == kind]
-        return fields[0] if len(fields) == 1 else None
+    def numbered(self, reader: Source) -> Numbered:
+        """Return the same records as they follow those of the set."""
+        named = self.options.key_field
+        counts = named == NUMBER_KEYS or (named is None and LAYOUTS[reader.kind].numbers)
+        return Numbered(reader, self.numbers_from, counts=counts)
+
+    def add(
+        self, reader: Source, numbered: Numbered, source: str | Sequence[str], *, columns: Sequence[str],
+        meaning: Schema, storage: Storage, storage_options: Mapping[str, object] | None, progress: Progress,
+    ) -> Added:  # fmt: skip
+        """Write the records of a source, and publish them.
+
+        Args:
+            reader: The samples, which are made of the records.
+            numbered: The records, numbered as :meth:`numbered` does.
+            source: What the user named.
+            columns: Metadata of the records that the sample tables hold.
+            meaning: What the records mean.
+            storage: The store.
+            storage_options: Its options.
+            progress: Receives samples and bytes.
+
+        Raises:
+            OvertakenError: Somebody else changed the set meanwhile; nothing was added.
+            ConfigError: The records mean something else than the set.
+            DataError: A record cannot be read or stored, or there are none.
+        """
+        with_added(self.head, meaning)
+        progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
+        remarks, what = Remarks(), source if isinstance(source, str) else ", ".join(source)
+        with SetChange(
+            storage, self.head, command="append", what=what, identity=self._identity(reader, columns)
+        ) as change:
+            target = ShardTarget(
+                pattern=join_url(self.head.home, change.named(self.pattern)), options=self.options,
+                columns={name: Lift(name) for name in dict.fromkeys(columns)}, storage_options=storage_options,
+                schema=meaning,
+            )  # fmt: skip
+            tables, meaning = self._write(reader, target, change, remarks, progress)
+            if not tables:
+                raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
+            origins = reader.origins()
+            origins.check(_THREADS)
+            remarks.left_out.update(reader.left_out_last() if isinstance(reader, LeavesOut) else ())
+            storage.put(join_url(self.head.home, inputs_path(change.work)), sources_of([*origins.inputs]))
+            schema = with_added(change.head, meaning)
+            version = change.publish(
+                ChunkTable.merged(change.head.table.by_shard(), tables), schema=schema, inputs=(change.work,),
+                records=numbered.next,
+            )  # fmt: skip
+        remarks.log(redact(self.head.home))
+        return Added(tables=tables, schema=schema, version=version, remarks=remarks)
+
+    def _write(
+        self, reader: Source, target: ShardTarget, change: SetChange, remarks: Remarks, progress: Progress
+    ) -> tuple[dict[str, ChunkTable], Schema]:  # fmt: skip
+        begin, end = self.pattern.find("{"), self.pattern.rfind("}") + 1
+        names = (shard.name for shard in self.head.table.shards)
+        first = next_number(names, self.pattern[:begin], self.pattern[end:])
+        with target.writer(first) as writer, contextlib.closing(reader.records(self.numbers_from)) as records:
+            writer.on_shard = lambda *_: change.writes([split_url(writer.shards[-1])[1]])
+            for run in runs_of(records):
+                write_run(writer, run, records, ())
+                for record in run:
+                    remarks.add(record)
+                num_bytes = sum(len(one) for record in run for one in record.fields.values())
+                progress.advance(num_bytes=num_bytes, num=len(run))
+            return writer.finish()
+
+    def report(self, reader: Source | None, added: Added | None, begun_s: float) -> AppendReport:
+        """Return what was added; None: nothing was new. Late columns that lack values now are logged."""
+        head = self.head
+        tables = {} if added is None else added.tables
+        lacking = tuple(name for name, column in head.schema.columns.items() if column.is_late) if tables else ()
+        for name in lacking:
+            _log.warning(
+                "%s: the late column %s has no values for what was added; add it again before a condition names it",
+                redact(head.home), name,
+            )  # fmt: skip
+        num_added = sum(one.total_samples for one in tables.values())
+        return AppendReport(
+            kind=self.options.kind if reader is None else reader.kind, target=redact(head.home),
+            version=head.number if added is None else added.version, num_added=num_added,
+            num_known=len(self.known.left_out), num_samples=head.table.total_samples + num_added,
+            num_shards=len(tables), num_bytes=sum(one.shards[0].size_bytes for one in tables.values()),
+            new_classes={} if added is None else _new_classes(head.schema, added.schema),
+            skipped=0 if reader is None else len(reader.skipped),
+            remarks={} if added is None else dict(added.remarks.counts),
+            left_out={} if added is None else dict(added.remarks.left_out), lacking=lacking,
+            seconds=time.monotonic() - begun_s,
+        )  # fmt: skip
 
     def _refuse_changed(self) -> None:
         changed = sorted(self.known.changed)
@@ -234,63 +353,76 @@ class _Work:
                     "otherwise, or convert the source anew"
                 )
 
-    def identity(self, reader: Source) -> object:
+    def _identity(self, reader: Source, columns: Sequence[str]) -> object:
         """Return what determines the bytes of the new shards."""
         inputs = [[one.name, one.size_bytes, one.version] for one in reader.origins().inputs]
-        return [reader.identity(), inputs, self.options.identity(), self.pattern]
-
-    def records(self, reader: Source) -> Generator[Record, None, None]:
-        """Yield the new records; those whose keys are numbers go on from the set's."""
-        named = self.options.key_field
-        counts = named == NUMBER_KEYS or (named is None and LAYOUTS[reader.kind].numbers)
-        with contextlib.closing(reader.records(0)) as records:
-            for number, record in enumerate(records):
-                yield replace(record, key=number_key(self.numbers_from + number)) if counts else record
-
-    def first_shard(self) -> int:
-        """Return the number of the next shard."""
-        begin, end = self.pattern.find("{"), self.pattern.rfind("}") + 1
-        names = (shard.name for shard in self.head.table.shards)
-        return next_number(names, self.pattern[:begin], self.pattern[end:])
+        return [reader.identity(), inputs, self.options.identity(), self.pattern, list(columns)]
 
 
-def _added(
-    change: SetChange, reader: Source, work: _Work, storage: Storage, storage_options: Mapping[str, object] | None,
-    remarks: Remarks, progress: Progress,
-) -> tuple[dict[str, ChunkTable], Schema, int]:  # fmt: skip
-    """Write the new shards and publish them; return their tables, what the set means, and the version's number."""
-    written, image_columns = reencoded(reader, work.options)
-    columns = dict.fromkeys((*getattr(reader, "columns", ()), *image_columns, *work.options.columns))
-    target = ShardTarget(
-        pattern=join_url(change.head.home, change.named(work.pattern)), options=work.options,
-        columns={name: Lift(name) for name in columns}, storage_options=storage_options, schema=_meaning(reader),
-    )  # fmt: skip
-    first, number = work.first_shard(), 0
-    with target.writer(first) as writer, contextlib.closing(work.records(written)) as records:
-        writer.on_shard = lambda *_: change.writes([writer.shards[-1].rpartition("/")[2]])
-        for run in runs_of(records):
-            write_run(writer, run, records, ())
-            for record in run:
-                remarks.add(record)
-            progress.advance(num_bytes=sum(len(one) for record in run for one in record.fields.values()), num=len(run))
-            number += len(run)
-        added, meaning = writer.finish()
-    if not added:
-        raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
-    origins = reader.origins()
-    origins.check(_THREADS)
-    storage.put(join_url(change.head.home, inputs_path(change.work)), sources_of([*origins.inputs]))
-    schema = with_added(change.head, meaning)
-    version = change.publish(
-        ChunkTable.merged(change.head.table.by_shard(), added), schema=schema, inputs=(change.work,),
-        records=work.numbers_from + number,
-    )  # fmt: skip
-    return added, schema, version
+class Numbered:
+    """A source whose records are numbered as if they followed others; keys that are numbers are, too.
+
+    Args:
+        below: The source.
+        first: Number of its first record.
+        counts: Keys are numbers of records.
+
+    Attributes:
+        next: Number of the record after the latest one.
+    """
+
+    def __init__(self, below: Source, first: int, *, counts: bool) -> None:
+        self._below, self._first, self._counts = below, first, counts
+        self.next = first
+
+    @property
+    def kind(self) -> str:
+        """As below."""
+        return self._below.kind
+
+    @property
+    def num_records(self) -> int | None:
+        """As below."""
+        return self._below.num_records
+
+    @property
+    def num_bytes(self) -> int:
+        """As below."""
+        return self._below.num_bytes
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """As below."""
+        return self._below.skipped
+
+    @property
+    def fields(self) -> Mapping[str, bool] | None:
+        """As below."""
+        return self._below.fields
+
+    def identity(self) -> dict[str, object]:
+        """As below."""
+        return self._below.identity()
+
+    def origins(self) -> Origins:
+        """As below."""
+        return self._below.origins()
+
+    def left_out_last(self) -> Sequence[str]:
+        """As below."""
+        return self._below.left_out_last() if isinstance(self._below, LeavesOut) else ()
+
+    def records(self, start: int) -> Generator[Record, None, None]:
+        """Yield the records from this number on."""
+        with contextlib.closing(self._below.records(max(0, start - self._first))) as records:
+            for number, record in enumerate(records, start):
+                self.next = number + 1
+                yield replace(record, key=number_key(number)) if self._counts else record
 
 
-def _meaning(reader: Source) -> Schema:
-    meaning: Schema = getattr(reader, "meaning", Schema())
-    return meaning
+def is_of_tokens(journal: Journal | None) -> bool:
+    """Tell whether a set was made by a tokenizer, or of ids."""
+    return journal is not None and "tokenizer" in journal.options and "documents" in journal.options
 
 
 def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any]) -> ConvertOptions:
@@ -300,7 +432,12 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
         ConfigError: It was made by another command.
     """
     said, made_of = journal.options, str(journal.source.get("kind"))
-    if made_of not in LAYOUTS or "key_field" not in said or "tokenizer" in said:
+    if is_of_tokens(journal):
+        raise ConfigError(
+            f"{redact(head.home)}: a set of tokens; add to it from the command line, `shard_tools append`, or by "
+            "shard_tools.make.tokens.append"
+        )
+    if made_of not in LAYOUTS or "key_field" not in said:
         raise ConfigError(
             f"{redact(head.home)}: `shard_tools convert` did not make this set of records as they are, so it is not "
             "known how to make more of its samples; write them with ShardWriter(…, append=True)"

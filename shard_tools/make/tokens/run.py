@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shard_tools.make.convert.base.files import is_local
+from shard_tools.make.convert.base.identity import KnownInputs
 from shard_tools.make.convert.base.records import TEXT_UNITS, Source
 from shard_tools.make.convert.pack import Destination, PackedTarget, PackingRun
 from shard_tools.make.convert.run import RecordOptions, check_columns
@@ -228,8 +229,9 @@ def tokenize(
     shares = parse_shares(options.split)
     if len(shares) > 1 and "{" in split_url(target)[1]:
         raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
-    reader = _reader(source, target, options, storage)
-    encoder = _id_encoder(options, reader, storage) if options.tokens_field else _encoder(options, storage, executor)
+    reader = open_reader(source, target, options, storage)
+    of_ids = options.tokens_field is not None
+    encoder = open_id_encoder(options, reader, storage) if of_ids else open_encoder(options, storage, executor)
     progress = progress or NoProgress()
     tallies = [SetTally() for _ in shares]
     with contextlib.ExitStack() as stack:
@@ -238,7 +240,7 @@ def tokenize(
         for share, tally in zip(shares, tallies, strict=True):
             documents = TokenSource(
                 below=reader,
-                reading=_reading(options, reader, share),
+                reading=reading_of(options, reader, share),
                 encoder=encoder,
                 executor=executor,
                 ahead=2 * options.workers + 2,
@@ -273,7 +275,7 @@ def tokenize(
     )
 
 
-def _id_encoder(options: TokenizeOptions, reader: Source, storage: Storage) -> DocumentEncoder:
+def open_id_encoder(options: TokenizeOptions, reader: Source, storage: Storage) -> DocumentEncoder:
     """Determine the bound of ids: that of the tokenizer, else that of the column's type."""
     if options.tokenizer is not None:
         file = find_tokenizer(options.tokenizer, storage, special=True, pattern=options.pattern)
@@ -287,7 +289,7 @@ def _id_encoder(options: TokenizeOptions, reader: Source, storage: Storage) -> D
     return IdEncoder(ends=Ends(bos=begin, eos=end, vocab_size=bound), masked=options.mask_field is not None)
 
 
-def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | None) -> DocumentEncoder:
+def open_encoder(options: TokenizeOptions, storage: Storage, executor: Executor | None) -> DocumentEncoder:
     """Open the tokenizer here, to find errors in it before a document is read."""
     chat = options.messages_field is not None
     file = find_tokenizer(options.tokenizer or "", storage, special=chat, pattern=options.pattern)
@@ -329,13 +331,24 @@ def _template(
     return template
 
 
-def _reader(source: str | Sequence[str], target: str, options: TokenizeOptions, storage: Storage) -> Source:
-    reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True)
+def open_reader(
+    source: str | Sequence[str], target: str, options: TokenizeOptions, storage: Storage,
+    known: KnownInputs | None = None,
+) -> Source:  # fmt: skip
+    """Open the records that documents are found in, without the inputs that are ``known``.
+
+    Raises:
+        ConfigError: Options do not fit the source.
+        NotFoundError: There is nothing to read.
+    """
+    reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True, known=known)
+    if known is not None and known.left_out and not reader.origins().inputs:
+        return reader
     if reader.kind in _WITHOUT_TEXT:
         raise ConfigError(f"--tokenizer: {reader.kind} hold no text; name the source's layout with --from")
     if options.documents != "line" and reader.kind != "text":
         raise ConfigError(f"--documents {options.documents} is for texts; a source of kind {reader.kind!r} has rows")
-    where = _reading(options, reader, Share())
+    where = reading_of(options, reader, Share())
     fields = {
         "--messages-field": where.messages_field,
         "--tokens-field": where.tokens_field,
@@ -348,7 +361,8 @@ def _reader(source: str | Sequence[str], target: str, options: TokenizeOptions, 
     return reader
 
 
-def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
+def reading_of(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
+    """Return how documents are found in the records of a source."""
     otherwise = (
         None if options.messages_field or options.tokens_field else "txt" if reader.kind in FIELDS_ALONE else "text"
     )

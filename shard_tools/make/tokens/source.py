@@ -15,6 +15,7 @@ from shard_tools.make.convert.base.rows import dump_json
 from shard_tools.make.tokens.documents import Content, Document, Reading, SetTally
 from shard_tools.make.tokens.encode import DocumentEncoder, Encoded
 from shard_tools.make.tokens.messages import Conversation, RejectedError
+from shard_tools.make.tokens.tokenizer import TokenizerFile
 from shard_tools.make.write.columns import follow
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
@@ -237,9 +238,14 @@ def describe(encoder: DocumentEncoder) -> dict[str, object]:
         "bos": encoder.ends.bos,
         "eos": encoder.ends.eos,
         "mask": MASK_FIELD if encoder.masked else None,
-        "tokenizer": None if file is None else {"kind": file.kind, "sha256": file.sha256, "pattern": file.pattern},
+        "tokenizer": None if file is None else key_of(file),
         "chat_template": None if template is None else template.source,
     }
+
+
+def key_of(file: TokenizerFile) -> dict[str, object]:
+    """Return what a tokenizer is known by, JSON-able."""
+    return {"kind": file.kind, "sha256": file.sha256, "pattern": file.pattern}
 
 
 def meaning_of(encoder: DocumentEncoder) -> Schema:

@@ -229,33 +229,40 @@ def expand_ahead(urls: Urls, storage: StorageAhead, *, exclude: str | None = Non
     except NotFoundError:
         Marks(storage, folders, (), exclude=exclude).check(allow_unfinished=False)
         raise
-    shards = _of_current_versions(shards, storage)
+    shards = _of_current_versions(shards, folders, storage)
     return shards, Marks(storage, folders, shards, exclude=exclude)
 
 
-def _of_current_versions(shards: tuple[str, ...], storage: StorageAhead) -> tuple[str, ...]:
-    """Leave out shards that were only listed and are not in the current version of their set, if that lives.
+def _of_current_versions(
+    shards: tuple[str, ...], folders: Sequence[str], storage: StorageAhead
+) -> tuple[str, ...]:  # fmt: skip
+    """Take what was listed of sets that live as their chunk tables have it, also where a listing is older or younger.
 
-    Others are replaced or deleted, and lie there for earlier versions, or are not published yet.
+    Other shards there are replaced or deleted, and stay for earlier versions, or are not published yet.
+
+    Args:
+        shards: The shards; those that were listed may be of any version.
+        folders: What stands for all shards below it; of a pattern, the shards of the version that match it are taken.
+        storage: What has listed them.
     """
-    left = shards
+    found = shards
     for home in storage.listed_below(f"/{VERSIONS_DIRECTORY}/"):
         table = read_table(storage, join_url(home, CHUNKS_FILE))
         if table.version is None:
             continue
-        names = {shard.name for shard in table.shards}
-        below = f"{home}/"
-        others = {
-            url for url in left
-            if url.startswith(below) and storage.was_listed(url) and url.removeprefix(below) not in names
-        }  # fmt: skip
-        if others:
-            left = tuple(url for url in left if url not in others)
+        current = [join_url(home, shard.name) for shard in table.shards]
+        mine = [url for url in found if split_url(url)[0] == home and storage.was_listed(url)]
+        is_whole = any(f"{home}/".startswith(f"{folder}/") for folder in folders)
+        taken = current if is_whole else sorted({*current} & {*mine})
+        if mine and mine != taken:
+            at, listed = found.index(mine[0]), {*mine}
+            rest = [url for url in found[at:] if url not in listed]
+            found = (*found[:at], *taken, *rest)
             _log.info(
                 "%s: version %d; %d shards there are of other versions, or not published, and are not read",
-                redact(home), table.version.number, len(others),
+                redact(home), table.version.number, len(listed.difference(current)),
             )  # fmt: skip
-    return left
+    return found
 
 
 def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]:
