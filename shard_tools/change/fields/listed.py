@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shard_tools.change.fields.target import PENDING
 from shard_tools.make.write.change import open_head
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.report import Report
-from streaming.errors import ConfigError, NotFoundError
+from streaming.errors import ConfigError
 from streaming.shards.catalog.build import read_schema
 from streaming.shards.index.layout import field_samples_path, field_table_path, field_tar_path, fields_directory
 from streaming.shards.late.fields import read_late_table
@@ -40,12 +39,9 @@ def list_fields(home: str, *, storage: Storage) -> FieldsReport:
     told = []
     for name, version in sorted(head.schema.late_fields.items()):
         late = read_late_table(storage, home, name, version)
-        known = dict(late.shards)
-        lacking = [shard for shard, rows in head.table.by_shard().items() if known.get(shard) != rows.fingerprint]
         told.append({
             "name": name, "version": version, "made_from": late.made_from, "num_samples": late.chunks.total_samples,
-            "num_missing": late.num_missing, "num_bytes": sum(tar.size_bytes for tar in late.chunks.shards),
-            "lacking": lacking,
+            "num_missing": late.num_missing, "num_bytes": late.num_bytes, "lacking": late.lacking(head.table),
         })  # fmt: skip
     return FieldsReport(target=redact(home), fields=tuple(told))
 
@@ -93,10 +89,7 @@ def files_held(storage: Storage, home: str, schemas: Iterable[Schema]) -> set[st
     """Return the URLs of all files of the late fields that these versions of a set have."""
     found: set[str] = set()
     for name, version in {one for schema in schemas for one in schema.late_fields.items()}:
-        try:
-            late = read_late_table(storage, home, name, version)
-        except NotFoundError:
-            continue
+        late = read_late_table(storage, home, name, version)
         found |= {join_url(home, field_table_path(name, version)), *files_of_table(home, late)}
     return found
 
@@ -105,8 +98,3 @@ def files_of_table(home: str, late: LateTable) -> list[str]:
     """Return the URLs of the tars of a late field, and of their sample tables."""
     paths = (field_tar_path, field_samples_path)
     return [join_url(home, path(late.name, late.work, tar.name)) for tar in late.chunks.shards for path in paths]
-
-
-def is_being_added(pending: Mapping[str, str]) -> bool:
-    """Tell whether tars may be there of a late field that is not published, given the notes of a set."""
-    return any(work.startswith(PENDING) for work in pending)

@@ -16,7 +16,7 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import field_samples_path, field_tar_path
 from streaming.shards.index.sample_table import SampleTable
-from streaming.shards.late.table import ABSENT, tar_name
+from streaming.shards.late.table import ABSENT, OfShard, tar_name
 from streaming.shards.tar.headers import END_OF_ARCHIVE
 from streaming.storage import Storage, join_url, redact
 
@@ -84,11 +84,23 @@ class LateTar:
     def written(self) -> SampleTable | None:
         """Return the sample table of the tar, if an earlier run has written both; None: it has not."""
         try:
-            found = self.storage.read_parsed(self.samples_url, SampleTable.from_parquet, is_sealed)
+            found = self.samples()
         except (NotFoundError, IndexFormatError):
             return None
         alike = np.array_equal(found.chunks.first_sample, self.rows.first_sample)
         return found if alike and found.num_samples == self.rows.total_samples else None
+
+    def samples(self) -> SampleTable:
+        """Return the sample table of the tar.
+
+        Raises:
+            NotFoundError, IndexFormatError: It is gone, or damaged.
+        """
+        return self.storage.read_parsed(self.samples_url, SampleTable.from_parquet, is_sealed)
+
+    def of_shard(self, table: SampleTable) -> OfShard:
+        """Return what the table of the late field says of the shard, given the sample table of the tar."""
+        return OfShard(self.shard, self.rows.fingerprint, len(missing_in(table)))
 
     def write(self, values: Iterable[object | None], keys: Iterable[str]) -> SampleTable:
         """Write the tar of these values, one for each key of the shard (None: the sample has none), and its table."""
@@ -112,10 +124,9 @@ class LateTar:
 
         Raises:
             DataError: One is damaged.
-            IndexFormatError: The sample table is gone, or damaged.
+            NotFoundError, IndexFormatError: The sample table is gone, or damaged.
         """
-        table = self.storage.read_parsed(self.samples_url, SampleTable.from_parquet, is_sealed)
-        for key, fields in samples_in(self.storage, self.url, table, None):
+        for key, fields in samples_in(self.storage, self.url, self.samples(), None):
             if self.field not in fields and ABSENT not in fields:
                 raise DataError(f"{redact(self.url)}: sample {key!r} has neither {self.field!r} nor {ABSENT!r}")
             yield fields.get(self.field)

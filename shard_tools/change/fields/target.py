@@ -128,7 +128,7 @@ class FieldTarget:
             made = iter(write(left) if left else ())
             tables = [next(made) if table is None else table for table in done]
             missing = [key for table in tables for key in missing_in(table)]
-            late = self._table(tables, len(missing))
+            late = self._table(tables)
             self.storage.put(join_url(self.home, field_table_path(self.name, late.version)), late.to_parquet())
             set_version = self._publish(late)
         if missing:
@@ -136,7 +136,7 @@ class FieldTarget:
         return FieldReport(
             name=self.name, version=late.version, made_from=self._made_from, num_shards=len(tables),
             num_written=len(left), num_samples=late.chunks.total_samples, num_missing=len(missing),
-            first_missing=tuple(missing[:_SHOWN]), num_bytes=sum(one.size_bytes for one in late.chunks.shards),
+            first_missing=tuple(missing[:_SHOWN]), num_bytes=late.num_bytes,
             set_version=set_version, seconds=time.monotonic() - self._begun_s,
         )  # fmt: skip
 
@@ -160,11 +160,12 @@ class FieldTarget:
             self.name, counted(len(missing), "sample"), redact(self.home), some_names([*map(repr, missing[:_SHOWN])]),
         )  # fmt: skip
 
-    def _table(self, tables: Sequence[SampleTable], num_missing: int) -> LateTable:
+    def _table(self, tables: Sequence[SampleTable]) -> LateTable:
+        both = zip(self.tars, tables, strict=True)
         return LateTable(
-            name=self.name, work=self.work, how=self._how, made_from=self._made_from, num_missing=num_missing,
+            name=self.name, work=self.work, how=self._how, made_from=self._made_from,
             chunks=ChunkTable.concat([table.chunks for table in tables]),
-            shards=tuple((tar.shard, tar.rows.fingerprint) for tar in self.tars),
+            shards=tuple(tar.of_shard(table) for tar, table in both),
         )  # fmt: skip
 
     def _publish(self, late: LateTable) -> int:
@@ -173,8 +174,7 @@ class FieldTarget:
             change_schema(self.storage, self.home, with_late(read_schema(self.storage, self.home), late))
             return 0
         now = read_head(self.storage, self.home)
-        known = dict(late.shards)
-        new = [name for name, rows in now.table.by_shard().items() if known.get(name) != rows.fingerprint]
+        new = late.lacking(now.table)
         if new:
             raise OvertakenError(
                 f"{redact(self.home)}: {counted(len(new), 'shard')}, first {new[0]!r}, came into this set since version "

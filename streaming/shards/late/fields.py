@@ -170,7 +170,7 @@ def _of_dataset(
         tar = firsts[home] + number
         first, stop = chunks.rows_of(tar)
         shards[shard], rows[low:high] = tar, np.arange(first, first + high - low)
-        if late.shards[number][1] != table.of_shard(shard).fingerprint or stop - first != high - low:
+        if late.shards[number].fingerprint != table.of_shard(shard).fingerprint or stop - first != high - low:
             changed.append((home, shard_name))
     for what, some in (("which were added after it", lacking), ("whose content was another one then", changed)):
         if some:
