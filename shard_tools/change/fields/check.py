@@ -58,7 +58,8 @@ def _of_field(
             f"field {late.name!r} has no values for {counted(len(lacking), 'shard')}, first {lacking[0]!r}, which came "
             "or changed after it"
         )
-        yield Finding(kind="late", shard=home, what=what, cure=f"run again: {again(home, late.name)}, but without --overwrite")
+        cure = f"run the command again that added it: {again(home, late.name).removesuffix(' --overwrite')}"
+        yield Finding(kind="late", shard=home, what=what, cure=cure)
     tars = [
         LateTar(field=late.name, work=late.work, home=home, rows=rows, storage=storage)
         for name, rows in mine.items() if name not in lacking

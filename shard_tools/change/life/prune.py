@@ -167,14 +167,14 @@ def _inputs(now: Sequence[ChunkTable]) -> Iterable[str]:
 
 
 def _unheld_fields(
-    storage: Storage, home: str, there: Collection[str], now: Sequence[Head | KeptVersion]
+    storage: Storage, home: str, there: Collection[str], now: Iterable[ChunkTable]
 ) -> list[str]:  # fmt: skip
     """Return the files of late fields that no version has."""
     below = join_url(home, fields_directory(), "")
     files = [url for url in there if url.startswith(below)]
     if not files:
         return []
-    schemas = [Schema.from_dict(one.table.version.schema) for one in now if one.table.version is not None]
+    schemas = [Schema.from_dict(table.version.schema) for table in now if table.version is not None]
     held = files_held(storage, home, schemas)
     return [url for url in files if url not in held]
 
