@@ -17,7 +17,6 @@ from streaming.errors import DataError, IndexMismatchError, shell_place, shell_w
 from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange, ShardFacts, place_behind, size_of_unit
 from streaming.storage import Checked
-from streaming.types import Int64Array
 
 FetchPart: TypeAlias = Callable[[FetchRange, int, memoryview], Fetched]
 """Fetches one range alone, of which the place in memory is given, into the memory from there on."""
@@ -75,25 +74,33 @@ def size_of_parts(wanted: FetchRange, known: Callable[[FetchRange], ShardFacts])
 
 def _located(parts: Sequence[_Part], data: memoryview) -> UnitLayout:
     """Return the samples of the first range, with the fields that the others have of them."""
-    first, *others = (part.layout(data) for part in parts)
+    first = parts[0].layout(data)
     num_samples = len(first.keys)
-    names: dict[str, tuple[Int64Array, Int64Array]] = {}
-    damage: dict[int, DataError] = {}
-    for part, layout in zip(parts, (first, *others), strict=True):
+    late = {part.wanted.late for part in parts}
+    columns = [at for at, name in enumerate(first.fields) if name not in late or name == parts[0].wanted.late]
+    if parts[0].wanted.late:
+        columns = [at for at in columns if first.fields[at] == parts[0].wanted.late]
+    is_all = len(columns) == len(first.fields)
+    names = [first.fields[at] for at in columns]
+    starts, sizes = [first.starts if is_all else first.starts[:, columns]], [first.sizes if is_all else first.sizes[:, columns]]
+    damage = dict(first.damage)
+    for part in parts[1:]:
+        layout = part.layout(data)
         skip = parts[0].wanted.first_sample - part.wanted.first_sample
         rows = slice(skip, skip + num_samples)
-        if layout is not first and list(layout.keys[rows]) != list(first.keys):
+        if layout.keys[rows] != first.keys and list(layout.keys[rows]) != list(first.keys):
             raise _other_keys(parts[0].wanted, part.wanted)
-        starts, sizes = layout.starts[rows], layout.sizes[rows]
-        places = np.where(starts >= 0, starts + part.place, starts) if part.place else starts
-        for column, name in enumerate(layout.fields):
-            if part.wanted.late in {"", name}:
-                names[name] = places[:, column], sizes[:, column]
         damage |= {row - skip: error for row, error in layout.damage.items() if 0 <= row - skip < num_samples}
+        if part.wanted.late not in layout.fields:  # none of the samples has a value
+            continue
+        at = layout.fields.index(part.wanted.late)
+        begins = layout.starts[rows, at : at + 1]
+        names.append(part.wanted.late)
+        starts.append(np.where(begins >= 0, begins + part.place, begins))
+        sizes.append(layout.sizes[rows, at : at + 1])
     return UnitLayout(
         keys=first.keys, fields=tuple(names), num_bytes=parts[-1].end, damage=damage,
-        starts=np.stack([starts for starts, _ in names.values()], axis=1) if names else first.starts[:, :0],
-        sizes=np.stack([sizes for _, sizes in names.values()], axis=1) if names else first.sizes[:, :0],
+        starts=np.concatenate(starts, axis=1), sizes=np.concatenate(sizes, axis=1),
     )  # fmt: skip
 
 

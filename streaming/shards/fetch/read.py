@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -85,6 +85,7 @@ class FetchRange:
         beside: Ranges of other tars, which hold more fields of the same samples, and perhaps of some around them; see
             :mod:`streaming.shards.fetch.beside`.
         late: If it is a range of a tar of a late field: that field, the only one to deliver.
+        parts: This range and those beside it, each alone, and where each begins in memory if it is read as a whole.
     """
 
     url: str
@@ -102,6 +103,10 @@ class FetchRange:
     source: int = 0
     beside: tuple[FetchRange, ...] = ()
     late: str = ""
+    parts: tuple[tuple[int, FetchRange], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", self._parts() if self.beside else ((0, self),))
 
     @property
     def shown_url(self) -> str:
@@ -121,16 +126,12 @@ class FetchRange:
         """How far into a page it begins if it may be mapped: as in its file."""
         return self.byte_start % PAGE_BYTES if self.byte_end - self.byte_start >= LEAST_MAPPED_BYTES else 0
 
-    @property
-    def parts(self) -> tuple[tuple[int, FetchRange], ...]:
-        """This range and those beside it, each alone, and where each begins in memory if it is read as a whole."""
-        if not self.beside:
-            return ((0, self),)
+    def _parts(self) -> tuple[tuple[int, FetchRange], ...]:
         alone = replace(self, beside=())
         found, end = [(0, alone)], alone.num_bytes
         for one in self.beside:
             place = int(place_behind(self.skew_bytes, end, one.skew_bytes))
-            found.append((place, replace(one, source=self.source)))
+            found.append((place, one if one.source == self.source else replace(one, source=self.source)))
             end = place + one.num_bytes
         return tuple(found)
 
