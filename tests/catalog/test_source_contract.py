@@ -24,6 +24,7 @@ from tests.support.contracts.source_contract import (
 )
 from tests.support.processes.played_ranks import Play, played
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.late_fields import add_late
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def samples(written: Path, tmp_path: Path) -> Path:
     return Path(copytree(written, tmp_path / "set"))
+
+
+def late_of(key: str) -> bytes:
+    """Return the value of a late field."""
+    return f"late {key} ".encode() * 20
 
 
 @pytest.fixture
@@ -64,6 +70,44 @@ class TestS3(SourceContract):
         self.storage.delete(url)
         if not is_missing:
             self.storage.put(url, (folder / f"{LOST // SHARD:06d}.tar").read_bytes())
+
+
+class TestLateFields(SourceContract):
+    """A set with two late fields, where what is damaged or lost is a tar of one of them."""
+
+    lost_shard = f"{LOST // SHARD:06d}-[0-9a-f]{{8}}.tar"
+
+    @pytest.fixture
+    def folder(self, samples: Path) -> Path:
+        add_late(str(samples), "late.bin", late_of)
+        add_late(str(samples), "more.bin", lambda key: late_of(key)[::-1])
+        return samples
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        fields = options.pop("fields", None)
+        dataset = StreamingDataset(str(folder), fields=fields and (*fields, "late.bin"), **options)
+        sample = dataset[0]
+        assert sample["late.bin"] == late_of(sample["__key__"])
+        return dataset
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        (path,) = folder.glob(f"_shardstream/fields/late.bin/*/{LOST // SHARD:06d}-*.tar")
+        if is_missing:
+            path.unlink()
+        else:
+            data = bytearray(path.read_bytes())
+            data[data.index(late_of(KEYS[LOST]))] ^= 1
+            path.write_bytes(data)
+
+
+@pytest.mark.thorough
+class TestLateFieldsOfDamagedShards(TestLateFields):
+    """The same, where it is a shard."""
+
+    lost_shard = SourceContract.lost_shard
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        SourceContract.hurt(self, dataset, folder, is_missing=is_missing)
 
 
 class TestRange(SourceContract):
