@@ -30,7 +30,14 @@ from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
 from shard_tools.commands.field import field_group
-from shard_tools.commands.life import append_all, append_command, dedupe_command, delete_command, version_group
+from shard_tools.commands.life import (
+    append_all,
+    append_command,
+    dedupe_command,
+    delete_command,
+    split_command,
+    version_group,
+)
 from shard_tools.commands.map import map_command
 from shard_tools.commands.plan import plan_command
 from shard_tools.commands.show import show_command
@@ -103,6 +110,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "stats": stats_command,
         "trace": trace_group,
         "show": show_command,
+        "split": split_command,
         "version": version_group,
     },
     context_settings={

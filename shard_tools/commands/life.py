@@ -1,4 +1,4 @@
-"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe`` and ``version``."""
+"""Parse the commands of sets that live: ``append``, ``delete``, ``dedupe``, ``split`` and ``version``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from shard_tools.change.life.dedupe import CONTENT, DedupeReport, Keep, dedupe
 from shard_tools.change.life.delete import DeleteReport, delete
 from shard_tools.change.life.prune import PruneReport, prune
 from shard_tools.change.life.versions import HistoryReport, VersionDiff, VersionReport, compare, history, show, tag
+from shard_tools.change.sets.rewrite.split import SplitOptions, SplitReport, split
 from shard_tools.make.convert import SOURCE_KINDS
 from shard_tools.make.convert.append import AppendReport, append, is_of_tokens
 from shard_tools.make.convert.journal import load_journal
 from shard_tools.make.convert.pack import Destination
 from shard_tools.make.tokens.append import append_tokens
 from shard_tools.make.tokens.encode import open_processes
+from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import progress_bar
-from shard_tools.running.report import plain
+from shard_tools.running.report import plain, plain_place
 from shard_tools.terminal.options import (
     COUNT,
+    SIZE,
     as_storage_options,
     json_option,
     places_and_target,
     quiet_option,
     unfinished_option,
+    union_option,
     with_storage_options,
     writing_options,
 )
@@ -104,6 +108,11 @@ def append_all(
 @click.argument("target", metavar="SET")
 @click.option("--keys", metavar="FILE", help="Delete the samples with these keys: a file with one in each line.")
 @click.option("--where", metavar="CONDITION", help='Delete the samples that match, such as "score < 0.2".')
+@click.option(
+    "--contents",
+    metavar="FILE",
+    help="Delete the samples with a field of such SHA-256 or MD5, one in each line.",
+)
 @click.option("--purge", is_flag=True, help="Remove the old shards, and the versions without a name.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be deleted and written.")
@@ -111,8 +120,8 @@ def append_all(
 @json_option
 @with_storage_options
 def delete_command(
-    target: str, *, keys: str | None, where: str | None, purge: bool, workers: int, dry_run: bool, as_json: bool,
-    **arguments: Any,
+    target: str, *, keys: str | None, where: str | None, contents: str | None, purge: bool, workers: int,
+    dry_run: bool, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Leave samples out of SET, a directory of indexed shards.
 
@@ -124,11 +133,12 @@ def delete_command(
       shard_tools delete s3://bucket/train/ --keys requests.txt --purge
       shard_tools delete s3://bucket/train/ --where "score < 0.2" --dry-run
     """
-    if (keys is None) == (where is None):
-        raise click.UsageError("Give one of --keys FILE and --where CONDITION.")
+    if [keys, where, contents].count(None) != 2:
+        raise click.UsageError("Give one of --keys FILE, --where CONDITION and --contents FILE.")
     with progress_bar("delete", "shards") as progress:
         report = delete(
-            target, storage=_store(arguments), keys=keys, where=where, purge=purge, dry_run=dry_run, workers=workers,
+            target, storage=_store(arguments), keys=keys, where=where, contents=contents, purge=purge,
+            dry_run=dry_run, workers=workers,
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show_delete)
@@ -171,6 +181,46 @@ def dedupe_command(
     if pairs is not None:
         storage.put(pairs, b"".join(pair.to_line() for pair in report.pairs))
     emit(report, as_json=as_json, for_people=_show_dedupe)
+
+
+@click.command("split")
+@writing_options
+@click.argument("places", nargs=-1, required=True, metavar="SOURCE... TARGET")
+@click.option(
+    "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
+)
+@click.option(
+    "--group-field", metavar="COLUMN", help="Keep samples with one value of this column, late or not, together."
+)
+@click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@click.option(
+    "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
+)
+@click.option("--overwrite", is_flag=True, help="Delete what the new sets hold and start over.")
+@union_option
+@unfinished_option
+@json_option
+@with_storage_options
+def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+    """Write each sample of SOURCE into one of several sets, TARGET/train and others, in one pass.
+
+    The hash of its key, or of a column, decides alone. So a set that has grown is split as before, and a group, such as
+    all pictures of one person, is never in two sets.
+
+    \b
+    Example:
+      shard_tools split s3://bucket/all/ s3://bucket/parts/ --split val=1% --split test=1%
+      shard_tools split faces/ parts/ --split val=5% --group-field person
+    """
+    sources, target = places_and_target(places)
+    storage_options = as_storage_options(arguments)
+    with progress_bar("split", "samples") as progress:
+        report = split(
+            sources, target, options=SplitOptions(split=shares, **arguments), storage_options=storage_options,
+            progress=progress,
+        )  # fmt: skip
+    emit(report, as_json=as_json, for_people=_show_split)
 
 
 @click.group("version")
@@ -299,7 +349,7 @@ def _show_append(report: AppendReport) -> None:
     for reason, count in report.left_out.items():
         click.echo(f"  left out: {plain(reason)}: {count:,}", err=True)
     for field, names in report.new_classes.items():
-        click.echo(f"  {plain(field)}: new classes {', '.join(map(plain, names))}")
+        click.echo(f"  field {field!r}: new classes {', '.join(map(plain, names))}")
 
 
 def _show_delete(report: DeleteReport) -> None:
@@ -310,7 +360,7 @@ def _show_delete(report: DeleteReport) -> None:
     )
     if report.num_not_found:
         shown = ", ".join(map(plain, report.first_not_found))
-        click.echo(f"{counted(report.num_not_found, 'key')} of the list not in the set, such as {shown}", err=True)
+        click.echo(f"{counted(report.num_not_found, 'line')} of the list not in the set, such as {shown}", err=True)
     if report.purged is not None:
         _show_prune(report.purged)
 
@@ -325,6 +375,16 @@ def _show_dedupe(report: DedupeReport) -> None:
         f"{counted(report.num_removed, 'sample')} in {counted(report.num_shards, 'shard')} {done}; "
         f"{report.num_samples:,} stay; the bytes of {report.num_compared:,} were compared"
     )
+
+
+def _show_split(report: SplitReport) -> None:
+    for one in report.sets:
+        click.echo(
+            f"{plain(one.name)}: {counted(one.num_samples, 'sample')} in {counted(one.num_shards, 'shard')}, "
+            f"{format_bytes(one.num_bytes)}: {plain_place(one.target)}"
+        )
+    if report.was_complete:
+        click.echo("Complete already; nothing written.")
 
 
 def _show_version(report: VersionReport) -> None:

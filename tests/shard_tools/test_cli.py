@@ -46,6 +46,7 @@ VERBS = (
     "append",
     "dedupe",
     "delete",
+    "split",
 )
 
 

@@ -124,7 +124,7 @@ class Writes:
 
 
 @pytest.mark.parametrize(
-    ("lives", "is_after"), first_here([(False, True), (True, False), (False, False), (True, True)], 1)
+    ("lives", "is_after"), first_here([pytest.param(*one) for one in [(False, True), (True, False), (False, False), (True, True)]], 1)
 )
 def test_a_run_that_is_killed_at_any_write_goes_on(
     tmp_path: Path, module: Path, *, lives: bool, is_after: bool

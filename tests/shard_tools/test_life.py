@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import hashlib
 import json
 import re
 import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from shard_tools import ShardWriter
+from shard_tools import ShardWriter, optimize
 from shard_tools.change.check.verify import verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.columns.target import drop_column
@@ -29,6 +33,7 @@ from shard_tools.change.life.prune import prune
 from shard_tools.change.life.versions import compare, history, tag
 from shard_tools.change.sets.copy import copy
 from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
+from shard_tools.change.sets.rewrite.split import SplitOptions, split
 from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.make.convert.append import append
@@ -36,10 +41,12 @@ from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.make.tokens.append import append_tokens
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexMismatchError, StateError
+from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, UnfinishedError
 from streaming.shards.catalog.build import index_shards
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
+from streaming.storage.adapters import object as object_client
+from streaming.storage.adapters.obstore_client import client
 from tests.support.models.living_sets import Killed, interrupted, kill
 from tests.support.servers.on_loopback import MiniGcsServer, MiniS3Server, fresh_name
 
@@ -169,6 +176,50 @@ def tokenizer_file(folder: Path, write: Callable[..., None]) -> str:
     return str(folder / "tokenizer.json")
 
 
+def lengths(path: Any) -> dict[str, Any]:
+    text = Path(path).read_text() if isinstance(path, str) else str(path)
+    return {"txt": text, "n": len(text)}
+
+
+def pairs(number: int) -> list[dict[str, Any]]:
+    return [{"txt": f"{number}"}, {"txt": f"{number}'"}]
+
+
+def test_a_function_is_called_with_new_inputs_alone(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("x" * number)
+    files, target = [str(tmp_path / f"{number}.txt") for number in range(5)], tmp_path / "set"
+    given: dict[str, Any] = {"workers": 0, "progress": False, "max_samples": 2, "columns": ["n"]}
+    optimize(lengths, files[:3], target, **given)
+    report = optimize(lengths, files, target, append=True, **given)
+    assert (report.num_inputs, report.num_samples, report.num_resumed_samples, report.num_shards) == (2, 5, 3, 3)
+    assert keys(target) == [f"{number:09d}" for number in range(5)]
+    assert [int(sample["n"]) for sample in StreamingDataset(str(target), where="n >= 1")] == [1, 2, 3, 4]
+    assert optimize(lengths, files, target, append=True, **given).was_complete
+    with pytest.raises(ConfigError, match="was made by another function"):
+        optimize(pairs, range(3), target, append=True, **given)
+    (tmp_path / "0.txt").write_text("changed")
+    with pytest.raises(ConfigError, match="with other content"):
+        optimize(lengths, files, target, append=True, **given)
+
+
+def test_inputs_that_name_no_files_are_new(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"workers": 0, "progress": False}
+    optimize(pairs, range(2), tmp_path / "set", **given)
+    for _ in range(2):
+        optimize(pairs, range(7, 9), tmp_path / "set", append=True, **given)
+    texts = [(sample["__key__"], sample["txt"]) for sample in StreamingDataset(str(tmp_path / "set"))]
+    made_of = {0: 0, 1: 1, 4: 7, 5: 8, 6: 7, 7: 8}  # behind the samples that are there
+    wanted = [[(f"{at:09d}-000", f"{number}"), (f"{at:09d}-001", f"{number}'")] for at, number in made_of.items()]
+    assert texts == [one for both in wanted for one in both]
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        optimize(pairs, range(3), tmp_path / "set", append=True, overwrite=True, **given)
+    with ShardWriter(str(tmp_path / "other/{:03d}.tar")) as writer:
+        writer.write({"__key__": "0", "txt": ""})
+    with pytest.raises(ConfigError, match="was not made by optimize"):
+        optimize(pairs, range(3), tmp_path / "other", append=True, **given)
+
+
 def test_what_was_changed_is_refused_by_name(web: Path, tmp_path: Path) -> None:
     jsonl(tmp_path / "days/0.jsonl", rows_of(5, 12))
     jsonl(tmp_path / "days/1.jsonl", rows_of(50, 2))
@@ -291,6 +342,46 @@ def test_purge_leaves_no_byte_of_what_is_deleted(web: Path) -> None:
     assert (again.num_deleted, again.version, again.num_not_found) == (0, 2, 1)
 
 
+def test_contents_are_found_by_their_digests(web: Path, tmp_path: Path) -> None:
+    whole = {sample["__key__"]: bytes(sample["json"]) for sample in StreamingDataset(str(web), decode=None)}
+    lines = [hashlib.sha256(whole["0002"]).hexdigest().upper(), hashlib.md5(whole["0009"]).hexdigest(), "ab" * 32]
+    (tmp_path / "digests").write_text("\n".join(lines))
+    report = delete(str(web), storage=Storage(), contents=str(tmp_path / "digests"))
+    assert (report.num_deleted, report.first_not_found) == (2, ("ab" * 32,))
+    assert keys(web) == [key for key in whole if key not in {"0002", "0009"}]
+    (tmp_path / "digests").write_text("no digest")
+    with pytest.raises(ConfigError, match="expected SHA-256 or MD5 in hex"):
+        delete(str(web), storage=Storage(), contents=str(tmp_path / "digests"))
+    with pytest.raises(ConfigError, match="by one of --keys"):
+        delete(str(web), storage=Storage())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_others_read_the_shards_of_the_current_version(web: Path, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 3))
+    append(str(tmp_path / "days"), str(web))
+    delete(str(web), storage=Storage(), keys=["0000", "0005"])
+    prune(str(web), storage=Storage())
+    shards = sorted(str(path) for path in web.glob("*.tar"))
+    read = [sample["__key__"] for sample in webdataset.WebDataset(shards, shardshuffle=False)]
+    gc.collect()  # it leaves files open
+    assert read == keys(web)
+
+
+def test_what_somebody_else_put_there_is_left_alone(web: Path) -> None:
+    foreign = web / "foreign.tar"
+    tag(str(web), "v1", storage=Storage())
+    foreign.write_bytes((web / "000000.tar").read_bytes())
+    for number in range(4):
+        delete(str(web), storage=Storage(), keys=[f"{number:04d}"])
+    assert prune(str(web), storage=Storage(), keep=2).kept == ("v1", "3", "4")
+    assert len(keys(web, version=4)) == 9
+    prune(str(web), storage=Storage(), drop=["v1"])
+    assert foreign.exists()
+    assert {path.name for path in web.glob("*.tar")} == {"foreign.tar", "000001.tar", "000002.tar"}
+
+
 def test_a_dry_run_writes_nothing(web: Path) -> None:
     files = {path: path.stat().st_mtime_ns for path in web.rglob("*")}
     report = delete(str(web), storage=Storage(), where="n >= 3", dry_run=True, purge=True)
@@ -400,6 +491,73 @@ def test_keys_are_left_out_of_another_set(web: Path, tmp_path: Path) -> None:
     report = reshard(str(web), str(tmp_path / "out"), options=ReshardOptions(exclude=str(tmp_path / "keys")))
     assert (report.num_samples, report.num_filtered) == (10, 2)
     assert keys(tmp_path / "out") == [f"{number:04d}" for number in range(12) if number not in {3, 11}]
+
+
+# -------------------------------------------------------------------------------------------------------------- split
+
+
+def parts_of(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """The samples of the sets that a set was split into, without their places."""
+    return {
+        path.name: {sample.pop("__key__"): {name: value for name, value in sample.items() if name != "__url__"}
+                    for sample in StreamingDataset(str(path), **options)}
+        for path in sorted(folder.iterdir())
+    }  # fmt: skip
+
+
+def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: Path, tmp_path: Path) -> None:
+    options = SplitOptions(split=("val=30%", "test=20%"), max_samples=3)
+    report = split(str(web), str(tmp_path / "out"), options=options)
+    found = parts_of(tmp_path / "out", decode=None)
+    whole = {sample["__key__"]: sample["json"] for sample in StreamingDataset(str(web), decode=None)}
+    assert {name: len(one) for name, one in found.items()} == {one.name: one.num_samples for one in report.sets}
+    assert {key: value["json"] for one in found.values() for key, value in one.items()} == whole
+    assert sum(map(len, found.values())) == len(whole)
+    for name in found:
+        assert not verify([str(tmp_path / "out" / name)], storage=Storage()).findings
+    assert keys(tmp_path / "out/train", where="n < 100") == [key for key in whole if key in found["train"]]
+    again = split(str(web), str(tmp_path / "out"), options=options)
+    assert (again.was_complete, again.sets) == (True, report.sets)
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 60))
+    append(str(tmp_path / "days"), str(web))
+    with pytest.raises(TargetNotEmptyError, match="holds something else"):
+        split(str(web), str(tmp_path / "out"), options=options)
+    split(str(web), str(tmp_path / "out"), options=replace(options, overwrite=True))
+    grown = parts_of(tmp_path / "out", decode=None)
+    assert all(found[name].items() <= grown[name].items() for name in found)
+    assert 8 <= len(grown["val"]) <= 35
+
+
+def test_a_group_is_never_in_two_sets(web: Path, tmp_path: Path) -> None:
+    jsonl(tmp_path / "days/1.jsonl", [{**row, "n": row["n"] % 9} for row in rows_of(100, 40)])
+    append(str(tmp_path / "days"), str(web))
+    lift_all([str(web)], ["json.text"], storage=Storage(), index_url=None, workers=1)
+    split(str(web), str(tmp_path / "out"), options=SplitOptions(split=("val=40%",), group_field="n"))
+    groups = [{sample["json"]["n"] for sample in one.values()} for one in parts_of(tmp_path / "out").values()]
+    assert not groups[0] & groups[1]
+    split(str(web), str(tmp_path / "late"), options=SplitOptions(split=("val=40%",), group_field="json.text"))
+    with pytest.raises(ConfigError, match="--group-field"):
+        split(str(web), str(tmp_path / "none"), options=SplitOptions(split=("val=40%",), group_field="m"))
+    with pytest.raises(ConfigError, match="name at least one set"):
+        split(str(web), str(tmp_path / "none"), options=SplitOptions(split=()))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("at", [0, 3, 9, 14, 22])
+def test_a_split_that_is_killed_is_refused_and_done_again(web: Path, tmp_path: Path, at: int) -> None:
+    options = SplitOptions(split=("val=30%",), max_samples=2)
+    split(str(web), str(tmp_path / "calm"), options=options)
+    with contextlib.suppress(Killed), interrupted(at, kill, before=True):
+        split(str(web), str(tmp_path / "out"), options=options)
+        pytest.fail("it was not killed")
+    with pytest.raises((UnfinishedError, NotFoundError)):
+        StreamingDataset(str(tmp_path / "out"))
+    assert not split(str(web), str(tmp_path / "out"), options=options).was_complete
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # ------------------------------------------------------------------------------------------------------------ readers
@@ -540,7 +698,7 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("0100\n")
     told = json.loads(run("delete", web, "--keys", tmp_path / "keys", "--json"))
     assert (told["num_deleted"], told["version"]) == (1, 3)
-    assert "Give one of --keys FILE and --where" in run("delete", web, code=2)
+    assert "Give one of --keys FILE, --where" in run("delete", web, code=2)
     assert "version 3 (now), the current one: 13 samples" in run("version", "tag", web, "now")
     listed = run("version", "list", web).splitlines()
     assert [line[:9] for line in listed if line.startswith("version")] == ["version 1", "version 2", "version 3"]
@@ -596,6 +754,45 @@ def test_of_writers_that_replace_one_version_one_wins(place: tuple[str, Storage]
     with pytest.raises(ChangedError, match="nothing was replaced"):
         storage.put_if(url, b"wrong", version)
     assert not storage.exists(url)
+
+
+def test_a_store_that_tells_no_versions_compares_bytes(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Storage.info
+    monkeypatch.setattr(Storage, "info", lambda self, url: replace(real(self, url), version=None))
+    assert delete(str(web), storage=Storage(), keys=["0001"]).version == 2
+    writer = ShardWriter(str(web / "{:06d}.tar"), append=True)
+    writer.write({"__key__": "late", "json": {}})
+    assert delete(str(web), storage=Storage(), keys=["0002"]).version == 3
+    with pytest.raises(OvertakenError):
+        writer.close()
+    assert keys(web) == ["0000", *(f"{number:04d}" for number in range(3, 12))]
+
+
+def test_a_store_without_conditional_writes_is_asked_before(mini_s3: MiniS3Server, monkeypatch: Any) -> None:
+    url, storage = f"{mini_s3.create_bucket(fresh_name())}/file", Storage(mini_s3.storage_options)
+    real = client().api.put
+
+    def put(*args: Any, mode: Any = None, **kwargs: Any) -> Any:
+        if mode is not None:
+            raise client().errors.NotSupportedError("no conditional writes")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(object_client, "client", lambda: replace(client(), api=Patched(put)))
+    storage.put_if(url, b"one", None)
+    with pytest.raises(ChangedError):
+        storage.put_if(url, b"other", None)
+    storage.put_if(url, b"two", storage.info(url).version)
+    assert bytes(storage.read(url)) == b"two"
+
+
+class Patched:
+    """obstore with another ``put``."""
+
+    def __init__(self, put: Callable[..., Any]) -> None:
+        self.put = put
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(client().api, name)
 
 
 @pytest.mark.parametrize("place", ["local", "s3", "gcs"], indirect=True)

@@ -8,7 +8,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -194,6 +194,10 @@ class ListInputs:
             for number in range(len(self)):
                 found += origins_of([*_files_in(self._values[number])], store, number=number)
         return Origins(inputs=found, store=store)
+
+    def without(self, numbers: Collection[int]) -> ListInputs:
+        """Return the others."""
+        return ListInputs([self._values[number] for number in range(len(self)) if number not in numbers])
 
     def part(self, start: int, stop: int) -> list[Any]:
         """Return the inputs."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shard_tools.change.functions.append import NewInputs
 from shard_tools.change.functions.inputs import Inputs, as_inputs
 from shard_tools.change.functions.produce import Produce
 from shard_tools.change.functions.source import ON_ERROR, FunctionSource, Policy
@@ -34,6 +35,7 @@ from streaming.common.arguments import (
 )
 from streaming.common.platforms import num_cores
 from streaming.errors import ConfigError, DuplicateKeyError
+from streaming.shards.schema.value import Schema
 from streaming.storage import redact
 
 _MAX_BAD_SAMPLES = 0.001  # as in training
@@ -180,6 +182,7 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
     bad_samples_file: str | os.PathLike[str] | None = None,
     memory: int | str | None = None,
     overwrite: bool = False,
+    append: bool = False,
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | bool = True,
 ) -> FunctionReport:
@@ -218,6 +221,9 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
         memory: Bytes of samples that local processes may hold until they are written (default: 512 MiB), at least one
             sample each.
         overwrite: Delete what the target holds, instead of going on with it.
+        append: Add to the set in the target what the same function makes of further inputs, and publish it as the set's
+            next version. Inputs that name files which the set was made of are left out; all others are taken as new.
+            Shards are as large as those of the set. ``num_resumed_samples`` are those of before.
         storage_options: Options of the target's store, and of the inputs' if these are a URL or a path.
         progress: Show a bar, or a line a minute where there is no terminal; or who is told of inputs and bytes.
 
@@ -257,10 +263,15 @@ def optimize(  # noqa: PLR0913  a public function, whose options are named
         told = {name: one if isinstance(one, str) else identity_of(one) for name, one in sources.items()}
         identity = {**options.identity(), "function": identity_of(fn), "columns": told}
         schema = checked_schema(getattr(given, "classes", {}) if classes is None else classes, columns)
+        place = Destination.of(os.fspath(target))
+        if checked_flag("append", append):
+            if overwrite:
+                raise ConfigError("append=True adds to what overwrite=True deletes; leave one of them out")
+            new = NewInputs(given, place, identity, storage_options)
+            return add_made(work, new, running=running, progress=progress, schema=schema)
         return pack_made(
-            work, given, Destination.of(os.fspath(target)), options, running=running, progress=progress,
-            command=("optimize", work.name), identity=identity, restart="overwrite=True",
-            storage_options=storage_options, schema=schema,
+            work, given, place, options, running=running, progress=progress, command=("optimize", work.name),
+            identity=identity, restart="overwrite=True", storage_options=storage_options, schema=schema,
         )  # fmt: skip
 
 
@@ -301,6 +312,24 @@ def pack_made(
         num_bytes=packed.num_bytes,
         seconds=time.monotonic() - started,
     )
+
+
+def add_made(
+    work: Produce, new: NewInputs, *, running: Running, progress: Progress, schema: Schema
+) -> FunctionReport:  # fmt: skip
+    """Add what ``work`` makes of new inputs to a set; see :func:`optimize`, which says what is raised."""
+    with running.runner(work, new.inputs.shared) as runner:
+        source = FunctionSource(
+            inputs=new.inputs, runner=runner, columns=tuple(work.columns), policy=running.policy(), progress=progress,
+            name=work.name,
+        )  # fmt: skip
+        num_samples, num_shards, num_bytes = new.add(source, command=work.name, schema=schema)
+    return FunctionReport(
+        target=new.head.home, num_inputs=len(new.inputs), num_samples=num_samples,
+        num_resumed_samples=new.head.table.total_samples, was_complete=not len(new.inputs), changed=(),
+        num_empty=source.tally.num_empty, num_failed=source.tally.num_failed, num_shards=num_shards,
+        num_bytes=num_bytes, seconds=time.monotonic() - new.begun_s,
+    )  # fmt: skip
 
 
 def name_of(function: Any) -> str:

@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shard_tools.change.life.delete import keys_of, leave_out, set_of
+from shard_tools.change.life.delete import keys_of, leave_out, set_of, stored
 from shard_tools.change.life.rewrite import Mask
 from shard_tools.change.sets.open_set import READ_THREADS, tables_of
 from shard_tools.make.write.change import open_head
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from streaming import StreamingDataset
 from streaming.common.arguments import did_you_mean
 from streaming.errors import ConfigError
 from streaming.shards.index.columns import stable_hash
@@ -262,10 +261,7 @@ def _parts(numbers: Int64Array, sizes: Int64Array) -> Iterator[Int64Array]:
 
 def _digests(head: Head, storage: Storage, field: str | None, numbers: Int64Array) -> list[bytes]:
     """Return a digest of what is compared of each of these samples."""
-    opened = StreamingDataset(
-        head.home, version=head.number if head.lives else None, decode=None, storage_options=storage._given,
-        fields=None if field is None else [field],
-    )  # fmt: skip
+    opened = stored(head, storage, None if field is None else [field])
     found = []
     for sample in opened[numbers.tolist()]:
         digest = hashlib.sha256()

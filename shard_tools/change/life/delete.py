@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from shard_tools.make.write.change import SetChange, open_head
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
+from streaming import StreamingDataset
 from streaming.errors import ConfigError, NotFoundError
 from streaming.sets.filters.select import NothingKeptError, excluded_keys
 from streaming.shards.catalog.build import no_samples, samples_url
@@ -27,6 +30,7 @@ from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, join_url, redact
 
 _SHOWN = 5
+_DIGESTS = {64: "sha256", 32: "md5"}  # by their length in hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class DeleteReport(Report):
         num_samples: Samples that stay.
         num_shards: Shards that were written anew, or are gone as a whole.
         num_bytes: Bytes of the shards that held the samples.
-        num_not_found: Keys of the list that no sample has.
+        num_not_found: Keys, or digests, of the list that no sample has.
         first_not_found: The first of them.
         dry_run: Whether nothing was written.
         purged: What was removed, with ``purge``.
@@ -66,6 +70,7 @@ def delete(
     storage: Storage,
     keys: str | Sequence[str] | None = None,
     where: str | None = None,
+    contents: str | None = None,
     purge: bool = False,
     dry_run: bool = False,
     workers: int = 4,
@@ -81,6 +86,8 @@ def delete(
         storage: The store.
         keys: Path or URL of a file with a key in each line, or the keys.
         where: A condition that the samples match.
+        contents: Path or URL of a file with a digest of the bytes of a field in each line: SHA-256 or MD5, in hex. All
+            samples are read to compare them.
         purge: Remove the old shards, and the versions without a name that hold them.
         dry_run: Only tell.
         workers: Shards at a time.
@@ -93,14 +100,16 @@ def delete(
         StorageError: The store failed.
     """
     begun_s = time.monotonic()
-    if (keys is None) == (where is None):
-        raise ConfigError("name the samples to delete: by --keys FILE, or by --where CONDITION")
+    if [keys, where, contents].count(None) != 2:
+        raise ConfigError("name the samples to delete by one of --keys FILE, --where CONDITION and --contents FILE")
     head = open_head(storage, home)
     wanted = None if keys is None else excluded_keys(storage, keys)
     missing: tuple[str, ...] = ()
     leaves = _by_condition(head, storage, where)
     if wanted is not None:
         leaves, missing = by_keys(head, storage, wanted)
+    if contents is not None:
+        leaves, missing = _by_contents(head, storage, contents, workers)
     num_deleted = sum(int(mask.sum()) for mask in leaves.values())
     sizes = {shard.name: shard.size_bytes for shard in head.table.shards}
     if purge:
@@ -181,6 +190,46 @@ def by_keys(head: Head, storage: Storage, keys: Sequence[str]) -> tuple[dict[str
             leaves[head.table.shards[shard].name] = places >= 0
             found[places[places >= 0]] = True
     return leaves, tuple(key for key, is_there in zip(keys, found.tolist(), strict=True) if not is_there)
+
+
+def stored(head: Head, storage: Storage, fields: Sequence[str] | None) -> StreamingDataset:
+    """Return a version of a set, whose samples have the bytes of their fields."""
+    version = head.number if head.lives else None
+    return StreamingDataset(head.home, version=version, decode=None, fields=fields, storage_options=storage._given)
+
+
+def _by_contents(
+    head: Head, storage: Storage, path: str, workers: int
+) -> tuple[dict[str, Mask], tuple[str, ...]]:  # fmt: skip
+    """Return which samples have a field whose bytes have one of these digests, by shard, and the others' digests.
+
+    Raises:
+        ConfigError: A line is no digest.
+    """
+    wanted = [line.lower() for line in bytes(storage.read(path)).decode(errors="replace").split()]
+    for line in wanted:
+        if len(line) not in _DIGESTS or not {*line} <= {*"0123456789abcdef"}:
+            raise ConfigError(f"--contents {redact(path)}: expected SHA-256 or MD5 in hex, one in a line, got {line!r}")
+    kinds = [_DIGESTS[length] for length in sorted({len(line) for line in wanted})]
+    samples, asked, found = stored(head, storage, None), {*wanted}, set[str]()
+    sizes = [shard.num_samples for shard in head.table.shards]
+    stops = np.cumsum(sizes).tolist()
+
+    def look(shard: int) -> tuple[Mask, set[str]]:
+        mask, there = np.zeros(sizes[shard], np.bool_), set[str]()
+        for row, sample in enumerate(samples[stops[shard] - sizes[shard] : stops[shard]]):
+            values: list[Any] = [value for name, value in sample.items() if not name.startswith("__")]
+            hit = {hashlib.new(kind, value).hexdigest() for kind in kinds for value in values} & asked
+            mask[row], there = bool(hit), there | hit
+        return mask, there
+
+    leaves = {}
+    shards = range(len(sizes))
+    for shard, (mask, there) in zip(shards, map_ordered(look, shards, workers), strict=True):
+        found |= there
+        if mask.any():
+            leaves[head.table.shards[shard].name] = mask
+    return leaves, tuple(line for line in dict.fromkeys(wanted) if line not in found)
 
 
 def _by_condition(head: Head, storage: Storage, where: str | None) -> dict[str, Mask]:

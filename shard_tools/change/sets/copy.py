@@ -44,7 +44,6 @@ from streaming.shards.catalog.build import (
     read_schema,
     samples_url,
     shard_name,
-    write_schema,
 )
 from streaming.shards.fetch.read import FetchRange, fetch_range
 from streaming.shards.index.chunk_table import ChunkTable
@@ -53,7 +52,7 @@ from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, samples_
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.value import Schema
-from streaming.shards.versions.publish import write_index
+from streaming.shards.versions.publish import change_schema, write_index
 from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 
 _log = logging.getLogger(__name__)
@@ -202,7 +201,8 @@ def _copy_index(
     num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
     homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
     for home, directory in homes.items():
-        write_schema(here, directory, meanings[directory])
+        if meanings[directory]:
+            change_schema(here, directory, meanings[directory])
         mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
         with suppress(IndexFormatError):  # which `verify` of the source reports
             journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))

@@ -383,7 +383,7 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
         )
     name = content_field(facts.totals, facts.kinds)
     contents = facts.totals.fields[name].repeats if name else None
-    if contents is not None and contents.num_again:
+    if name is not None and contents is not None and contents.num_again:
         yield Surprise(
             kind="duplicate contents",
             what=f"duplicate contents: {'' if contents.is_exact else 'about '}{contents.num_again:,} of "

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from shard_tools.make.convert.base.identity import KnownInputs, Origins
 from shard_tools.make.convert.base.records import (
@@ -17,6 +17,7 @@ from shard_tools.make.convert.base.records import (
     LeavesOut,
     Record,
     Remarks,
+    ShardOptions,
     Skipped,
     Source,
     number_key,
@@ -26,7 +27,7 @@ from shard_tools.make.convert.elsewhere import ShardTarget
 from shard_tools.make.convert.journal import Journal, load_inputs, load_journal, load_sources, sources_of
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, write_run
 from shard_tools.make.convert.recode import ImageOptions
-from shard_tools.make.convert.run import ConvertOptions, RecordOptions, check_columns, reencoded
+from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
 from shard_tools.make.convert.sources import LAYOUTS
 from shard_tools.make.write.change import SetChange, next_number, open_head, with_added
 from shard_tools.running.engine import DEFAULT_WORKERS
@@ -126,16 +127,16 @@ def append(
     work = Appending.of(storage, head, options, journal)
     reader = work.opened(source, place, lambda: _open(work, options, source, place, storage))
     if reader is None:
-        return work.report(None, None, begun_s)
+        return work.report(None, None, begun_s, options.kind)
     check_columns(reader, options.named_columns)
-    numbered = work.numbered(reader)
+    numbered = work.numbered(reader, options.key_field)
     written, image_columns = reencoded(numbered, options)
     columns = (*getattr(reader, "columns", ()), *image_columns, *options.columns)
     added = work.add(
         written, numbered, source, columns=columns, meaning=getattr(reader, "meaning", Schema()), storage=storage,
         storage_options=storage_options, progress=progress or NoProgress(),
     )  # fmt: skip
-    return work.report(reader, added, begun_s)
+    return work.report(reader, added, begun_s, options.kind)
 
 
 def _open(
@@ -173,14 +174,14 @@ class Appending:
     """
 
     head: Head
-    options: RecordOptions
+    options: ShardOptions
     known: KnownInputs
     pattern: str
     numbers_from: int
 
     @classmethod
     def of(
-        cls, storage: Storage, head: Head, options: RecordOptions, journal: Journal | None, records: int = 0
+        cls, storage: Storage, head: Head, options: ShardOptions, journal: Journal | None, records: int = 0
     ) -> Appending:
         """Return how samples are added to this set.
 
@@ -220,24 +221,23 @@ class Appending:
         try:
             reader = opens()
         except NotFoundError:
-            self._refuse_changed()
+            self.refuse_changed()
             if self.known.left_out:
                 return None
             raise
-        self._refuse_changed()
+        self.refuse_changed()
         if self.known.left_out and not reader.origins().inputs:
             return None
         self._refuse_mixed(reader)
         return reader
 
-    def numbered(self, reader: Source) -> Numbered:
-        """Return the same records as they follow those of the set."""
-        named = self.options.key_field
+    def numbered(self, reader: Source, named: str | None) -> Numbered:
+        """Return the same records as they follow those of the set; ``named`` is the field of their keys, if it is."""
         counts = named == NUMBER_KEYS or (named is None and LAYOUTS[reader.kind].numbers)
         return Numbered(reader, self.numbers_from, counts=counts)
 
     def add(
-        self, reader: Source, numbered: Numbered, source: str | Sequence[str], *, columns: Sequence[str],
+        self, reader: Source, numbered: CountedRecords, source: str | Sequence[str], *, columns: Sequence[str],
         meaning: Schema, storage: Storage, storage_options: Mapping[str, object] | None, progress: Progress,
     ) -> Added:  # fmt: skip
         """Write the records of a source, and publish them.
@@ -299,7 +299,7 @@ class Appending:
                 progress.advance(num_bytes=num_bytes, num=len(run))
             return writer.finish()
 
-    def report(self, reader: Source | None, added: Added | None, begun_s: float) -> AppendReport:
+    def report(self, reader: Source | None, added: Added | None, begun_s: float, kind: str) -> AppendReport:
         """Return what was added; None: nothing was new. Late columns that lack values now are logged."""
         head = self.head
         tables = {} if added is None else added.tables
@@ -311,7 +311,7 @@ class Appending:
             )  # fmt: skip
         num_added = sum(one.total_samples for one in tables.values())
         return AppendReport(
-            kind=self.options.kind if reader is None else reader.kind, target=redact(head.home),
+            kind=kind if reader is None else reader.kind, target=redact(head.home),
             version=head.number if added is None else added.version, num_added=num_added,
             num_known=len(self.known.left_out), num_samples=head.table.total_samples + num_added,
             num_shards=len(tables), num_bytes=sum(one.shards[0].size_bytes for one in tables.values()),
@@ -322,7 +322,12 @@ class Appending:
             seconds=time.monotonic() - begun_s,
         )  # fmt: skip
 
-    def _refuse_changed(self) -> None:
+    def refuse_changed(self) -> None:
+        """Refuse inputs that the set has in another version.
+
+        Raises:
+            ConfigError: There is one.
+        """
         changed = sorted(self.known.changed)
         if changed:
             more = f" and {len(changed) - _SHOWN:,} more" if len(changed) > _SHOWN else ""
@@ -337,7 +342,7 @@ class Appending:
         inputs = reader.origins().inputs
         if not LAYOUTS[reader.kind].apart:
             again = [one.name for one in inputs if self.known.has(one)]
-            self._refuse_changed()
+            self.refuse_changed()
             if again:
                 raise ConfigError(
                     f"the set in {redact(self.head.home)} was made of {plain(again[0])} already, and of a source of "
@@ -357,6 +362,16 @@ class Appending:
         """Return what determines the bytes of the new shards."""
         inputs = [[one.name, one.size_bytes, one.version] for one in reader.origins().inputs]
         return [reader.identity(), inputs, self.options.identity(), self.pattern, list(columns)]
+
+
+class CountedRecords(Protocol):
+    """Records that are counted on their way.
+
+    Attributes:
+        next: Number of the record after the latest one.
+    """
+
+    next: int
 
 
 class Numbered:

@@ -77,7 +77,7 @@ def append_tokens(
         source, place, lambda: open_reader(source, place.directory, options, storage, known=work.known)
     )
     if reader is None:
-        return work.report(None, None, begun_s)
+        return work.report(None, None, begun_s, options.kind)
     of_ids = options.tokens_field is not None
     if options.tokenizer is not None:  # before its ends are looked up, which another tokenizer has not
         special = of_ids or options.messages_field is not None
@@ -85,7 +85,7 @@ def append_tokens(
         _check_same({"tokenizer": key_of(file)}, journal, head)
     encoder = open_id_encoder(options, reader, storage) if of_ids else open_encoder(options, storage, executor)
     _check_same(describe(encoder), journal, head)
-    said, numbered = journal.options, work.numbered(reader)
+    said, numbered = journal.options, work.numbered(reader, options.key_field)
     progress = progress or NoProgress()
     with contextlib.ExitStack() as stack:
         pool = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
@@ -100,7 +100,7 @@ def append_tokens(
             documents, numbered, source, columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
             meaning=meaning_of(encoder), storage=storage, storage_options=storage_options, progress=NoProgress(),
         )  # fmt: skip
-    return work.report(reader, added, begun_s)
+    return work.report(reader, added, begun_s, options.kind)
 
 
 def _options_of(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from streaming.errors import ShardstreamError, UnfinishedError, shell_place
+from streaming.errors import ConfigError, ShardstreamError, UnfinishedError, shell_place
 from streaming.shards.catalog.unfinished import FINISHED
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
@@ -28,7 +28,7 @@ from streaming.shards.index.layout import (
     samples_path,
 )
 from streaming.shards.schema.joined import SchemaConflict, joined
-from streaming.shards.schema.meeting import met
+from streaming.shards.schema.meeting import RESHARD, met
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import kept_versions
 from streaming.shards.versions.publish import Head, OvertakenError, publish, read_head, revive
@@ -76,6 +76,13 @@ def with_added(head: Head, meaning: Schema) -> Schema:
         ConfigError: They contradict each other.
     """
     sets = {f"the set in {redact(head.home)}": head.schema, "what is added": meaning}
+    for name, one in head.schema.tokens.items():
+        dtype = meaning.fields[name].dtype if name in meaning.fields else ""
+        if dtype not in {"", one.dtype}:
+            raise ConfigError(
+                f"field {name!r}: dtype is {one.dtype!r} in {redact(head.home)}, but {dtype!r} in what is added, and "
+                f"the tokens of a set have one width; {RESHARD}"
+            )
     both = joined(sets)
     if isinstance(both, SchemaConflict):
         return met(sets, cure="Add what means the same, or write it to a directory of its own").schema

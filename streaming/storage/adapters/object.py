@@ -26,7 +26,7 @@ from streaming.common.platforms import trim_heap
 from streaming.errors import ConfigError, NotFoundError, StorageError, redact
 from streaming.storage.adapters.certificates import read_authorities
 from streaming.storage.adapters.credentials import GIVEN, azure_config, ca_bundle, gcs_config, proxy_of, s3_access
-from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, object_errors
+from streaming.storage.adapters.object_errors import CONNECTING, RequestPlace, is_unsupported, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
@@ -172,7 +172,9 @@ class ObjectAdapter:
                 client().api.put(store, key, data, use_multipart=False, mode=mode)
             except (errors.AlreadyExistsError, errors.PreconditionError):
                 raise changed_before(url) from None
-            except errors.NotSupportedError:
+            except errors.BaseError as error:
+                if not is_unsupported(error):
+                    raise
                 check_version(version, partial(self.info, url), url)
                 self.put(url, data)
 

@@ -135,6 +135,12 @@ def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
         ) from cause
 
 
+def is_unsupported(error: Exception) -> bool:
+    """Tell whether a store, or obstore, says that it cannot do what was asked for."""
+    head = str(error).partition("Debug source:")[0]
+    return isinstance(error, client().errors.NotSupportedError) or _status_of(error, head) == 501
+
+
 def _translate(  # noqa: PLR0911 (one return for each kind)
     place: RequestPlace, doing: str, error: Exception
 ) -> ShardstreamError:

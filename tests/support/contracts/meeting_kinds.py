@@ -201,6 +201,18 @@ def rewritten(verb: str, *more: str) -> Meeting:
     return meet
 
 
+def split_up(places: Places, classes: str | None) -> Met:
+    target = places["scratch"] / "parts"
+    return command("split", *urls(places), target, "--split", "val=40%", *union(classes), made=target / "train")
+
+
+def appended(places: Places, _classes: str | None) -> Met:
+    """Append the tars of a set to another one."""
+    into = places["scratch"] / "set"
+    shutil.copytree(places["first"], into)
+    return command("append", places["other"], into, "--from", "tars", made=into)
+
+
 UNCHANGED = "tests.support.contracts.meeting_kinds:unchanged"
 """The function below, as users name it for ``map``."""
 
@@ -285,7 +297,9 @@ def meetings(of: Contradiction) -> dict[str, Meeting]:
         "resume on other sources": resumed,
         "agreement of ranks": agreed,
         "reshard": rewritten("reshard"),
+        "split": split_up,
         "map": rewritten("map", UNCHANGED),
+        "append to a set": appended,
         "copy into a set": copied_into,
         "convert into a set": partial(converted_into, of),
         "export": lambda places, _: command("export", *urls(places), places["scratch"] / "out", "--to", "parquet"),
@@ -301,12 +315,13 @@ def meetings(of: Contradiction) -> dict[str, Meeting]:
     }
 
 
-UNION = ("list", "folder above both", "`Mixture`", "nested `Mixture`", "`Curriculum` over a list", "reshard", "map",
-         "show", "plan")  # fmt: skip
+UNION = ("list", "folder above both", "`Mixture`", "nested `Mixture`", "`Curriculum` over a list", "reshard", "split",
+         "map", "show", "plan")  # fmt: skip
 """Meetings that take ``classes="union"``."""
 CANNOT = {
     ("resume on other sources", "type of a column"): "no state refers to the types of columns",
     ("agreement of ranks", "type of a column"): "no batch depends on the types of columns",
     ("convert into a set", "type of a column"): "tars have no columns",
+    ("append to a set", "type of a column"): "tars have no columns",
 }
 """Meetings that cannot happen, and why."""
