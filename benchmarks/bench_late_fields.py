@@ -24,8 +24,8 @@ import numpy as np
 from shard_tools import ShardWriter
 from shard_tools.change.fields.join import FromSet, join_field
 from streaming import DataLoader, StreamingDataset
-from streaming.run.loops import epoch_loop
 from streaming.run.engine.memory.mapped import NoMaps
+from streaming.run.loops import epoch_loop
 from streaming.storage import Storage
 
 BATCH = 64

@@ -25,11 +25,10 @@ from shard_tools.change.sets.rewrite.field_changes import FieldChanges
 from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.commands.bench import bench_command, trace_group
 from shard_tools.commands.clean import clean_command
-from shard_tools.commands.column import column_group, show_added, view_group
+from shard_tools.commands.column import column_group, field_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
-from shard_tools.commands.field import field_group
 from shard_tools.commands.life import (
     append_all,
     append_command,

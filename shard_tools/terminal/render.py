@@ -308,7 +308,8 @@ def show_info(report: DataSetInfo) -> None:
         table = Table("field", "samples", "bytes", "mean", "least", "most", box=None, pad_edge=False)
         for field in report.fields:
             sizes = (field.num_bytes, field.num_bytes / field.num_samples, field.min_bytes, field.max_bytes)
-            table.add_row(escape(plain(field.name)), f"{field.num_samples:,}", *(format_bytes(size) for size in sizes))
+            name = f"{plain(field.name)}{' (late)' if field.is_late else ''}"
+            table.add_row(escape(name), f"{field.num_samples:,}", *(format_bytes(size) for size in sizes))
         Console(width=shutil.get_terminal_size().columns).print(table)
     _show_findings(report.findings)
 

@@ -143,7 +143,8 @@ def gets(server: MiniS3Server, end: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fields", "of_shards", "of_late"), [(None, 1, 1), (("late.bin", "txt"), 1, 1), (("late.bin",), 0, 1), (("txt",), 1, 0)]
+    ("fields", "of_shards", "of_late"),
+    [(None, 1, 1), (("late.bin", "txt"), 1, 1), (("late.bin",), 0, 1), (("txt",), 1, 0)],
 )
 def test_a_late_field_costs_one_range_a_chunk(
     mini_s3: MiniS3Server, fields: tuple[str, ...] | None, of_shards: int, of_late: int

@@ -6,7 +6,7 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from shard_tools import ShardWriter
 from shard_tools.change.functions.field import compute_field
 from shard_tools.change.functions.run import Running
 from shard_tools.cli import cli
-from shard_tools.commands import field
+from shard_tools.commands import column
 from shard_tools.running.parts import ExecutorRunner
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError
@@ -87,7 +87,20 @@ def upper(numbers: Iterable[int]) -> dict[str, Any]:
 def test_a_field_is_computed_in_processes(tmp_path: Path, module: Path) -> None:
     url = write(tmp_path / "set")
     before = files(url)
-    report = told("field", "add", url, "odd.txt", "--compute", "made:odd", "--fields", "txt", "--on-missing", "skip", "--workers", "2")
+    report = told(
+        "field",
+        "add",
+        url,
+        "odd.txt",
+        "--compute",
+        "made:odd",
+        "--fields",
+        "txt",
+        "--on-missing",
+        "skip",
+        "--workers",
+        "2",
+    )
     assert (report["num_samples"], report["num_missing"], report["num_written"]) == (NUM, NUM // 2, 5)
     assert report["first_missing"] == [f"{number:04d}" for number in range(0, 10, 2)]
     assert values(url, "odd.txt") == upper(range(NUM))
@@ -110,7 +123,7 @@ class Writes:
         for name in ("put", "put_if", "open_write", "delete"):
             patched.setattr(Storage, name, self._counted(getattr(Storage, name), stop, is_after))
 
-    def _counted(self, write: Any, stop: int, is_after: bool) -> Any:  # noqa: FBT001
+    def _counted(self, write: Any, stop: int, is_after: bool) -> Any:
         def counted(*given: Any, **options: Any) -> Any:
             self.num += 1
             if self.num == stop and not is_after:
@@ -124,7 +137,8 @@ class Writes:
 
 
 @pytest.mark.parametrize(
-    ("lives", "is_after"), first_here([pytest.param(*one) for one in [(False, True), (True, False), (False, False), (True, True)]], 1)
+    ("lives", "is_after"),
+    first_here([pytest.param(*one) for one in [(False, True), (True, False), (False, False), (True, True)]], 1),
 )
 def test_a_run_that_is_killed_at_any_write_goes_on(
     tmp_path: Path, module: Path, *, lives: bool, is_after: bool
@@ -178,7 +192,9 @@ def test_an_executor_elsewhere_gives_the_same_bytes(
     here, there = write(tmp_path / "here"), write(tmp_path / "there")
     compute_field(here, "odd.txt", "made:odd", storage=Storage(None), on_missing="skip", running=HERE)
     with ThreadPoolExecutor(3) as executor:
-        monkeypatch.setattr(Running, "runner", lambda _, work, shared: _Opened(ExecutorRunner(work, executor, 4, shared)))
+        monkeypatch.setattr(
+            Running, "runner", lambda _, work, shared: _Opened(ExecutorRunner(work, executor, 4, shared))
+        )
         compute_field(there, "odd.txt", "made:odd", storage=Storage(None), on_missing="skip", running=HERE)
     assert files(there) == files(here)
 
@@ -211,7 +227,7 @@ class _Opened:
 def test_what_cannot_be_added_is_refused(
     tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(field, "Running", lambda **_: HERE)
+    monkeypatch.setattr(column, "Running", lambda **_: HERE)
     url = write(tmp_path / "set")
     before = files(url)
     result = CliRunner().invoke(cli, ["field", "add", url, *words])
@@ -332,6 +348,20 @@ def test_a_field_is_listed_and_dropped(tmp_path: Path) -> None:
         name: data for name, data in before.items() if "schema" not in name
     }
     assert run("field", "list", url).output == "no late fields\n"
+
+
+def test_ls_cat_and_info_know_late_fields(tmp_path: Path) -> None:
+    url = write(tmp_path / "set")
+    add_late(url, "late.bin", lambda key: key.encode() * 2 if key != "0013" else None)
+    lines = [json.loads(line) for line in run("ls", url, "--json", "--limit", "20").stdout.splitlines()]
+    assert [one["fields"].get("late.bin") for one in lines] == [None if one["key"] == "0013" else 8 for one in lines]
+    assert run("cat", url, "0030", "--field", "late.bin").stdout_bytes == b"00300030"
+    assert "late.bin" not in run("cat", url, "0013").output
+    assert "late.bin" in run("cat", url, "0014").output
+    assert run("cat", url, "0013", "--field", "late.bin").exit_code != 0
+    info = told("info", url)["fields"]["late.bin"]
+    assert (info["num_samples"], info["num_bytes"], info["is_late"]) == (NUM - 1, 8 * (NUM - 1), True)
+    assert "late.bin (late)" in run("info", url).output
 
 
 # --- as sets live

@@ -1,4 +1,4 @@
-"""Late fields of a set: tars beside its shards, with the same keys and chunks. Added, followed, checked, dropped.
+"""Write, check and drop late fields of a set: tars beside its shards, with the same keys and the same chunks.
 
-How a user's function is run to compute one belongs in ``shard_tools.change.functions``.
+Not here: how a user's function is run to compute one (``change/functions``), and how they are read (``shards/late``).
 """

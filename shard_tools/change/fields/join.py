@@ -131,8 +131,8 @@ def _places(other: Any, source: FromSet, keys: Sequence[pa.Array]) -> Int64Array
     if len(twice):
         shown = some_names([repr(_text(key)) for key in twice.slice(0, _SHOWN).to_pylist()])
         raise DataError(
-            f"{redact(source.url)}: {counted(len(twice), 'key')} of this set occur twice or more there, {shown}, so it is "
-            "not known which value counts. Leave the others out first: shard_tools dedupe SET --by key"
+            f"{redact(source.url)}: {counted(len(twice), 'key')} of this set occur twice or more there, {shown}, so it "
+            "is not known which value counts. Leave the others out first: shard_tools dedupe SET --by key"
         )
     return places_in(mine, theirs)
 
@@ -142,7 +142,9 @@ def _keys(table: SampleTable, on: str) -> pa.Array:
     column = sample_columns(table, [on])[on]
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_binary(column.type)):
+    if not (
+        pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_binary(column.type)
+    ):
         raise ConfigError(f"--on {on}: keys are text, this column holds {column.type}")
     return column.cast(pa.large_binary())
 
@@ -153,4 +155,3 @@ def _joined(parts: Sequence[pa.Array]) -> pa.Array:
 
 def _text(key: bytes | None) -> str:
     return "NULL" if key is None else key.decode("utf-8", "surrogateescape")
-

@@ -9,6 +9,7 @@ import numpy as np
 
 from shard_tools.change.columns.lift import samples_in
 from shard_tools.change.sets.open_set import needed_samples
+from shard_tools.make.write.encode import Buffers
 from shard_tools.make.write.recorder import ShardRecorder
 from shard_tools.make.write.writer import make_record
 from streaming.errors import ConfigError, DataError, IndexFormatError, NotFoundError
@@ -109,7 +110,7 @@ class LateTar:
         with self.storage.open_write(self.url) as out:
             for key, value in zip(keys, values, strict=True):
                 record = make_record({ABSENT: b""} if value is None else {self.field: value}, key)
-                pieces = [b"".join(record.pieces)] if record.num_bytes <= _JOIN_BYTES else record.pieces
+                pieces: Buffers = [b"".join(record.pieces)] if record.num_bytes <= _JOIN_BYTES else record.pieces
                 recorder.add(record, pieces, ())
                 for piece in pieces:
                     out.write(piece)

@@ -100,11 +100,14 @@ class FieldTarget:
         version = self.head.schema.late_fields.get(name)
         known = None if version is None else read_late_table(storage, home, name, version)
         if known is None and name in self.head.schema.fields:
-            raise ConfigError(f"field {name!r}: the samples of {redact(home)} have a field of this name; choose another one")
+            raise ConfigError(
+                f"field {name!r}: the samples of {redact(home)} have a field of this name; choose another one"
+            )
         if known is not None and not overwrite and known.how != self._how:
             raise ConfigError(
-                f"field {name!r}: {redact(home)} has a late field of this name, from {known.made_from}, made in another "
-                "way (other values, function, fields or options); replace it with --overwrite, or choose another name"
+                f"field {name!r}: {redact(home)} has a late field of this name, from {known.made_from}, made in "
+                "another way (other values, function, fields or options); replace it with --overwrite, or choose "
+                "another name"
             )
         self._known = known
         self.work = self._how
@@ -177,9 +180,9 @@ class FieldTarget:
         new = late.lacking(now.table)
         if new:
             raise OvertakenError(
-                f"{redact(self.home)}: {counted(len(new), 'shard')}, first {new[0]!r}, came into this set since version "
-                f"{self.head.number} was read, and have no {self.name!r} yet; run the same command again: it goes on "
-                "with these"
+                f"{redact(self.home)}: {counted(len(new), 'shard')}, first {new[0]!r}, came into this set since "
+                f"version {self.head.number} was read, and have no {self.name!r} yet; run the same command again: it "
+                "goes on with these"
             )
         schema = with_late(now.schema, late)
         return now.number if schema == now.schema else publish(self.storage, now, now.table, schema=schema)

@@ -110,7 +110,9 @@ def _firsts(target: FieldTarget, dataset: Any, tables: Sequence[SampleTable]) ->
         found[url] = first
         first += sizes[url]
     if len(found) != len(sizes) or first != len(dataset):
-        raise OvertakenError(f"{redact(target.home)}: somebody else changed this set meanwhile; run the same command again")
+        raise OvertakenError(
+            f"{redact(target.home)}: somebody else changed this set meanwhile; run the same command again"
+        )
     return found
 
 

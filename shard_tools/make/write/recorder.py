@@ -69,7 +69,8 @@ class ShardRecorder:
     Args:
         name: The shard.
         columns: Columns whose values come with the samples.
-        ends: Number of the sample behind each chunk; None: chunks are cut by the rule. With it, samples come one by one.
+        ends: Number of the sample behind each chunk; None: chunks are cut by the rule. With it, samples come one by
+            one.
     """
 
     def __init__(self, name: str, columns: Iterable[str], ends: Iterable[int] | None = None) -> None:

@@ -95,7 +95,9 @@ def check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure:
             what = "a Packed reads whole groups of chunks" if one.is_packed else "it is a group of samples"
             if one.late:
                 names = some_names([late.name for late in one.late])
-                what = f"the late fields that it reads ({names}) lie in chunks of their own; give it fields= without them"
+                what = (
+                    f"the late fields that it reads ({names}) lie in chunks of their own; give it fields= without them"
+                )
             raise ConfigError(f"fetch_bytes: the source {name!r} cannot be cut: {what}; {cure}")
 
 

@@ -229,7 +229,9 @@ class MixedSource(JoinedSource):
     def _cut(self, sizes: Mapping[str, int], peers: Peers | None) -> None:
         """Cut the chunks of some sources into units of these sizes; those of others stay whole."""
         self.leaves = _leaves(self.sources)
-        check_can_be_cut({name: self.leaves[name] for name in sizes}, "leave fetch_bytes out, and begin without a state")
+        check_can_be_cut(
+            {name: self.leaves[name] for name in sizes}, "leave fetch_bytes out, and begin without a state"
+        )
         cuts = []
         for name in sizes:
             one = _documents(self.leaves[name])

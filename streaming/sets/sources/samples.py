@@ -97,11 +97,7 @@ class SampleSource(ChunkSource, SampleRows):
             version=version,
         )  # fmt: skip
         self._meet(classes)
-        added = late_names(self.shards.schemas)
-        if self.fields is not None and not {*self.fields} <= added:
-            check_fields(self.storage, self.shards, [name for name in self.fields if name not in added], peers)
-        if isinstance(decode, Mapping):
-            check_decoded(self.storage, self.shards, [name for name in decode if name not in added], peers)
+        self._check_names(peers)
         self.cache = open_cache(cache_dir, cache_limit)
         asked = asked_filter(
             self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
@@ -111,6 +107,15 @@ class SampleSource(ChunkSource, SampleRows):
         self._versions = Versions(self.shards, storage_options)
         self._open_late(storage_options)
         self._recent = RandomAccess()
+
+    def _check_names(self, peers: Peers | None) -> None:
+        """Check that fields exist; see ``check_fields`` and ``check_decoded``."""
+        late = late_names(self.shards.schemas)
+        named = () if self.fields is None else [name for name in self.fields if name not in late]
+        if named or self.fields == ():
+            check_fields(self.storage, self.shards, named, peers)
+        if isinstance(self.decode, Mapping):
+            check_decoded(self.storage, self.shards, [name for name in self.decode if name not in late], peers)
 
     def _open_late(self, storage_options: Mapping[str, object] | None) -> None:
         """Find the fields that were added after the shards were written.

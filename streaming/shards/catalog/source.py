@@ -517,7 +517,6 @@ class ChunkSource(OfTable):
     def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> Fetched:
         """Fetch a range into ``out``; locating its samples, by ``apart``, may be left to the caller."""
 
-
         def fetch(part: FetchRange, _: int, memory: memoryview) -> Fetched:
             known = replace(self._facts_of(part), apart=apart_later if part.late else apart)
             return fetch_unit(self.storage, part, memory, self.cache, known)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from streaming.errors import DataError, IndexMismatchError, shell_place, shell_word
+from streaming.errors import IndexMismatchError, shell_place, shell_word
 from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange, ShardFacts, place_behind, size_of_unit
 from streaming.storage import Checked
@@ -82,7 +82,10 @@ def _located(parts: Sequence[_Part], data: memoryview) -> UnitLayout:
         columns = [at for at in columns if first.fields[at] == parts[0].wanted.late]
     is_all = len(columns) == len(first.fields)
     names = [first.fields[at] for at in columns]
-    starts, sizes = [first.starts if is_all else first.starts[:, columns]], [first.sizes if is_all else first.sizes[:, columns]]
+    starts, sizes = (
+        [first.starts if is_all else first.starts[:, columns]],
+        [first.sizes if is_all else first.sizes[:, columns]],
+    )
     damage = dict(first.damage)
     for part in parts[1:]:
         layout = part.layout(data)

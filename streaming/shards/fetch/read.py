@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError, shell_place
 from streaming.order.plan.memory import LEAST_MAPPED_BYTES, PAGE_BYTES, whole_pages
@@ -162,7 +161,7 @@ class FetchRange:
         return UnitKey(self.reading, self.byte_start, self.byte_end)
 
 
-def place_behind(skew_bytes: npt.ArrayLike, end: npt.ArrayLike, next_skew: npt.ArrayLike) -> Int64Array:
+def place_behind(skew_bytes: Int64Array | int, end: Int64Array | int, next_skew: Int64Array | int) -> Int64Array:
     """Return where in memory a range begins that lies behind others: on a page of its own, so that it can be mapped.
 
     Args:
@@ -170,8 +169,8 @@ def place_behind(skew_bytes: npt.ArrayLike, end: npt.ArrayLike, next_skew: npt.A
         end: Where the others end, from the beginning of the first.
         next_skew: How far into a page the range begins.
     """
-    skew = np.asarray(skew_bytes, np.int64)
-    return whole_pages(np.asarray(end, np.int64) + skew) - skew + next_skew
+    found: Int64Array = whole_pages(end + skew_bytes) - skew_bytes + next_skew
+    return found
 
 
 Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]

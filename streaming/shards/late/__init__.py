@@ -1,5 +1,4 @@
-"""Late fields: fields that were added after the shards were written, in tars of their own beside the index.
+"""Find fields that were added after shards were written, and the ranges of their tars that go with each chunk.
 
-Where the bytes of a chunk are of such a field belongs here; fetching them and putting samples together belongs in
-``streaming.shards.fetch``.
+Not here: fetching these ranges, and putting samples together (``streaming/shards/fetch``).
 """

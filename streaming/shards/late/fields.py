@@ -159,9 +159,9 @@ def _of_dataset(
     rows = np.full(table.num_chunks, -1, np.int64)
     lacking, changed = [], []
     for shard, (home, shard_name) in enumerate(places):
-        late = by_home.get(home)
-        if late is None:
+        if home not in by_home:
             continue
+        late = by_home[home]
         number = late.numbers.get(shard_name)
         low, high = table.rows_of(shard)
         if number is None:
@@ -188,6 +188,7 @@ def lacks(name: str, shards: Sequence[tuple[str, str]], num_shards: int, what: s
     home, shard = shards[0]
     return IndexMismatchError(
         f"field {name!r} has no values for {counted(len(shards), 'shard')} of {num_shards}, {what}, first "
-        f"{redact(join_url(home, shard))}. Run the command again that added it, which makes what is missing: shard_tools "
-        f"field add {shell_place(home)} {shell_word(name)} …; or name the fields to read without it: fields=…"
+        f"{redact(join_url(home, shard))}. Run the command again that added it, which makes what is missing: "
+        f"shard_tools field add {shell_place(home)} {shell_word(name)} …; or name the fields to read without it: "
+        f"fields=…"
     )

@@ -81,7 +81,7 @@ class SchemaField:
         classes: Names of classes; the place of a name is its number.
         tokens: What its ids are.
         made_by: The functions that made it.
-        origin: Of a field that was added later, :data:`LATE` with the version, then the function or set that it is from.
+        origin: Of a field that was added later, :data:`LATE` with the version, then what it is from.
     """
 
     kind: str = ""

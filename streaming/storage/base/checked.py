@@ -53,8 +53,9 @@ class Checked:
     """The statement that bytes in memory match every checksum that there is of them.
 
     The arena, the node cache, views, substitutes and samples read by number take bytes from a store only together with
-    this statement. :meth:`comparing` is the one way to it (:meth:`of_all` joins what that made), so bytes that nobody has compared cannot get there. It
-    refers to the moment of the comparison and holds no memory: who lets others change the bytes must compare again.
+    this statement. :meth:`comparing` is the one way to it (:meth:`of_all` joins what that made), so bytes that nobody
+    has compared cannot get there. It refers to the moment of the comparison and holds no memory: who lets others change
+    the bytes must compare again.
 
     Attributes:
         num_bytes: How many bytes were there to compare.
