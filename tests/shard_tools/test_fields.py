@@ -364,6 +364,22 @@ def test_ls_cat_and_info_know_late_fields(tmp_path: Path) -> None:
     assert "late.bin (late)" in run("info", url).output
 
 
+@pytest.mark.parametrize("words", [["copy"], ["reshard"], ["export", "--to", "parquet"]])
+def test_what_takes_shards_says_which_fields_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, words: list[str]
+) -> None:
+    url, target = write(tmp_path / "set"), str(tmp_path / "target")
+    add_late(url, "late.bin", lambda key: key.encode())
+    caplog.clear()
+    result = run(words[0], url, target, *words[1:])
+    assert result.exit_code == 0, result.output
+    assert "the late fields late.bin are left out" in caplog.text
+    if words[0] != "export":
+        assert values(target, "late.bin") == dict.fromkeys(f"{number:04d}" for number in range(NUM))
+        (field,) = told("field", "add", target, "late.bin", "--from", url)["first_missing"] or ["added"]
+        assert (field, values(target, "late.bin")) == ("added", values(url, "late.bin"))
+
+
 # --- as sets live
 
 

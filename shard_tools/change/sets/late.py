@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shard_tools.change.sets.open_set import OpenSet
-from streaming.errors import DataError, StorageError
+from streaming.common.arguments import some_names
+from streaming.errors import DataError, StorageError, shell_place
 from streaming.shards.catalog.build import place_in_index
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import field_samples_path, field_tar_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
-from streaming.storage import Storage, join_url
+from streaming.shards.schema.value import Schema
+from streaming.storage import Storage, join_url, redact
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,27 @@ class LatePart:
         starts, sizes = self.table.fields[self.name]
         start = int(starts[row])
         return None if start < 0 else (start, start + int(sizes[row]))
+
+
+def stored_schemas(shards: OpenSet, storage: Storage) -> dict[str, Schema]:
+    """Return what the set of each directory means, for commands that take what shards hold, without late fields.
+
+    These are named in the log.
+    """
+    schemas = shards.schemas(storage)
+    tell_left_out(schemas)
+    return {home: schema.without_late_fields() for home, schema in schemas.items()}
+
+
+def tell_left_out(schemas: Mapping[str, Schema]) -> None:
+    """Log which late fields are left out of what is written, given what the set of each directory means."""
+    for home, schema in schemas.items():
+        if schema.late_fields:
+            _log.warning(
+                "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: shard_tools "
+                "field add TARGET NAME --from %s",
+                redact(home), some_names(sorted(schema.late_fields)), shell_place(home),
+            )  # fmt: skip
 
 
 class LateParts:

@@ -223,10 +223,12 @@ class Schema:
 
     def without_late(self) -> Self:
         """Return the same without late columns and fields, which lie beside shards and do not go along with them."""
-        return replace(
-            self, columns={name: one for name, one in self.columns.items() if not one.is_late},
-            fields={name: one for name, one in self.fields.items() if not one.late_version},
-        )  # fmt: skip
+        columns = {name: one for name, one in self.columns.items() if not one.is_late}
+        return replace(self.without_late_fields(), columns=columns)
+
+    def without_late_fields(self) -> Self:
+        """Return the same without late fields."""
+        return replace(self, fields={name: one for name, one in self.fields.items() if not one.late_version})
 
     def to_bytes(self, *, lives: bool = False) -> bytes:
         """Return ``schema.json``: sealed, the same bytes for the same schema.
