@@ -382,7 +382,7 @@ def _check_known(shards: OpenSet, storage: Storage, names: AbstractSet[str]) -> 
 def _entry(
     number: int, url: str, place: SampleLocation, columns: Mapping[str, pa.Array], row: int, late: Sequence[LatePart]
 ) -> SampleEntry:  # fmt: skip
-    there = place.fields | {part.name: span for part in late if (span := part.place(row)) is not None}
+    there = {**place.fields} | {part.name: span for part in late if (span := part.place(row)) is not None}
     sizes = {name: end - start for name, (start, end) in there.items()}
     values = {name: column[row].as_py() for name, column in columns.items()}
     return SampleEntry(number=number, shard=url, key=place.key, fields=sizes, columns=values)
