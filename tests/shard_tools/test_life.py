@@ -681,6 +681,29 @@ def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_pa
     assert not prune(str(web), storage=Storage()).pending
 
 
+def test_two_runs_of_one_append_do_not_take_back_what_the_other_has_published(web: Path, tmp_path: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+
+    def other() -> None:
+        assert append(str(tmp_path / "days"), str(web)).num_added == 9
+
+    with interrupted(0, other, before=True, only=["put_if"]):
+        assert append(str(tmp_path / "days"), str(web)).version == 3  # of the same bytes, so it is that of both
+    assert len(keys(web)) == 20
+    jsonl(tmp_path / "days/2.jsonl", rows_of(200, 9))
+
+    def others() -> None:
+        other()
+        delete(str(web), storage=Storage(), keys=["0001"])
+
+    with pytest.raises(OvertakenError), interrupted(0, others, before=True, only=["put_if"]):
+        append(str(tmp_path / "days"), str(web))
+    assert len(keys(web)) == 28
+    assert len(keys(web, version=4)) == 29
+    assert not verify([str(web)], storage=Storage()).findings
+
+
 def test_as_commands(web: Path, tmp_path: Path) -> None:
     def run(*words: object, code: int = 0) -> str:
         done = CliRunner().invoke(cli, [str(word) for word in words], prog_name="shard_tools")
