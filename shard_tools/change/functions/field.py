@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,10 @@ from shard_tools.change.fields.target import FieldReport, FieldTarget, OnMissing
 from shard_tools.change.functions.produce import Kind, Produce
 from shard_tools.change.functions.run import Running
 from shard_tools.change.functions.set_inputs import SetInputs
+from shard_tools.change.functions.source import error_of
 from shard_tools.change.sets.open_set import READ_THREADS
 from shard_tools.running.engine import map_ordered
-from shard_tools.running.functions import blame, identity_of, imported
+from shard_tools.running.functions import identity_of, imported
 from shard_tools.running.parts import Runner
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.shards.index.sample_table import SampleTable
@@ -136,9 +136,8 @@ class _Values:
             for made, buffers in items:
                 if made.kind is Kind.FAILED:
                     _, key, _ = made.given
-                    error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
-                    blame(error, f"{self._name} failed on {self._inputs.describe(made.number)}, key {key!r}")
-                    raise error
+                    where = f"{self._inputs.describe(made.number)}, key {key!r}"
+                    raise error_of(made, f"{self._name} failed on {where}")
                 if made.kind is Kind.EMPTY:
                     self._target.refuse_missing([keys[made.number - first]], self._name)
                 yield buffers[0] if made.kind is Kind.SAMPLE else None

@@ -59,8 +59,8 @@ def tell_left_out(schemas: Mapping[str, Schema]) -> None:
     for home, schema in schemas.items():
         if schema.late_fields:
             _log.warning(
-                "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: shard_tools "
-                "field add TARGET NAME --from %s",
+                "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: "
+                "shard_tools field add TARGET NAME --from %s",
                 redact(home), some_names(sorted(schema.late_fields)), shell_place(home),
             )  # fmt: skip
 

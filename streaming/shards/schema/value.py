@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -24,7 +23,7 @@ WITHIN = ":"
 """Between a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
 LATE = "late"
 """How the origin of a column or field begins that was added after the shards were written."""
-_VERSION_OF_LATE = re.compile(rf"{LATE}, version ([0-9a-f]+)")
+_LATE_VERSION = f"{LATE}, version "
 _FROM = ", from "
 TOKEN_TYPES = ("uint16", "uint32")
 RESTORE = (
@@ -94,8 +93,8 @@ class SchemaField:
     @property
     def late_version(self) -> str:
         """The version of a field that was added after the shards were written; "": it is in the shards."""
-        found = _VERSION_OF_LATE.match(self.origin)
-        return "" if found is None else found[1]
+        known = self.origin.partition(_FROM)[0]
+        return known.removeprefix(_LATE_VERSION) if known.startswith(_LATE_VERSION) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,7 @@ class SchemaColumn:
 
 def late_origin(version: str, made_from: str) -> str:
     """Return the origin of a column or field that is added after the shards were written."""
-    return f"{LATE}, version {version}{_FROM}{made_from}"
+    return f"{_LATE_VERSION}{version}{_FROM}{made_from}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
