@@ -237,7 +237,8 @@ def test_what_cannot_be_added_is_refused(
     assert values(url, "len.txt") == dict.fromkeys(f"{number:04d}" for number in range(NUM))
 
 
-def test_another_way_to_make_it_needs_overwrite(tmp_path: Path, module: Path) -> None:
+def test_another_way_to_make_it_needs_overwrite(tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column, "Running", lambda **_: HERE)
     url = write(tmp_path / "set")
     compute_field(url, "a.txt", "made:length", storage=Storage(None), running=HERE)
     with pytest.raises(ConfigError, match="made in another way"):
@@ -245,13 +246,13 @@ def test_another_way_to_make_it_needs_overwrite(tmp_path: Path, module: Path) ->
     with pytest.raises(ConfigError, match="made in another way"):
         compute_field(url, "a.txt", "made:length", storage=Storage(None), fields=("txt",), running=HERE)
     opened = StreamingDataset(url, shuffle=False)
-    again = {"storage": Storage(None), "on_missing": "skip", "overwrite": True, "running": HERE}
-    compute_field(url, "a.txt", "made:odd", **again)  # type: ignore[arg-type]
+    again = ["field", "add", url, "a.txt", "--compute", "made:odd", "--on-missing", "skip"]
+    told(*again, "--overwrite")
     assert values(url, "a.txt") == upper(range(NUM))
     assert opened[3]["a.txt"] == "6"  # what is open goes on with the version that it began with
-    report = compute_field(url, "a.txt", "made:odd", **again)  # type: ignore[arg-type]
-    assert report.num_written == report.num_shards
-    assert compute_field(url, "a.txt", "made:odd", **{**again, "overwrite": False}).num_written == 0  # type: ignore[arg-type]
+    report = told(*again, "--overwrite")
+    assert report["num_written"] == report["num_shards"]
+    assert told(*again)["num_written"] == 0
 
 
 # --- joined
@@ -378,6 +379,16 @@ def test_what_takes_shards_says_which_fields_it_leaves_out(
         assert values(target, "late.bin") == dict.fromkeys(f"{number:04d}" for number in range(NUM))
         (field,) = told("field", "add", target, "late.bin", "--from", url)["first_missing"] or ["added"]
         assert (field, values(target, "late.bin")) == ("added", values(url, "late.bin"))
+
+
+def test_plan_counts_their_requests(tmp_path: Path) -> None:
+    url = write(tmp_path / "set")
+    before = told("plan", url, "--batch-size", "5")
+    add_late(url, "late.bin", lambda key: key.encode())
+    after = told("plan", url, "--batch-size", "5")
+    assert after["num_ranges"] == 2 * before["num_ranges"]
+    assert after["total"]["num_requests"] == 2 * before["total"]["num_requests"]
+    assert "one per chunk and late field" in run("plan", url, "--batch-size", "5").output
 
 
 # --- as sets live

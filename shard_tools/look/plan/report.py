@@ -175,6 +175,7 @@ class PlanReport:
         limits: What the parts of ``memory_limit`` are for: chunks, batches built ahead and, for packs, what they are
             made from.
         packs: For packs: how many there are, and what became of their documents.
+        num_ranges: Most ranges of a chunk: its own, and one for each late field.
         loads: The data ranks that were computed, ascending.
         sampled: Only some ranks were computed, equally spaced: totals are estimates.
         filtered: A filter leaves bytes out: what is read is estimated.
@@ -210,6 +211,7 @@ class PlanReport:
     limits: Mapping[str, int]
     ramp: Mapping[int, int] | None = None
     packs: PackTotals | None = None
+    num_ranges: int = 1
     shares: MixtureShares | None = None
     has_end: bool = True
 
@@ -366,6 +368,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         limits=loads.rooms.memory.parts,
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
         packs=PackTotals.of(planned, options.sizes) if planned.is_packed else None,
+        num_ranges=max((getattr(one, "num_ranges", 1) for _, one in sets_of(planned)), default=1),
     )
     may_slice = not report.shuffle and whole.dp_world_size > 1
     return _with_warnings(report, loads, may_slice=may_slice, tables=loads.sliced)

@@ -101,6 +101,11 @@ class PackedSource(OneOrder):
         """See ``ChunkSource``: the late fields of the documents."""
         return self.documents.late
 
+    @property
+    def num_ranges(self) -> int:
+        """See ``ChunkSource``."""
+        return self.documents.num_ranges
+
     # --- packs ---
 
     @override

@@ -442,6 +442,11 @@ class ChunkSource(OfTable):
         return replace(main, beside=tuple(beside))
 
     @property
+    def num_ranges(self) -> int:
+        """How many ranges a chunk is: its own, and one for each late field."""
+        return len(self.late) + (not self._only_late or not self.late)
+
+    @property
     def _only_late(self) -> bool:
         """Whether nothing is read of the shards themselves."""
         return self.fields is not None and {*self.fields} <= {one.name for one in self.late}
