@@ -58,10 +58,10 @@ def tell_left_out(schemas: Mapping[str, Schema]) -> None:
     """Log which late fields are left out of what is written, given what the set of each directory means."""
     for home, schema in schemas.items():
         if schema.late_fields:
+            cure = f"shard_tools field add TARGET NAME --from {shell_place(home)}"
             _log.warning(
-                "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: "
-                "shard_tools field add TARGET NAME --from %s",
-                redact(home), some_names(sorted(schema.late_fields)), shell_place(home),
+                "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: %s",
+                redact(home), some_names(sorted(schema.late_fields)), cure,
             )  # fmt: skip
 
 
