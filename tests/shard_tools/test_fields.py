@@ -381,6 +381,18 @@ def test_what_takes_shards_says_which_fields_it_leaves_out(
         assert (field, values(target, "late.bin")) == ("added", values(url, "late.bin"))
 
 
+def test_a_set_that_says_nothing_else_is_still_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That a late field is known says nothing of the fields of the shards."""
+    for name in ("named", "plain"):
+        with ShardWriter(f"{tmp_path}/{name}/{{:03d}}.tar", classes={"cls": ["a", "b"]}) as writer:
+            writer.write({"__key__": "0000", "cls": 1})
+    (tmp_path / "plain" / "_shardstream" / "schema.json").unlink()
+    add_late(str(tmp_path / "plain"), "late.bin", lambda key: key.encode())
+    caplog.clear()
+    StreamingDataset([str(tmp_path / "named"), str(tmp_path / "plain")])
+    assert "plain does not say the classes of field 'cls'" in caplog.text
+
+
 def test_plan_counts_their_requests(tmp_path: Path) -> None:
     url = write(tmp_path / "set")
     before = told("plan", url, "--batch-size", "5")

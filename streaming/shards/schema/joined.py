@@ -126,8 +126,11 @@ Unknown: TypeAlias = Mapping[str, Collection[str] | None]
 
 
 def unknown_fields(schema: Schema) -> Collection[str] | None:
-    """Return the fields that a set may have without saying so: none if it says which ones it has; None: any."""
-    return () if schema.fields else None
+    """Return the fields that a set may have without saying so: none if it says which ones it has; None: any.
+
+    Of a set about which nothing is said but which fields were added later, the shards may have any.
+    """
+    return () if schema.without_late_fields().fields else None
 
 
 def remarks(
