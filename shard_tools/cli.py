@@ -39,7 +39,7 @@ from shard_tools.change.sets.rewrite.field_changes import FieldChanges
 from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard, show_reshard
 from shard_tools.commands.bench import bench_command, trace_group
 from shard_tools.commands.clean import clean_command
-from shard_tools.commands.column import column_group, show_added, view_group
+from shard_tools.commands.column import column_group, field_group, show_added, view_group
 from shard_tools.commands.diff import diff_command
 from shard_tools.commands.doctor import doctor_command
 from shard_tools.commands.export import export_command
@@ -111,6 +111,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
     cls=ToolGroup,
     commands={
         "column": column_group,
+        "field": field_group,
         "view": view_group,
         "plan": plan_command,
         "append": append_command,

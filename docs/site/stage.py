@@ -39,6 +39,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/packing",
         "docs/mixing",
         "docs/filters",
+        "docs/late-fields",
         "docs/meaning",
         "docs/curriculum",
         "docs/random",

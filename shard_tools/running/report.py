@@ -53,7 +53,7 @@ class Finding(Report):
     Attributes:
         kind: A short name of the kind of damage, stable for programs: ``missing``, ``size``, ``checksum``, ``tar``,
             ``samples``, ``keys``, ``duplicate``, ``fields``, ``decode``, ``tail``, ``index``, ``unindexed``,
-            ``unfinished``, ``read``, ``schema``.
+            ``unfinished``, ``read``, ``schema``, ``late`` (of a late field).
         shard: URL of the shard.
         what: What is wrong.
         cure: What to do about it.

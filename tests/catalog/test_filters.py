@@ -507,7 +507,7 @@ def test_of_pieces_that_a_filter_reads_a_damaged_sample_alone_is_lost(tmp_path: 
         dataset.source.storage,
         wanted,
         memoryview(bytearray(wanted.num_bytes)),
-        known=dataset.source._facts_of(wanted.url),
+        known=dataset.source._facts_of(wanted),
     )
     assert list(layout.damage) == [int(kept[1])]  # what was not read is not called damaged
     with DataLoader(dataset, batch_size=1, last_batch="partial", num_threads=0) as loader:

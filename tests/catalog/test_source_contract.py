@@ -15,11 +15,23 @@ from streaming.testing import SourceTests
 from streaming.testing.sources import LOST, PAIRS, SAMPLES, Case
 from tests.support.contracts.own_kinds import SHARD, DictSource, windows, write_samples
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
+from tests.support.sets.late_fields import add_late
 from tests.support.tiers import first_here
 
 KEYS = [*SAMPLES]
 LOST_NUMBER = KEYS.index(LOST)
 LOST_FILE = f"{LOST_NUMBER // SHARD:06d}.tar"
+
+
+def late_of(key: str) -> bytes:
+    """Return the value of a late field."""
+    return f"late {key} ".encode() * 20
+
+
+def tar_with_lost(folder: Path) -> Path:
+    """Return the tar of a late field that holds the value of the lost sample."""
+    (found,) = folder.glob(f"_shardstream/fields/late.bin/*/{LOST_NUMBER // SHARD:06d}-*.tar")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +90,47 @@ class TestS3(OfShards):
         self.storage.delete(url)
         if not is_missing:
             self.storage.put(url, (folder / LOST_FILE).read_bytes())
+
+
+class TestLateFields(OfShards):
+    """A set with two late fields. The damaged or lost file is a tar of one of them."""
+
+    @pytest.fixture
+    def folder(self, written: Path, tmp_path: Path) -> Path:
+        made = Path(copytree(written, tmp_path / "set"))
+        add_late(str(made), "late.bin", late_of)
+        add_late(str(made), "more.bin", lambda key: late_of(key)[::-1])
+        return made
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        self.lost_shard = tar_with_lost(folder).name
+        fields = options.pop("fields", None)
+        dataset = StreamingDataset(str(folder), fields=fields and (*fields, "late.bin"), **options)
+        sample = dataset[0]
+        assert sample["late.bin"] == late_of(sample["__key__"])
+        return dataset
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        path = tar_with_lost(folder)
+        if is_missing:
+            path.unlink()
+        else:
+            data = bytearray(path.read_bytes())
+            data[data.index(late_of(LOST))] ^= 1
+            path.write_bytes(data)
+
+
+@pytest.mark.thorough
+class TestLateFieldsOfDamagedShards(TestLateFields):
+    """The same set. The damaged or lost file is a shard."""
+
+    def make(self, folder: Path, **options: Any) -> Any:
+        dataset = super().make(folder, **options)
+        self.lost_shard = LOST_FILE
+        return dataset
+
+    def hurt(self, dataset: Any, folder: Path, *, is_missing: bool) -> None:
+        OfShards.hurt(self, dataset, folder, is_missing=is_missing)
 
 
 class TestRange(OfShards):

@@ -479,7 +479,7 @@ def test_a_file_that_fails_ends_and_says_why() -> None:
         assert file.read(10) == b""
         assert file.read() == b""
         assert isinstance(file.failure, KeyboardInterrupt)
-    with pytest.raises(ValueError, match="expected a place"):
+    with pytest.raises(ValueError, match="expected a position"):
         MemberFile(_member(b"abc")).seek(-1)
 
 

@@ -71,6 +71,7 @@ def test_commands_do_the_same_on_ray_and_tell_no_secret(nodes: TwoNodes, mini_s3
             run_tool("copy", url, f"{bucket}/copied/", *how),
             run_tool("column", "add", url, "length", "--compute", LENGTH, "--fields", "txt", *how),
             run_tool("column", "add", url, "half", "--lift", "json.half", *how),
+            run_tool("field", "add", url, "length.txt", "--compute", LENGTH, "--fields", "txt", *how),
             run_tool("index", url, "--force", *how),
         ]
         assert reports[1]["samples"] == NUM_SHARDS * PER_SHARD

@@ -201,6 +201,9 @@ VERBS: dict[str, list[str]] = {
     "version show": ["{target}/copied", "first"],
     "version diff": ["{target}/copied", "first", "2"],
     "version prune": ["{target}/copied"],
+    "field add": ["{target}/copied", "{name}.txt", "--from", "{good}", "--field", "txt", "--on", "key"],
+    "field list": ["{target}/copied"],
+    "field drop": ["{target}/copied", "{name}.txt"],
 }
 """Arguments of every verb; of those that work in a store that can be written all succeed, in this order."""
 MORE = [
@@ -239,6 +242,9 @@ MORE = [
     ("split", ["{damaged}", "{target}/parts-too", "--split", "{rows}"]),
     ("version show", ["{good}", "{rows}"]),
     ("version diff", ["{good}", "{rows}", "{score}"]),
+    ("field add", ["{good}", "late.txt", "--from", "{damaged}", "--field", "txt"]),
+    ("field add", ["{good}", "late.cls", "--compute", "builtins:dict", "--workers", "1"]),
+    ("field drop", ["{good}", "{rows}"]),
 ]
 """What fails late, finds damage, or is not said right."""
 

@@ -12,6 +12,7 @@ from functools import partial
 import click
 
 from shard_tools.change.check.shard_check import ShardCheck, ShardOutcome, ShardTask
+from shard_tools.change.fields.check import check_fields
 from shard_tools.change.sets.index_files import check_beside
 from shard_tools.change.sets.open_set import keys_again, load_samples, names_shards, place_of, unfinished, unlike_sets
 from shard_tools.make.convert.journal import whole_journal
@@ -69,7 +70,8 @@ def verify(
     set, that samples of a converted set have the fields that the conversion writes, that nothing follows the archive's
     end, that no shard is missing, and (for a folder or prefix) that the index lists every shard; with ``decode`` also
     that every field can be decoded. Every file of the index is read whole: values that are not in the shards, such as
-    columns, are compared with the checksum in each file. Sets whose schemas contradict each other are a finding.
+    columns, are compared with the checksum in each file. The tars of late fields are read as well. Sets whose schemas
+    contradict each other are a finding.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -105,7 +107,9 @@ def verify(
     }
     for outcome in outcomes:
         findings += _named(outcome, owners)
-    findings += check_beside({task.url: task.chunks for task in tasks}, storage=storage, index_url=index_url)
+    rows_of = {task.url: task.chunks for task in tasks}
+    findings += check_beside(rows_of, storage=storage, index_url=index_url)
+    findings += check_fields(rows_of, storage=storage, index_url=index_url, workers=workers)
     with suppress(IndexFormatError):  # check_beside reports it
         findings += unlike_sets([*dict.fromkeys(home_of(url, index_url) for url in shards)], storage)
     if duplicate_keys == "error":

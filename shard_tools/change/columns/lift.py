@@ -132,18 +132,29 @@ def samples_of(
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield the key of each sample of a shard, in order, and the bytes of those ``fields`` (None: all) that it has.
 
+    Raises:
+        DataError: A sample cannot be read.
+    """
+    return samples_in(shard.storage, shard.url, table, fields)
+
+
+def samples_in(
+    storage: Storage, url: str, table: SampleTable, fields: tuple[str, ...] | None
+) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the key of each sample of a tar, in its order, and the bytes of those ``fields`` (None: all) that it has.
+
     Every byte read is checked; large fields that are not wanted are not read.
 
     Raises:
         DataError: A sample cannot be read.
     """
-    pieces = ShardPieces.of(shard.url, table)
+    pieces = ShardPieces.of(url, table)
     known = ShardFacts(samples=lambda: table, gap_bytes=_GAP_BYTES)
     for first, stop in _runs(pieces):
         wanted = replace(pieces.range(first, stop), fields=fields)
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as out:
-            layout = fetch_range(shard.storage, wanted, out, known=known)
+            layout = fetch_range(storage, wanted, out, known=known)
         for row, key in enumerate(layout.keys):
             if row in layout.damage:
                 raise layout.damage[row]

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from shard_tools.change.export import card, dali, energon, wids
 from shard_tools.change.export.job import ExportJob, ExportOptions
 from shard_tools.change.export.parquet import ParquetExport, part_namer
+from shard_tools.change.sets.late import stored_schemas
 from shard_tools.change.sets.open_set import open_set
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.running.progress import NoProgress, Progress
@@ -108,7 +109,7 @@ def export(
         )
     storage = Storage(storage_options)
     opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished, meets=False)
-    met({redact(home): schema for home, schema in opened.schemas(storage).items()}, cure=RESHARD)
+    met({redact(home): schema for home, schema in stored_schemas(opened, storage).items()}, cure=RESHARD)
     job = ExportJob(opened=opened, storage=storage, target=target.rstrip("/") or target, options=options)
     progress.start(total_bytes=None, total=len(opened.urls))
     if chosen.files is not None:

@@ -159,10 +159,8 @@ class FunctionSource:
         named = f"{where}, key {key!r}" if key else where
         partly = f", after {counted(made.part, 'sample')} of it" if made.part else ""
         if self.policy.on_error == "raise":
-            error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
             cure = "on_error='drop' (--on-error drop) leaves such inputs out"
-            blame(error, f"{self.name} failed on {named}{partly}", cure)
-            raise error
+            raise error_of(made, f"{self.name} failed on {named}{partly}", cure)
         if not self.tally.num_failed:
             _log.warning("%s failed on %s%s: %s; others like it are counted", self.name, named, partly, made.reason)
         self.tally.num_failed += 1
@@ -179,6 +177,13 @@ class FunctionSource:
                 f"{named}: {made.reason}; max_bad_samples={self.policy.max_bad_samples} allows {allowed} of "
                 f"{len(self.inputs)}"
             )
+
+
+def error_of(made: Made, failed: str, cure: str = "") -> BaseException:
+    """Return the error that a function raised in a process, with a note of the input and a cure."""
+    error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
+    blame(error, failed, cure)
+    return error
 
 
 class _InputProgress:

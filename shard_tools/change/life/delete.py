@@ -162,7 +162,8 @@ def leave_out(
     identity = {name: np.flatnonzero(mask).tolist() for name, mask in leaves.items()}
     what = f"{num} samples of {redact(head.home)}"
     with SetChange(storage, head, command=command, what=what, identity=identity) as change:
-        return change.publish(without(change, storage, leaves, workers=workers, progress=progress))
+        table, schema = without(change, storage, leaves, workers=workers, progress=progress)
+        return change.publish(table, schema=schema)
 
 
 def set_of(head: Head) -> OpenSet:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shard_tools.change.fields.listed import files_held
 from shard_tools.make.write.change import open_head, pending, work_of
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, shell_place, shell_word
@@ -14,11 +15,13 @@ from streaming.shards.index.files import is_sealed, read_document, write_documen
 from streaming.shards.index.layout import (
     INPUTS_DIRECTORY,
     columns_directory,
+    fields_directory,
     pending_path,
     samples_directory,
     samples_path,
     version_path,
 )
+from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import KeptVersion, kept_versions
 from streaming.shards.versions.publish import read_head
 from streaming.storage import Storage, join_url, redact
@@ -127,6 +130,9 @@ def prune(
     num_shards = sum(join_url(home, name) in sizes for name in removed)
     if not dry_run:
         _remove(storage, home, {*removed}, sizes, held | {*_inputs(now)}, waits)
+        if not waits:  # which may write tars of late fields that no version names yet
+            for url in _unheld_fields(storage, home, sizes, now):
+                storage.delete(url)
         for work in [*(left.keys() - waits), _NOTE]:
             storage.delete(join_url(home, pending_path(work)))
     return PruneReport(
@@ -159,6 +165,19 @@ def _names(tables: Iterable[ChunkTable]) -> set[str]:
 def _inputs(now: Sequence[ChunkTable]) -> Iterable[str]:
     for table in now:
         yield from () if table.version is None else table.version.inputs
+
+
+def _unheld_fields(
+    storage: Storage, home: str, there: Collection[str], now: Iterable[ChunkTable]
+) -> list[str]:  # fmt: skip
+    """Return the files of late fields that no version has."""
+    below = join_url(home, fields_directory(), "")
+    files = [url for url in there if url.startswith(below)]
+    if not files:
+        return []
+    schemas = [Schema.from_dict(table.version.schema) for table in now if table.version is not None]
+    held = files_held(storage, home, schemas)
+    return [url for url in files if url not in held]
 
 
 def _noted(storage: Storage, home: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shard_tools.change.fields.follow import Rewritten, followed
 from shard_tools.change.sets.open_set import needed_samples
 from shard_tools.make.write.change import SetChange
 from shard_tools.running.progress import Progress
@@ -21,6 +22,7 @@ from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import write_column
 from streaming.shards.index.layout import column_path, samples_path
 from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.schema.value import Schema
 from streaming.shards.tar.headers import END_OF_ARCHIVE
 from streaming.storage import Storage, join_url
 
@@ -38,8 +40,10 @@ class _Old:
 
 def without(
     change: SetChange, storage: Storage, leaves: Mapping[str, Mask], *, workers: int, progress: Progress
-) -> ChunkTable:  # fmt: skip
-    """Rewrite the shards that hold samples to be left out; return the chunk table of the set without these samples.
+) -> tuple[ChunkTable, Schema]:  # fmt: skip
+    """Rewrite the shards that hold samples to be left out; return chunk table and schema of the set without these.
+
+    The schema names the new versions of late fields.
 
     Memory: one chunk per worker, and sample tables.
 
@@ -62,7 +66,8 @@ def without(
     one_by_one = partial(_written, storage, change.head.home, late, progress)
     new = {one.name: rows for one, rows in zip(olds, map_threads(one_by_one, olds, workers), strict=True)}
     kept = {name: rows for name, rows in tables.items() if name not in leaves}
-    return ChunkTable.merged(kept, new)
+    rewritten = [Rewritten(old=one.rows, new=new[one.name], stays=one.stays) for one in olds]
+    return ChunkTable.merged(kept, new), followed(storage, change.head, rewritten, leaves, workers=workers)
 
 
 def _written(

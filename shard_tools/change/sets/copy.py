@@ -16,6 +16,7 @@ import crc32c
 import numpy as np
 
 from shard_tools.change.sets.copied import CHECKS, CopyNote, recorded
+from shard_tools.change.sets.late import tell_left_out
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
@@ -289,7 +290,9 @@ def _meet(
         ConfigError: The schema of a set above the target does.
     """
     homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
-    sets = {directory: read_schema(there, home).without_late() for directory, home in homes.items()}
+    whole = {home: read_schema(there, home) for home in dict.fromkeys(homes.values())}
+    tell_left_out(whole)
+    sets = {directory: whole[home].without_late() for directory, home in homes.items()}
     for finding in unlike_sets([*dict.fromkeys(homes.values())], there):
         _log.warning("%s; %s", finding.what, finding.cure)
     found = {}

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shard_tools.change.sets.late import LatePart, LateParts
 from shard_tools.change.sets.open_set import (
     READ_THREADS,
     OpenSet,
@@ -54,13 +55,14 @@ _BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldInfo:
-    """One field over all samples that have it."""
+    """One field over all samples that have it; ``is_late``: it was added after the shards were written."""
 
     name: str
     num_samples: int
     num_bytes: int
     min_bytes: int
     max_bytes: int
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,13 +233,18 @@ def info(
     progress.start(total_bytes=None, total=len(shards.urls))
     fields: dict[str, FieldInfo] = {}
     columns: dict[str, ColumnInfo] = {}
-    for _, _, table in tables_of(shards, storage, READ_THREADS):
+    parts, added = late_parts(shards, storage), set[str]()
+    for position, (_, _, table) in enumerate(tables_of(shards, storage, READ_THREADS)):
         for name, values in table.columns.items():
             columns[name] = columns.get(name, ColumnInfo(name=name)).joined(values)
-        for name, (starts, sizes) in table.fields.items():
+        there = dict(table.fields)
+        for part in () if parts is None else parts.of(position):
+            added.add(part.name)
+            there |= {name: ranges for name, ranges in part.table.fields.items() if name == part.name}
+        for name, (starts, sizes) in there.items():
             present = sizes[starts >= 0]
             if present.size:
-                fields[name] = _add(fields.get(name), name, present)
+                fields[name] = replace(_add(fields.get(name), name, present), is_late=name in added)
         progress.advance(num=1)
     late, views, broken = _beside(shards, storage)
     damaged = damaged_schemas(shards.homes, storage)
@@ -255,6 +262,14 @@ def info(
         fingerprint=chunks.fingerprint,
         findings=(*findings, *broken, *unlike, *(damaged or shards.unlike(storage))),
     )
+
+
+def late_parts(shards: OpenSet, storage: Storage) -> LateParts | None:
+    """Return the late fields of shards; None: what says which there are cannot be read."""
+    try:
+        return LateParts(shards, storage)
+    except (DataError, StorageError):  # which findings tell
+        return None
 
 
 def damaged_schemas(homes: Sequence[str], storage: Storage) -> list[Finding]:
@@ -406,6 +421,7 @@ def list_samples(
     total = shards.chunks.total_samples if kept is None else kept.table.total_samples
     left = total if limit is None else limit
     more(max(0, total - left))
+    parts = late_parts(shards, storage)
     with contextlib.closing(tables_of(shards, storage)) as tables:
         for position, (first, url, table) in enumerate(tables):
             rows = np.arange(table.num_samples)
@@ -416,8 +432,9 @@ def list_samples(
                 values |= shards.late_values(storage, position, late.values())
             if columns is not None:
                 values = {name: values[name] for name in columns if name in values}
+            added = parts.of(position) if rows.size and parts is not None else ()
             for number in rows[:left].tolist():
-                yield _entry(first + number, url, table.lookup(number), values, number)
+                yield _entry(first + number, url, table.lookup(number), values, number, added)
             left -= len(rows)
             if left <= 0:
                 return
@@ -438,8 +455,11 @@ def _check_known(shards: OpenSet, storage: Storage, names: AbstractSet[str]) -> 
             there.update(table[2].columns)
 
 
-def _entry(number: int, url: str, place: SampleLocation, columns: Mapping[str, pa.Array], row: int) -> SampleEntry:
-    sizes = {name: end - start for name, (start, end) in place.fields.items()}
+def _entry(
+    number: int, url: str, place: SampleLocation, columns: Mapping[str, pa.Array], row: int, late: Sequence[LatePart]
+) -> SampleEntry:  # fmt: skip
+    there = {**place.fields} | {part.name: span for part in late if (span := part.place(row)) is not None}
+    sizes = {name: end - start for name, (start, end) in there.items()}
     values = {name: column[row].as_py() for name, column in columns.items()}
     return SampleEntry(number=number, shard=url, key=place.key, fields=sizes, columns=values)
 
@@ -454,8 +474,12 @@ def describe_sample(
     """
     found = _find(url, sample, storage, index_url, allow_unfinished=allow_unfinished)
     late = found.shards.late_values(storage, found.position, found.shards.late_columns(storage).values())
-    entry = found.entry({**found.table.columns, **late})
+    added = LateParts(found.shards, storage).of(found.position)
+    entry = found.entry({**found.table.columns, **late}, added)
     payloads = {name: bytes(storage.read(entry.shard, *span)) for name, span in found.place.fields.items()}
+    for part in added:
+        if part.name in entry.fields:
+            payloads[part.name] = bytes(storage.read(part.url, *(part.place(found.row) or (0, 0))))
     return SampleView(entry=entry, payloads=payloads)
 
 
@@ -470,6 +494,9 @@ def cat_field(
     found = _find(url, sample, storage, index_url, allow_unfinished=allow_unfinished)
     place, shard = found.place, found.shards.urls[found.position]
     if field not in place.fields:
+        for part in LateParts(found.shards, storage).of(found.position):
+            if part.name == field and (span := part.place(found.row)) is not None:
+                return bytes(storage.read(part.url, *span))
         raise NotFoundError(f"{shard}: sample {place.key!r} has no field {field!r}; it has {', '.join(place.fields)}")
     return bytes(storage.read(shard, *place.fields[field]))
 
@@ -489,9 +516,9 @@ class _FoundSample:
         """Location of its fields."""
         return self.table.lookup(self.row)
 
-    def entry(self, columns: Mapping[str, pa.Array]) -> SampleEntry:
-        """Return its line of a listing, with values from these columns of its shard."""
-        return _entry(self.first + self.row, self.shards.urls[self.position], self.place, columns, self.row)
+    def entry(self, columns: Mapping[str, pa.Array], late: Sequence[LatePart] = ()) -> SampleEntry:
+        """Return its line of a listing, with values from these columns and late fields of its shard."""
+        return _entry(self.first + self.row, self.shards.urls[self.position], self.place, columns, self.row, late)
 
 
 def _find(url: str, sample: str, storage: Storage, index_url: str | None, *, allow_unfinished: bool) -> _FoundSample:
@@ -544,7 +571,7 @@ def show_info(report: DataSetInfo) -> None:
         show_table(
             ("field", "samples", "bytes", "mean", "least", "most"),
             [
-                (one.name, f"{one.num_samples:,}", *map(format_bytes, size))
+                (f"{one.name}{' (late)' if one.is_late else ''}", f"{one.num_samples:,}", *map(format_bytes, size))
                 for one, size in zip(report.fields, sizes, strict=True)
             ],
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
@@ -162,8 +162,9 @@ class Reads:
 
     @classmethod
     def of_set(cls, one: Any) -> Reads:
-        """Estimate the reads of a set of samples or packs."""
-        return cls.of(one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples)
+        """Estimate the reads of a set of samples or packs. Each late field takes as many requests as its shards."""
+        found = cls.of(one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples)
+        return replace(found, num_requests=found.num_requests * getattr(one, "num_ranges", 1))
 
     @classmethod
     def of_sets(cls, planned: AnySource | TableSet, drawn: Mapping[str, float] | None = None) -> Reads:

@@ -158,6 +158,7 @@ def _summary(report: PlanReport) -> list[str]:
     total = report.total("read_bytes")
     shards = f"{counted(report.num_chunks, 'chunk')} of {counted(report.num_shards, 'shard')}"
     requests = f"{counted(report.total('num_requests'), 'request')}, one per {report.unit}"
+    requests += " and late field" if report.num_ranges > 1 else ""
     first = f"{counted(report.total('start_requests'), 'request')} before the first batch"
     at_most = "" if report.data_world_size <= EXACT_RANKS else "at most "
     limit, least = format_bytes(report.memory_limit_bytes), format_bytes(report.least_limit_bytes)

@@ -66,7 +66,7 @@ class AppendReport(Report):
         skipped: Files of the source that are not samples.
         remarks: Number of new samples by remark.
         left_out: Number of records that are left out, by reason.
-        lacking: Late columns that have no values for the new samples.
+        lacking: Late columns and fields that have no values for the new samples.
         seconds: Wall time.
     """
 
@@ -313,11 +313,14 @@ class Appending:
         """Return the report of an addition, or of none (None). Late columns that lack values now are logged."""
         head = self.head
         tables = {} if added is None else added.tables
-        lacking = tuple(name for name, column in head.schema.columns.items() if column.is_late) if tables else ()
+        late = {name: "column" for name, column in head.schema.columns.items() if column.is_late}
+        late |= dict.fromkeys(head.schema.late_fields, "field")
+        lacking = tuple(late) if tables else ()
         for name in lacking:
+            before = "a condition names it" if late[name] == "column" else "it is read"
             _log.warning(
-                "%s: the late column %s has no values for what was added; add it again before a condition names it",
-                redact(head.home), name,
+                "%s: the late %s %s has no values for what was added; add it again before %s",
+                redact(head.home), late[name], name, before,
             )  # fmt: skip
         num_added = sum(one.total_samples for one in tables.values())
         return AppendReport(

@@ -96,6 +96,11 @@ def with_added(head: Head, meaning: Schema) -> Schema:
     return both
 
 
+def work_note(command: str, what: str) -> bytes:
+    """Return a note of work that is not published yet, as a file in ``pending/``."""
+    return write_document({"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what)})
+
+
 class SetChange:
     """One change of a set: entered, it begins; left by an error, it takes back what it has written.
 
@@ -118,7 +123,7 @@ class SetChange:
         self._storage, self.head = storage, head
         parts = [head.number, head.table.fingerprint, command, identity]
         self.work = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-        self._note = {"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what)}
+        self._note = work_note(command, what)
         self._names: list[str] = []
 
     def __enter__(self) -> Self:
@@ -128,7 +133,7 @@ class SetChange:
             OvertakenError: Somebody else changed the set meanwhile.
         """
         self.head = revive(self._storage, self.head)
-        self._storage.put(self._url, write_document(self._note))
+        self._storage.put(self._url, self._note)
         return self
 
     def __exit__(

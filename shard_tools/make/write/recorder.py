@@ -23,7 +23,7 @@ from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.shards.catalog.build import read_chunks, read_footer_of, read_schema, shard_name, write_schema
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import joined_type
-from streaming.shards.index.cutter import ChunkCutter
+from streaming.shards.index.cutter import ChunkCutter, GivenCutter
 from streaming.shards.index.large_members import LARGE_BYTES, large_sums
 from streaming.shards.index.layout import samples_path
 from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer, contents_from_footer
@@ -64,15 +64,23 @@ class TarRecord:
 
 
 class ShardRecorder:
-    """Collect the sample table of one shard. Not thread-safe."""
+    """Collect the sample table of one shard. Not thread-safe.
 
-    def __init__(self, name: str, columns: Iterable[str]) -> None:
+    Args:
+        name: The shard.
+        columns: Columns whose values come with the samples.
+        ends: Number of the sample behind each chunk; None: chunks are cut by the rule. With it, samples come one by
+            one.
+    """
+
+    def __init__(self, name: str, columns: Iterable[str], ends: Iterable[int] | None = None) -> None:
         self.name = name
         self._keys: list[str] = []
         self._record_starts = array("q", [0])
         self._fields: dict[str, tuple[array[int], array[int], array[int]]] = {}
         self._columns: dict[str, list[ColumnValue]] = {column: [] for column in columns}
         self._cutter = ChunkCutter()
+        self._closes = self._cutter.add if ends is None else GivenCutter(ends).add
         self._chunk_bounds = array("q", [0])
         self._crcs: list[int] = []
         self._crc = 0
@@ -98,7 +106,7 @@ class ShardRecorder:
                 self._crc = crc32c.crc32c(piece, self._crc)
         else:
             self._sum_large(record, pieces, start)
-        chunk_closes = self._cutter.add(record.num_bytes)
+        chunk_closes = self._closes(record.num_bytes)
         if self._span_cutter.add(record.num_bytes, chunk_closes=chunk_closes):
             self._close_span(len(self._keys))
         if chunk_closes:

@@ -41,13 +41,13 @@ def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocu
         if unknown:
             known = some_names(sorted(leaves))
             raise ConfigError(f"fetch_bytes: the sources are {known}, got {some_names(list(map(repr, unknown)))}")
-        _check_can_be_cut({name: leaves[name] for name in given}, "leave it out: its chunks then stay whole")
+        check_can_be_cut({name: leaves[name] for name in given}, "leave it out: its chunks then stay whole")
         return {name: _checked(size, name) for name, size in sorted(given.items())}
     total = parse_bytes(given, name="fetch_bytes")
     cut = [name for name, one in sorted(leaves.items()) if one.can_be_cut]
     others = ", ".join(f'"{name}": …' for name in cut[:2])
     cure = f"give sizes of the others alone, fetch_bytes={{{others}}}" if cut else "leave fetch_bytes out"
-    _check_can_be_cut(leaves, cure)
+    check_can_be_cut(leaves, cure)
     least = len(leaves) * LEAST_UNIT_BYTES
     if total < least:
         raise ConfigError(
@@ -84,10 +84,20 @@ def _checked(size: int | str, name: str) -> int:
     return found
 
 
-def _check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure: str) -> None:
+def check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure: str) -> None:
+    """Check that sources can be cut; ``cure`` says what helps if one cannot.
+
+    Raises:
+        ConfigError: One cannot.
+    """
     for name, one in leaves.items():
         if not one.can_be_cut:
             what = "a Packed reads whole groups of chunks" if one.is_packed else "it is a group of samples"
+            if one.late:
+                names = some_names([late.name for late in one.late])
+                what = (
+                    f"the late fields that it reads ({names}) lie in chunks of their own; give it fields= without them"
+                )
             raise ConfigError(f"fetch_bytes: the source {name!r} cannot be cut: {what}; {cure}")
 
 

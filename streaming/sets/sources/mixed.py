@@ -34,7 +34,7 @@ from streaming.order.plan.order import Orders, OrderSettings
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import ShuffleConfig
 from streaming.sets.sources.drawing import Drawing, Leaf
-from streaming.sets.sources.fetch_units import FetchBytes, fitting_total, shown_total, unit_sizes
+from streaming.sets.sources.fetch_units import FetchBytes, check_can_be_cut, fitting_total, shown_total, unit_sizes
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.sources.units import Unit, Weighing
 from streaming.shards.catalog.cut import Cut, cut_tables
@@ -228,6 +228,9 @@ class MixedSource(JoinedSource):
     def _cut(self, sizes: Mapping[str, int], peers: Peers | None) -> None:
         """Cut the chunks of some sources into units of these sizes; the chunks of others stay whole."""
         self.leaves = _leaves(self.sources)
+        check_can_be_cut(
+            {name: self.leaves[name] for name in sizes}, "leave fetch_bytes out, and begin without a state"
+        )
         cuts = []
         for name in sizes:
             one = _documents(self.leaves[name])

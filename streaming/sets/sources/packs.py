@@ -134,6 +134,7 @@ class PackedDocuments(PackedSource):
         read = copy.copy(documents)
         if fields:
             read.fields, read.decoders = fields, RawFields()
+            read.late = tuple(one for one in read.late if one.name in fields)
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
         self.column, self.alike = column, kinds
         self.counts: PackCounts

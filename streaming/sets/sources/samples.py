@@ -24,11 +24,12 @@ from streaming.sets.filters.views import asked_filter
 from streaming.sets.sources.keys import KeysOfShards, TableKeys
 from streaming.sets.sources.own import SampleRows
 from streaming.shards.cache import open_cache
-from streaming.shards.catalog.build import home_of
+from streaming.shards.catalog.build import home_of, place_in_index
 from streaming.shards.catalog.open import check_decoded, check_fields, open_shards
 from streaming.shards.catalog.random_access import RandomAccess, Versions
 from streaming.shards.catalog.source import ChunkSource
 from streaming.shards.index.selection import Selection
+from streaming.shards.late.fields import late_fields, late_names
 from streaming.shards.schema.joined import Classes, translation, unknown_fields
 from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import WITHIN, Schema
@@ -96,10 +97,7 @@ class SampleSource(ChunkSource, SampleRows):
             version=version,
         )  # fmt: skip
         self._combine_schemas(classes)
-        if self.fields is not None:
-            check_fields(self.storage, self.shards, self.fields, peers)
-        if isinstance(decode, Mapping):
-            check_decoded(self.storage, self.shards, list(decode), peers)
+        self._check_names(peers)
         self.cache = open_cache(cache_dir, cache_limit)
         asked = asked_filter(
             self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
@@ -107,7 +105,29 @@ class SampleSource(ChunkSource, SampleRows):
         self._narrow(asked, peers, tells=is_first)
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
+        self._open_late(storage_options)
         self._recent = RandomAccess()
+
+    def _check_names(self, peers: Peers | None) -> None:
+        """Check that fields exist; see ``check_fields`` and ``check_decoded``."""
+        late = late_names(self.shards.schemas)
+        named = () if self.fields is None else [name for name in self.fields if name not in late]
+        if named or self.fields == ():
+            check_fields(self.storage, self.shards, named, peers)
+        if isinstance(self.decode, Mapping):
+            check_decoded(self.storage, self.shards, [name for name in self.decode if name not in late], peers)
+
+    def _open_late(self, storage_options: Mapping[str, object] | None) -> None:
+        """Find the fields that were added after the shards were written.
+
+        Raises:
+            IndexMismatchError: Some shards lack one of those that are read.
+        """
+        if not any(schema.late_fields for schema in self.shards.schemas.values()):
+            return
+        places = [place_in_index(url, self.shards.index) for url in self.shards.urls]
+        self.late = late_fields(self.storage, self.shards.chunks, places, self.shards.schemas, self.fields)
+        self._late_versions = {one.name: Versions(one, storage_options) for one in self.late}
 
     def _narrow(self, asked: Filter | None, peers: Peers | None, *, tells: bool) -> None:
         """Apply the filter; with ``tells``, log the number of samples that it keeps."""
@@ -249,6 +269,8 @@ class SampleSource(ChunkSource, SampleRows):
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         if self.fields is not None:
             parts.append(f"fields {', '.join(self.fields)}")
+        if self.late:
+            parts.append(f"late fields {', '.join(one.name for one in self.late)}")
         if self.transform is not None:
             parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
         return ", ".join(filter(None, parts))

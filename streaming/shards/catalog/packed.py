@@ -23,6 +23,7 @@ from streaming.shards.catalog.source import ChunkSource, OneOrder
 from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.shards.fetch.read import FetchRange, apart_later, layout_by_records
 from streaming.shards.index.sample_table import Records, SampleLocation
+from streaming.shards.late.fields import LateField
 from streaming.storage import ActiveRequest
 from streaming.types import Int64Array, override
 
@@ -96,6 +97,16 @@ class PackedSource(OneOrder):
     def is_packed(self) -> bool:
         """See ``OneOrder``: they are."""
         return True
+
+    @property
+    def late(self) -> tuple[LateField, ...]:
+        """See ``ChunkSource``: the late fields of the documents."""
+        return self.documents.late
+
+    @property
+    def num_ranges(self) -> int:
+        """See ``ChunkSource``."""
+        return self.documents.num_ranges
 
     # --- packs ---
 
@@ -208,12 +219,12 @@ class PackedSource(OneOrder):
     @property
     def chunk_bytes(self) -> Int64Array:
         """int64 [G], size of each group in its shard, in bytes."""
-        return self.documents.table.byte_end[self._groups.stops - 1] - self.byte_starts
+        return self.documents.laid(self._groups.firsts, self._groups.stops)[1]
 
     @property
     def byte_starts(self) -> Int64Array:
         """int64 [G], offset of each group in its shard."""
-        return self.documents.table.byte_start[self._groups.firsts]
+        return self.documents.laid(self._groups.firsts, self._groups.stops)[0]
 
     @property
     def is_local(self) -> bool:
@@ -235,11 +246,13 @@ class PackedSource(OneOrder):
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> Fetched:
         """Fill ``out``. Locating its samples may be left to the caller; the lengths of its shard are then cached."""
-        self._lengths_of(self.documents.shards.numbers[wanted.url])
+        self._lengths_of(self.documents.shard_of(wanted))
         return self.documents.fetch_unit(wanted, out, self.apart)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
         """See ``InPlace``: the sample table says it in less time than headers, unless it is gone or does not fit."""
+        if wanted.late:
+            return apart_later(wanted)
         found, numbers = None, self.documents.shards.numbers
         with suppress(StorageError):
             records = None if self.documents.fields is None else self.records_of(numbers[wanted.url])

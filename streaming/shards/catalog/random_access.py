@@ -26,6 +26,7 @@ from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange, UnitKey
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.sample_table import SampleTable
+from streaming.shards.late.fields import LateField
 from streaming.storage import Storage
 from streaming.types import Decoder, Int64Array, Sample
 
@@ -79,10 +80,18 @@ class Decodable(Readable, Protocol):
         """Return the decoder of a field of one sample, by its number in the dataset."""
 
 
+class HasChunks(Protocol):
+    """Shards with a chunk table."""
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """The chunk table."""
+
+
 class Versions:
     """Version of a shard, which distinguishes it from others at the same URL: its store, size and chunk checksums."""
 
-    def __init__(self, shards: OpenShards, storage_options: Mapping[str, object] | None) -> None:
+    def __init__(self, shards: HasChunks, storage_options: Mapping[str, object] | None) -> None:
         self._shards = shards
         options = storage_options or {}
         self._store = str(options.get("endpoint_url", ""))
@@ -109,7 +118,7 @@ class RandomAccess:
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[UnitKey, tuple[bytes, UnitLayout]] = OrderedDict()
-        self._tables = LruCache[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
+        self._tables = LruCache[int | tuple[str, int], SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
         self._renew_locks()
         in_children(self, RandomAccess._renew_locks)
 
@@ -149,6 +158,17 @@ class RandomAccess:
     def table(self, dataset: Readable, shard: int) -> SampleTable | None:
         """Return the sample table of a shard; None if it has none. Read once, even if many threads request it."""
         return self._tables.of(shard, lambda: sample_table(dataset.storage, dataset.shards, shard))
+
+    def late_table(self, dataset: Readable, late: LateField, tar: int) -> SampleTable:
+        """Return the sample table of a tar of a late field; read once.
+
+        Raises:
+            IndexMismatchError: It is gone, or of another tar.
+            IndexFormatError: It is damaged.
+        """
+        found = self._tables.of((late.name, tar), lambda: late.sample_table(dataset.storage, tar))
+        assert found is not None  # noqa: S101  what was made
+        return found
 
     def tell_lost(self, shown_url: str) -> None:
         """Log once that a shard's sample table is missing while others exist."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -18,11 +19,13 @@ from streaming.common.arrays import sums
 from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, StorageError
 from streaming.order.packing.layout import RowSamples, SingleSamples
+from streaming.order.plan.memory import LEAST_MAPPED_BYTES, PAGE_BYTES
 from streaming.order.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.order.plan.settings import ShuffleConfig, order_settings
 from streaming.shards.cache import NodeCache
 from streaming.shards.catalog.open import OpenShards
 from streaming.shards.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
+from streaming.shards.fetch.beside import fetch_parts, size_of_parts
 from streaming.shards.fetch.distant import Distant
 from streaming.shards.fetch.layout import Fetched, TakeApart
 from streaming.shards.fetch.read import (
@@ -31,14 +34,15 @@ from streaming.shards.fetch.read import (
     ShardFacts,
     apart_later,
     fetch_unit,
+    place_behind,
     read_member,
     read_part,
     reads_whole,
-    size_of_unit,
 )
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.sample_table import SampleLocation, SampleTable
 from streaming.shards.index.selection import Selection
+from streaming.shards.late.fields import LateField
 from streaming.shards.schema.meeting import Meaning
 from streaming.storage import ActiveRequest, Storage, scheme_of
 from streaming.types import Int64Array, override
@@ -181,6 +185,11 @@ class OneOrder(ABC):
         return ""
 
 
+def _skews(starts: Int64Array, sizes: Int64Array) -> Int64Array:
+    """Return how far into a page chunks begin; see ``FetchRange.skew_bytes``."""
+    return np.where(sizes >= LEAST_MAPPED_BYTES, starts % PAGE_BYTES, 0)
+
+
 class OfTable(OneOrder):
     """A set whose chunks are the rows of a chunk table."""
 
@@ -220,6 +229,7 @@ class ChunkSource(OfTable):
         shards: The shards, and their chunk table if they have one.
         cache: Cache of fetched chunks, or None.
         fields: Fields to read; None: all.
+        late: Those of them that were added after the shards were written.
     """
 
     storage: Storage
@@ -227,8 +237,10 @@ class ChunkSource(OfTable):
     cache: NodeCache | None
     fields: tuple[str, ...] | None
     decoders: FieldDecoder
+    late: tuple[LateField, ...] = ()
     _selection: Selection | None
     _versions: Versions
+    _late_versions: Mapping[str, Versions] = MappingProxyType({})
     _recent: RandomAccess
     _has_no_distant = False
 
@@ -256,8 +268,8 @@ class ChunkSource(OfTable):
 
     @property
     def can_be_cut(self) -> bool:
-        """See ``Selection``."""
-        return self.selection.can_be_cut
+        """See ``Selection``; late fields have chunks of their own."""
+        return self.selection.can_be_cut and not self.late
 
     @property
     def can_grow(self) -> bool:
@@ -270,6 +282,45 @@ class ChunkSource(OfTable):
         return self.shards.table is not None
 
     @property
+    @override
+    def chunk_bytes(self) -> Int64Array:
+        return self._laid[1] if self.late else self.table.chunk_bytes
+
+    @property
+    @override
+    def byte_starts(self) -> Int64Array:
+        return self._laid[0] if self.late else self.table.byte_start
+
+    @property
+    def _laid(self) -> tuple[Int64Array, Int64Array]:
+        every = np.arange(self.table.num_chunks)
+        return self.laid(every, every + 1)
+
+    def laid(self, firsts: Int64Array, stops: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return where runs of chunks begin in their files, and the memory that they take with late fields beside them.
+
+        Args:
+            firsts: int64 [n], first chunk of each run, which is of one shard.
+            stops: int64 [n], end (exclusive) of its chunks.
+        """
+        table, rows = self.table, np.asarray(self.selection.rows)
+        starts = table.byte_start[firsts]
+        ends = table.byte_end[stops - 1] - starts
+        skews, is_first = _skews(starts, ends), np.full(len(ends), self._only_late)
+        for one in self.late:
+            mine = one.rows[rows[firsts]]
+            at, there = np.maximum(mine, 0), mine >= 0
+            begins = one.chunks.byte_start[at]
+            sizes = one.chunks.byte_end[np.maximum(one.rows[rows[stops - 1]], 0)] - begins
+            heads = _skews(begins, sizes)
+            behind = place_behind(skews, ends, heads) + sizes
+            first = there & is_first
+            starts, skews = np.where(first, begins, starts), np.where(first, heads, skews)
+            ends = np.where(first, sizes, np.where(there, behind, ends))
+            is_first &= ~there
+        return starts, ends
+
+    @property
     def urls(self) -> Sequence[str]:
         """URLs of the shards, as requested; they may contain secrets."""
         return self.shards.urls
@@ -278,6 +329,13 @@ class ChunkSource(OfTable):
     def fingerprint(self) -> str:
         """See ``Selection.identity``."""
         return self.selection.identity
+
+    def shard_of(self, wanted: FetchRange) -> int:
+        """Return the number of the shard whose samples a range holds, of itself or of a late field of it."""
+        if wanted.late:
+            late = next(one for one in self.late if one.name == wanted.late)
+            return int(late.of_tar[late.numbers[wanted.url]])
+        return self.shards.numbers[wanted.url]
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
         """See ``Selection.rows_when``."""
@@ -306,7 +364,8 @@ class ChunkSource(OfTable):
     @property
     def is_local(self) -> bool:
         """Whether all shards are files of this machine."""
-        return all(scheme_of(url) == "file" for url in self.shards.urls)
+        urls = [*self.shards.urls, *(one.urls[0] for one in self.late)]
+        return all(scheme_of(url) == "file" for url in urls)
 
     @property
     def in_place(self) -> Self | None:
@@ -341,18 +400,67 @@ class ChunkSource(OfTable):
 
         Samples count from the first one in the first chunk's bytes: there is no ``lead``.
         """
-        head, whole, rows = self.chunk(first), self.selection.whole, self.selection.rows
+        head, whole, rows = self._chunk(first), self.selection.whole, self.selection.rows
         low, high = int(rows[first]), int(rows[stop - 1]) + 1
-        if high - low == 1:
-            return replace(head, lead=0)
-        ends, sums = (whole.byte_end[low:high] - head.byte_start).tolist(), whole.crc32c[low:high].tolist()
-        return replace(
-            head, byte_end=int(whole.byte_end[high - 1]), num_samples=int(whole.num_samples[low:high].sum()),
-            crc32c=None, spans=tuple(zip(ends, sums, strict=True)), lead=0,
-        )  # fmt: skip
+        if high - low > 1:
+            ends, sums = (whole.byte_end[low:high] - head.byte_start).tolist(), whole.crc32c[low:high].tolist()
+            head = replace(
+                head, byte_end=int(whole.byte_end[high - 1]), num_samples=int(whole.num_samples[low:high].sum()),
+                crc32c=None, spans=tuple(zip(ends, sums, strict=True)),
+            )  # fmt: skip
+        return self._with_late(replace(head, lead=0), low, high)
 
     def chunk(self, chunk_id: int) -> FetchRange:
         """Return the byte range of a whole chunk. In a view, a chunk that crosses its border includes other samples."""
+        row = int(self.selection.rows[chunk_id])
+        return self._with_late(self._chunk(chunk_id), row, row + 1)
+
+    def _with_late(self, wanted: FetchRange, low: int, high: int) -> FetchRange:
+        """Return a range with those of late fields beside it, given the rows ``[low, high)`` of whole chunks around it.
+
+        If only late fields are read, without the range itself.
+        """
+        if not self.late:
+            return wanted
+        beside: list[FetchRange] = []
+        main = wanted
+        for one in self.late:
+            found = one.run(low, high)
+            if found is None:
+                continue
+            version = "" if self.cache is None else self._late_versions[one.name].of(one.numbers[found.url])
+            found = self._around(replace(found, version=version, kept=wanted.kept), one, main)
+            if main is wanted and self._only_late:
+                main = replace(found, lead=wanted.lead + wanted.first_sample - found.first_sample)
+            else:
+                beside.append(found)
+        return replace(main, beside=tuple(beside))
+
+    @property
+    def num_ranges(self) -> int:
+        """How many ranges a chunk is: its own, and one for each late field."""
+        return len(self.late) + (not self._only_late or not self.late)
+
+    @property
+    def _only_late(self) -> bool:
+        """Whether nothing is read of the shards themselves."""
+        return self.fields is not None and {*self.fields} <= {one.name for one in self.late}
+
+    def _around(self, found: FetchRange, late: LateField, wanted: FetchRange) -> FetchRange:
+        """Return the part of a range of a late field that holds the samples of another range, in whole spans."""
+        if found.num_samples == wanted.num_samples:
+            return found
+        table = self._recent.late_table(self, late, late.numbers[found.url])
+        low, high, spans = table.widened(wanted.first_sample, wanted.first_sample + wanted.num_samples)
+        if high - low == found.num_samples:
+            return found
+        starts = table.record_starts
+        return replace(
+            found, byte_start=int(starts[low]), byte_end=int(starts[high]), first_sample=low, num_samples=high - low,
+            crc32c=None, spans=spans,
+        )  # fmt: skip
+
+    def _chunk(self, chunk_id: int) -> FetchRange:
         given = self.selection
         whole, row = given.whole, int(given.rows[chunk_id])
         shard, first_sample = int(whole.shard[row]), int(whole.first_sample[row])
@@ -378,7 +486,11 @@ class ChunkSource(OfTable):
         The range consists of whole spans, so that it can be checked: it begins with ``lead`` other samples, and may end
         with others. Without the table, it is the whole chunk.
         """
-        whole = self.chunk(chunk_id)
+        row = int(self.selection.rows[chunk_id])
+        return self._with_late(self._slice(chunk_id, first, stop), row, row + 1)
+
+    def _slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
+        whole = self._chunk(chunk_id)
         if first == 0 and stop == self.stored_samples[chunk_id]:
             return whole
         samples = self._recent.table(self, int(self.table.shard[chunk_id]))
@@ -404,8 +516,12 @@ class ChunkSource(OfTable):
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> Fetched:
         """Fetch a range into ``out``. Locating its samples, by ``apart``, may be left to the caller."""
-        known = replace(self._facts_of(wanted.url), apart=apart)
-        return fetch_unit(self.storage, wanted, out, self.cache, known)
+
+        def fetch(part: FetchRange, _: int, memory: memoryview) -> Fetched:
+            known = replace(self._facts_of(part), apart=apart_later if part.late else apart)
+            return fetch_unit(self.storage, part, memory, self.cache, known)
+
+        return fetch_parts(wanted, out, fetch)
 
     def apart(self, wanted: FetchRange) -> TakeApart:
         """See ``InPlace``: samples are located by the tar headers."""
@@ -413,7 +529,7 @@ class ChunkSource(OfTable):
 
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Return whether :meth:`fetch_unit` reads all of a range, given these ``fields``."""
-        return self._is_read_whole or reads_whole(wanted, self._facts_of(wanted.url))
+        return self._is_read_whole or reads_whole(wanted, self._facts_of(wanted))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Return the number of bytes that each chunk takes with these ``fields`` and this filter, int64.
@@ -431,7 +547,7 @@ class ChunkSource(OfTable):
         """
 
         def size(wanted: FetchRange) -> int:
-            return size_of_unit(wanted, self._facts_of(wanted.url))
+            return size_of_parts(wanted, self._facts_of)
 
         return np.array(on_threads(size, ranges, TABLE_REQUESTS, name="shardstream-tables"), np.int64)
 
@@ -440,11 +556,16 @@ class ChunkSource(OfTable):
         """Whether every range is read as a whole, for any choice of samples."""
         return self.fields is None and not self.selection.filter and self.distant is None
 
-    def _facts_of(self, url: str) -> ShardFacts:
+    def _facts_of(self, wanted: FetchRange) -> ShardFacts:
+        url = wanted.url
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
         if self.selection.filter:
             gap_bytes = min(gap_bytes, FILTER_GAP_BYTES)
-        kept = partial(self.selection.kept, self.shards.numbers[url])
+        kept = partial(self.selection.kept, self.shard_of(wanted))
+        if wanted.late:
+            late = next(one for one in self.late if one.name == wanted.late)
+            samples = partial(self._recent.late_table, self, late, late.numbers[url])
+            return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept)
         return ShardFacts(samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept, distant=self.distant)
 
     @property
@@ -465,7 +586,7 @@ class ChunkSource(OfTable):
         return None if self.distant is None else self._read_distant
 
     def _read_distant(self, chunk_id: int, start: int, stop: int, *, whole: bool) -> bytearray:
-        wanted = self.chunk(chunk_id)
+        wanted = self._chunk(chunk_id)
         if whole:
             return read_member(self.storage, wanted, start, stop, self.samples_at(wanted.url))
         return read_part(self.storage, wanted, start, stop)
@@ -492,9 +613,9 @@ class ChunkSource(OfTable):
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.
 
-        For a filtered set, return where chunks begin.
+        For a filtered set, and for one with late fields, return where chunks begin.
         """
-        if self.selection.filter:
+        if self.selection.filter or self.late:
             counts = self.table.num_samples
             return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
         return span_borders(self.table, room_bytes, lambda shard: self.samples_at(self.shards.urls[shard]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError, shell_place
+from streaming.order.plan.memory import LEAST_MAPPED_BYTES, PAGE_BYTES, whole_pages
 from streaming.shards.cache import NodeCache
 from streaming.shards.fetch.checksums import Mask, Sum, crc_of_member, sums_of
 from streaming.shards.fetch.damage import checksum_error, layout_by_table, narrowed, summed_parts
@@ -31,6 +32,7 @@ from streaming.storage import (
     looked_for,
     redact,
 )
+from streaming.types import Int64Array
 
 
 class ShardReading(NamedTuple):
@@ -79,6 +81,10 @@ class FetchRange:
         fields: Fields to deliver; None: all.
         kept: Identifies the samples of the shard that a filter keeps; "": all.
         source: Source of a mixture: two sources may read the same bytes in different ways.
+        beside: Ranges of other tars, which hold more fields of the same samples, and perhaps of some around them; see
+            :mod:`streaming.shards.fetch.beside`.
+        late: If it is a range of a tar of a late field: that field, the only one to deliver.
+        parts: This range and those beside it, each alone, and where each begins in memory if it is read as a whole.
     """
 
     url: str
@@ -94,6 +100,12 @@ class FetchRange:
     fields: tuple[str, ...] | None = None
     kept: str = ""
     source: int = 0
+    beside: tuple[FetchRange, ...] = ()
+    late: str = ""
+    parts: tuple[tuple[int, FetchRange], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", self._parts() if self.beside else ((0, self),))
 
     @property
     def shown_url(self) -> str:
@@ -102,13 +114,41 @@ class FetchRange:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the range."""
-        return self.byte_end - self.byte_start
+        """Memory that the range takes: its length; with others beside it, as far as the last of them."""
+        if not self.beside:
+            return self.byte_end - self.byte_start
+        place, last = self.parts[-1]
+        return place + last.num_bytes
+
+    @property
+    def skew_bytes(self) -> int:
+        """How far into a page it begins if it may be mapped: as in its file."""
+        return self.byte_start % PAGE_BYTES if self.byte_end - self.byte_start >= LEAST_MAPPED_BYTES else 0
+
+    def _parts(self) -> tuple[tuple[int, FetchRange], ...]:
+        alone = replace(self, beside=())
+        found, end = [(0, alone)], alone.num_bytes
+        for one in self.beside:
+            place = int(place_behind(self.skew_bytes, end, one.skew_bytes))
+            found.append((place, one if one.source == self.source else replace(one, source=self.source)))
+            end = place + one.num_bytes
+        return tuple(found)
 
     @property
     def sums(self) -> tuple[tuple[int, int], ...]:
-        """End (relative) and CRC32C of each piece with a checksum. The pieces cover the range."""
-        return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
+        """End (relative) and CRC32C of each piece with a checksum. They cover the range, but not those beside it."""
+        return self.spans if self.crc32c is None else ((self.byte_end - self.byte_start, self.crc32c),)
+
+    @property
+    def summed(self) -> tuple[tuple[int, int, int], ...]:
+        """Where each piece with a checksum begins and ends in memory, with that of ranges beside it, and its CRC32C."""
+        found = []
+        for place, part in self.parts:
+            start = 0
+            for end, expected in part.sums:
+                found.append((place + start, place + end, expected))
+                start = end
+        return tuple(found)
 
     @property
     def reading(self) -> ShardReading:
@@ -119,6 +159,18 @@ class FetchRange:
     def key(self) -> UnitKey:
         """Identifies this range, and its reading."""
         return UnitKey(self.reading, self.byte_start, self.byte_end)
+
+
+def place_behind(skew_bytes: Int64Array | int, end: Int64Array | int, next_skew: Int64Array | int) -> Int64Array:
+    """Return where in memory a range begins that lies behind others: on a page of its own, so that it can be mapped.
+
+    Args:
+        skew_bytes: How far into a page the first of them begins.
+        end: Where the others end, from the beginning of the first.
+        next_skew: How far into a page the range begins.
+    """
+    found: Int64Array = whole_pages(end + skew_bytes) - skew_bytes + next_skew
+    return found
 
 
 Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]

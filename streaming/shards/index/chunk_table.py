@@ -288,8 +288,12 @@ class ChunkTable:
             row = int(np.argmax(bad))
             raise damaged(source, f"{what}: chunk {row}, shard {self.shards[self.shard[row]].name!r}")
 
-    def to_parquet(self) -> bytes:
+    def to_parquet(self, *, kind: str = KIND, more: Mapping[str, Any] | None = None) -> bytes:
         """Return the table as the bytes of ``chunks.parquet``. The same table gives the same bytes.
+
+        Args:
+            kind: What the file is.
+            more: Further members of its JSON.
 
         Raises:
             IndexFormatError: The table is not valid, or two shards have the same name.
@@ -300,7 +304,7 @@ class ChunkTable:
             raise IndexFormatError("chunk table: two shards of one name cannot be in one index file")
         shard_column = pa.DictionaryArray.from_arrays(pa.array(self.shard), pa.array(names, pa.string()))
         arrays = [shard_column.cast(pa.string()), *(pa.array(getattr(self, name)) for name in list(_COLUMNS)[1:])]
-        facts: dict[str, Any] = {"kind": KIND, "shards": shard_rows(self.shards)}
+        facts: dict[str, Any] = {"kind": kind, "shards": shard_rows(self.shards), **(more or {})}
         if self.version is not None:
             facts[_LIVES] = self.version.as_dict()
         return write_table(pa.table(arrays, names=list(_COLUMNS)), facts, plain=list(_COLUMNS)[1:])
@@ -312,7 +316,16 @@ class ChunkTable:
         Raises:
             IndexFormatError: The bytes are damaged, not a chunk table, or of a newer major version.
         """
-        table, facts = read_table(buffer, KIND, source)
+        return cls.with_facts(buffer, KIND, source)[0]
+
+    @classmethod
+    def with_facts(cls, buffer: Any, kind: str, source: str) -> tuple[ChunkTable, dict[str, Any]]:
+        """Return the table in the bytes of a file of this ``kind``, and the file's JSON.
+
+        Raises:
+            IndexFormatError: As :meth:`from_parquet`.
+        """
+        table, facts = read_table(buffer, kind, source)
         with content_errors(source, "not a chunk table"):
             shards = shards_of_rows(facts["shards"])
             columns = {name: numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
@@ -320,7 +333,7 @@ class ChunkTable:
             version = VersionFacts.of_facts(facts)
         chunks = cls(shards=shards, version=version, **columns)
         chunks.validate(source)
-        return chunks
+        return chunks, facts
 
 
 def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:

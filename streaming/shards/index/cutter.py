@@ -8,6 +8,7 @@ only on the records before the cut: the same records always give the same chunks
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,23 @@ class ChunkRule:
 
 
 DEFAULT_RULE = ChunkRule()
+
+
+class GivenCutter:
+    """Cut a shard's records where those of another shard are cut. One cutter per shard; not thread-safe.
+
+    Args:
+        ends: Number of the sample behind each chunk.
+    """
+
+    def __init__(self, ends: Iterable[int]) -> None:
+        self._ends = frozenset(ends)
+        self._num_samples = 0
+
+    def add(self, record_bytes: int) -> bool:  # noqa: ARG002  as ChunkCutter has it
+        """Add one record; True if a chunk closes after it."""
+        self._num_samples += 1
+        return self._num_samples in self._ends
 
 
 class ChunkCutter:

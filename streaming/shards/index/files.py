@@ -40,12 +40,14 @@ _ROWS_AT_ONCE = 1 << 20  # of numbers, the size of a row group: 8 MiB per column
 _MAGIC = b"PAR1"
 COLUMN_KIND = "column"
 SOURCES_KIND = "sources"
+FIELD_KIND = "late field"
 REBUILD = "rebuild it with `shard_tools index URL`"
 CONVERT_AGAIN = (
     "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
     "only that command reads"
 )
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
+ADD_FIELD_AGAIN = "add the field again with `shard_tools field add URL NAME … --overwrite`"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
 
@@ -388,4 +390,4 @@ def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
 
 
 def _cure_of(kind: str) -> str:
-    return {COLUMN_KIND: ADD_AGAIN, SOURCES_KIND: CONVERT_AGAIN}.get(kind, REBUILD)
+    return {COLUMN_KIND: ADD_AGAIN, SOURCES_KIND: CONVERT_AGAIN, FIELD_KIND: ADD_FIELD_AGAIN}.get(kind, REBUILD)

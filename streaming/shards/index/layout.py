@@ -23,6 +23,7 @@ INPUTS_DIRECTORY = f"{INDEX_DIRECTORY}/inputs"
 """The inputs of what was appended; which of these files count is up to the chunk table."""
 PENDING_DIRECTORY = f"{INDEX_DIRECTORY}/pending"
 """Notes of changes that are not published yet."""
+_FIELDS_DIRECTORY = f"{INDEX_DIRECTORY}/fields"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 _MAX_NAME = 100
 
@@ -85,6 +86,26 @@ def column_of_document_path(path: str) -> str | None:
 def column_path(name: str, shard_name: str) -> str:
     """Return the path of the values of a late column for one shard."""
     return f"{_COLUMNS_DIRECTORY}/{name}/{shard_name}.parquet"
+
+
+def fields_directory() -> str:
+    """Return the path of the directory of all late fields."""
+    return _FIELDS_DIRECTORY
+
+
+def field_table_path(name: str, version: str) -> str:
+    """Return the path of the table of one version of a late field."""
+    return f"{_FIELDS_DIRECTORY}/{name}/{version}.parquet"
+
+
+def field_tar_path(name: str, work: str, tar: str) -> str:
+    """Return the path of one tar of a late field; ``work`` says how its values were made."""
+    return f"{_FIELDS_DIRECTORY}/{name}/{work}/{tar}"
+
+
+def field_samples_path(name: str, work: str, tar: str) -> str:
+    """Return the path of the sample table of one tar of a late field."""
+    return f"{field_tar_path(name, work, tar)}.parquet"
 
 
 def views_directory() -> str:

@@ -1,9 +1,9 @@
 """Join the meaning of sets where they meet: ``joined``.
 
-Without an option, joining is commutative except for the origins of columns, associative and idempotent. A set that
-states nothing about a field adds nothing: :func:`remarks` names it, and so does :func:`untranslatable` if others
-contradict each other. Every facet of a field or column is joined on its own: equal values stay, a list of classes that
-begins with the other one wins, tokens take the wider type, and sets of values are united. Any other pair of values is a
+Without an option, joining is commutative except for origins, associative and idempotent. A set that states nothing
+about a field adds nothing: :func:`remarks` names it, and so does :func:`untranslatable` if others contradict each
+other. Every facet of a field or column is joined on its own: equal values stay, a list of classes that begins with the
+other one wins, tokens take the wider type, and sets of values are united. Any other pair of values is a
 :class:`Difference`.
 """
 
@@ -126,8 +126,11 @@ Unknown: TypeAlias = Mapping[str, Collection[str] | None]
 
 
 def unknown_fields(schema: Schema) -> Collection[str] | None:
-    """Return the fields that a set may have without stating them: none if it states its fields; None: any."""
-    return () if schema.fields else None
+    """Return the fields that a set may have without stating them: none if it states its fields; None: any.
+
+    If a set states only fields that were added later, its shards may have any.
+    """
+    return () if schema.without_late_fields().fields else None
 
 
 def remarks(
@@ -249,7 +252,9 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _facets_of_field(one: SchemaField) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": one.kind, "classes": one.classes, "made_by": one.made_by}
+    found: dict[str, Any] = {
+        "kind": one.kind, "classes": one.classes, "made_by": one.made_by, "origin": one.origin,
+    }  # fmt: skip
     if one.tokens is None:
         return found | {"dtype": one.dtype}
     tokens = one.tokens
@@ -261,7 +266,7 @@ def _facets_of_field(one: SchemaField) -> dict[str, Any]:
 
 def _field_of(facets: Mapping[str, Any]) -> SchemaField:
     given = dict(facets)
-    own = {name: given.pop(name) for name in ("kind", "classes", "made_by", "dtype") if name in given}
+    own = {name: given.pop(name) for name in ("kind", "classes", "made_by", "origin", "dtype") if name in given}
     width = given.pop("token type", "")
     if not width:
         return SchemaField(**own)

@@ -22,7 +22,8 @@ VERSION = 1
 WITHIN = ":"
 """Separator of a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""
 LATE = "late"
-"""Beginning of the origin of a column that was added after the shards were written."""
+"""Beginning of the origin of a column or field that was added after the shards were written."""
+_LATE_VERSION = f"{LATE}, version "
 _FROM = ", from "
 TOKEN_TYPES = ("uint16", "uint32")
 RESTORE = (
@@ -79,6 +80,7 @@ class SchemaField:
         classes: Names of classes; the place of a name is its number.
         tokens: Meaning of its ids.
         made_by: The functions that made it.
+        origin: Of a field that was added later, :data:`LATE` with the version, then what it is from.
     """
 
     kind: str = ""
@@ -86,6 +88,13 @@ class SchemaField:
     classes: tuple[str, ...] = ()
     tokens: TokenMeaning | None = None
     made_by: tuple[str, ...] = ()
+    origin: str = ""
+
+    @property
+    def late_version(self) -> str:
+        """The version of a field that was added after the shards were written; "": it is in the shards."""
+        known = self.origin.partition(_FROM)[0]
+        return known.removeprefix(_LATE_VERSION) if known.startswith(_LATE_VERSION) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +124,8 @@ class SchemaColumn:
 
 
 def late_origin(version: str, made_from: str) -> str:
-    """Return the origin of a column that is added after the shards were written."""
-    return f"{LATE}, version {version}{_FROM}{made_from}"
+    """Return the origin of a column or field that is added after the shards were written."""
+    return f"{_LATE_VERSION}{version}{_FROM}{made_from}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +188,7 @@ class Schema:
         """The meaning of each field as text, except fields for which only the kind given by the name is stated."""
         said = {}
         for name, one in sorted(self.fields.items()):
-            rest = replace(one, classes=(), kind="" if one.kind == kind_by_name(name) else one.kind)
+            rest = replace(one, classes=(), origin="", kind="" if one.kind == kind_by_name(name) else one.kind)
             tokens = one.tokens and replace(TokenMeaning(), tokenizer=one.tokens.tokenizer)
             count = f"{len(one.classes)}.{_digest(list(one.classes))}" if one.classes else "0."
             more = _digest(_plain(replace(rest, tokens=tokens))) if rest != SchemaField() else ""
@@ -206,9 +215,19 @@ class Schema:
         kept = {name: one for name, one in self.fields.items() if name.partition(WITHIN)[0] in names}
         return replace(self, fields=kept)
 
+    @property
+    def late_fields(self) -> dict[str, str]:
+        """The versions of the fields that were added after the shards were written, by name."""
+        return {name: one.late_version for name, one in self.fields.items() if one.late_version}
+
     def without_late(self) -> Self:
-        """Return the same schema without late columns, which lie beside shards and are not copied with them."""
-        return replace(self, columns={name: one for name, one in self.columns.items() if not one.is_late})
+        """Return the same schema without late columns and fields, which lie beside shards and stay there."""
+        columns = {name: one for name, one in self.columns.items() if not one.is_late}
+        return replace(self.without_late_fields(), columns=columns)
+
+    def without_late_fields(self) -> Self:
+        """Return the same schema without late fields."""
+        return replace(self, fields={name: one for name, one in self.fields.items() if not one.late_version})
 
     def to_bytes(self, *, lives: bool = False) -> bytes:
         """Return ``schema.json``: sealed, the same bytes for the same schema.
@@ -290,6 +309,7 @@ def _field(said: Mapping[str, Any]) -> SchemaField:
         raise ValueError(f"tokens of type {dtype!r}")
     return SchemaField(
         kind=kind, dtype=dtype, classes=_names(said, "classes"), made_by=_texts(said, "made_by"),
+        origin=_text(said, "origin"),
         tokens=None if tokens is None else _tokens(tokens),
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Self, TypeAlias, final
 
@@ -53,8 +53,9 @@ class Checked:
     """The proof that bytes in memory match every checksum that exists for them.
 
     The arena, the node cache, views, substitutes and samples read by number accept bytes from a store only together
-    with this proof. Only :meth:`comparing` makes it, so unverified bytes cannot get there. It refers to the moment of
-    the comparison and holds no memory: code that lets others change the bytes must compare again.
+    with this proof. Only :meth:`comparing` makes it (:meth:`of_all` joins such proofs), so unverified bytes cannot get
+    there. It refers to the moment of the comparison and holds no memory: code that lets others change the bytes must
+    compare again.
 
     Attributes:
         num_bytes: Number of bytes to compare.
@@ -94,6 +95,18 @@ class Checked:
             num_summed += size
         is_summed = 0 < num_bytes == num_summed
         return cls(_Compared(num_bytes, expected if number == 0 and is_summed else None, is_summed))
+
+    @classmethod
+    def of_all(cls, found: Sequence[Self], num_bytes: int) -> Self:
+        """Say of several runs of bytes in one memory what was said of each.
+
+        Args:
+            found: The statements.
+            num_bytes: How much memory they take, with what lies between them.
+        """
+        if any(type(one) is not Checked for one in found):
+            raise TypeError("expected a Checked of each run of bytes")
+        return cls(_Compared(num_bytes, None, all(one.is_summed for one in found)))
 
 
 def crc_of(parts: Parts) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shard_tools.change.sets.late import stored_schemas
 from shard_tools.change.sets.open_set import OpenSet
 from shard_tools.change.sets.rewrite.field_changes import FieldChanges
 from shard_tools.make.convert.base.rows import json_of
@@ -123,7 +124,7 @@ class Retold:
         Raises:
             ConfigError: The schemas contradict each other in a way that changes cannot resolve.
         """
-        whole = shards.schemas(storage)
+        whole = stored_schemas(shards, storage)
         by_home = {home: schema.of_fields(fields) for home, schema in whole.items()}
         unknown = {redact(home): fields if unknown_fields(one) is None else () for home, one in whole.items()}
         meaning = met({redact(home): one for home, one in by_home.items()}, classes=classes, cure=CURE, unknown=unknown)

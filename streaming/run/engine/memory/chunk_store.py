@@ -28,6 +28,7 @@ from streaming.run.engine.memory.lent import ViewLeases
 from streaming.run.engine.memory.mapped import FileMaps, NoMaps
 from streaming.run.engine.memory.row_table import RowTable
 from streaming.run.engine.threads.jobs import JobThreads
+from streaming.shards.fetch.beside import fetch_parts
 from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import Apart, FetchRange, ShardReading, UnitKey, apart_later
 
@@ -375,12 +376,17 @@ class ChunkStore:
         """Fetch the bytes of a unit to its place in the arena."""
         place = slice(unit.start, unit.start + unit.num_bytes)
         with self._metrics.timed("fetch_s", unit.told), self.arena.view[place] as out:
-            mapped = self._maps.map(unit.wanted, unit.start, out)
-            if mapped is None:
-                return self._fetch(unit.wanted, out)
-            unit.is_mapped = True
-            self._metrics.count("mapped_bytes", unit.num_bytes)
-            return Fetched(checked=mapped, found=self._apart(unit.wanted))
+            return fetch_parts(unit.wanted, out, partial(self._part, unit))
+
+    def _part(self, unit: Unit, wanted: FetchRange, place: int, out: memoryview) -> Fetched:
+        """Fetch the bytes of one of the ranges of a unit, or map them, to their ``place`` in it."""
+        is_in_place = any(place == one for one, _ in unit.wanted.parts)  # not behind a range that is read in pieces
+        mapped = self._maps.map(wanted, unit.start + place, out) if is_in_place else None
+        if mapped is None:
+            return self._fetch(wanted, out)
+        unit.is_mapped = True
+        self._metrics.count("mapped_bytes", len(out))
+        return Fetched(checked=mapped, found=self._apart(wanted))
 
     def _enter(self, unit: Unit, fetched: Fetched | None) -> None:
         """Enter the samples of a unit into the row table, or keep the means to locate them. Call under the lock."""

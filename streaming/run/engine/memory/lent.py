@@ -315,10 +315,9 @@ class ViewLeases:
         return True
 
     def _sums(self, place: _Place, copies: Sequence[tuple[int, bytes]]) -> Iterator[tuple[Parts, int]]:
-        memory, start = self._arena.view[place.start : place.start + place.num_bytes], 0
-        for stop, expected in place.wanted.sums:
+        memory = self._arena.view[place.start : place.start + place.num_bytes]
+        for start, stop, expected in place.wanted.summed:
             yield _laid(memory, start, stop, copies), expected
-            start = stop
 
     def _has_room(self, place: _Place) -> bool:
         """Return whether there may be views of a place; release unused views first if necessary."""

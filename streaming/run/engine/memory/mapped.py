@@ -112,10 +112,10 @@ class FileMaps:
     @staticmethod
     def skew_bytes(wanted: FetchRange) -> int:
         """Return the padding before a range, so that it begins at the same offset within a page as in the file."""
-        return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
+        return wanted.skew_bytes
 
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> Checked | None:
-        """Map a range to ``data``, at byte ``start`` of the arena, and check its bytes.
+        """Map a range, one alone, to ``data``, at byte ``start`` of the arena, and check its bytes.
 
         A range with less room than it needs is never mapped.
 
@@ -150,12 +150,13 @@ class FileMaps:
         return checked
 
     def unmap(self, wanted: FetchRange, start: int) -> None:
-        """Unmap a range that is no longer read."""
+        """Unmap a range that is no longer read, with those beside it."""
         with self._lock:
-            file = self._files.get(wanted.url)
-            if file is not None and file.mapped.pop(start, None) is not None:
-                # Still mapped but unused: the next `_tidy` closes a file with only such maps.
-                self._left.append((*_place_of(wanted, start), wanted.url))
+            for place, part in wanted.parts:
+                file = self._files.get(part.url)
+                if file is not None and file.mapped.pop(start + place, None) is not None:
+                    # Still mapped but unused: the next `_tidy` closes a file with only such maps.
+                    self._left.append((*_place_of(part, start + place), part.url))
 
     def give_back(self) -> None:
         """Copy the mapped parts of files that other processes want to change, and release them; undo left-over maps."""

@@ -1,0 +1,98 @@
+"""Measure what a late field costs: CPU time of an epoch beside the same bytes in one tar, alternating in one process.
+
+    python benchmarks/bench_late_fields.py [--samples 20000] [--image 30000] [--late 8192] [--rounds 7]
+
+Both sets have the same samples, with the same fields; in one of them the field ``lat`` is late. Batches are lists of
+bytes (``decode=None``), of chunks that are mapped from files and of chunks that are read into memory. Reported is the
+median over rounds of the ratio of CPU seconds (user and system, all threads) of adjacent epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from shard_tools import ShardWriter
+from shard_tools.change.fields.join import FromSet, join_field
+from streaming import DataLoader, StreamingDataset
+from streaming.run.engine.memory.mapped import NoMaps
+from streaming.run.loops import epoch_loop
+from streaming.storage import Storage
+
+BATCH = 64
+
+
+def write(folder: Path, samples: Iterator[dict[str, object]]) -> None:
+    """Write a set."""
+    with ShardWriter(f"{folder}/{{:05d}}.tar") as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def make(folder: Path, num: int, image_bytes: int, late_bytes: int) -> tuple[str, str]:
+    """Return the set with all in one tar, and the one with a late field."""
+    rng = np.random.default_rng(0)
+    pool = rng.bytes(image_bytes + late_bytes + 4096)
+
+    def sample(number: int, *, has_base: bool, has_late: bool) -> dict[str, object]:
+        found: dict[str, object] = {"__key__": f"{number:08d}"}
+        at = number % 4096
+        if has_base:
+            found |= {"bin": pool[at : at + image_bytes], "cls": number % 10}
+        return found | ({"lat": pool[at : at + late_bytes]} if has_late else {})
+
+    write(folder / "one", (sample(number, has_base=True, has_late=True) for number in range(num)))
+    write(folder / "two", (sample(number, has_base=True, has_late=False) for number in range(num)))
+    write(folder / "from", (sample(number, has_base=False, has_late=True) for number in range(num)))
+    join_field(str(folder / "two"), "lat", FromSet(url=str(folder / "from"), field="lat"), storage=Storage(None))
+    return str(folder / "one"), str(folder / "two")
+
+
+def epoch_s(url: str) -> float:
+    """Return the CPU seconds of an epoch."""
+    loader = DataLoader(StreamingDataset(url, shuffle=True, decode=None), batch_size=BATCH, num_workers=0)
+    total = 0
+    begun = time.process_time()
+    for batch in loader:
+        total += len(batch["lat"])
+    return time.process_time() - begun
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("samples", 20_000), ("image", 30_000), ("late", 8192), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="late-fields-"))
+    try:
+        one, two = make(folder, options.samples, options.image, options.late)
+        for what, maps in (("mapped", None), ("read", lambda *_: NoMaps())):
+            patched = mock.patch.object(epoch_loop, "maps_of", maps or epoch_loop.maps_of)
+            with patched:
+                epoch_s(one), epoch_s(two)
+                ratios, times = [], []
+                for _ in range(options.rounds):
+                    both = epoch_s(one), epoch_s(two)
+                    times.append(both)
+                    ratios.append(both[1] / both[0])
+            first, second = (statistics.median(side) for side in zip(*times, strict=True))
+            sys.stdout.write(
+                f"{what}: one tar {first:.3f} s, late field {second:.3f} s, ratio {statistics.median(ratios):.3f} "
+                f"({min(ratios):.3f} to {max(ratios):.3f})\n"
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
