@@ -87,9 +87,10 @@ class DataLoader(LoaderFace[BatchT]):
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the
             size of a batch is the value at its first row, counted in samples of the run over all ranks and epochs.
-        micro_batch_size: Most rows of a micro-batch on each rank. Each rank's share of a global batch, which is a *step*,
-            comes in that many parts, and ``loader.steps()`` yields steps. All ranks have as many micro-batches in a
-            step; those of a rank differ by at most one row, and ``len(loader)`` counts them (docs/trainers.md).
+        micro_batch_size: Most rows of a micro-batch. A global batch is then a *step*, and each rank's share of it comes
+            in micro-batches: ``loader.steps()`` yields steps, ``iter(loader)`` their micro-batches, which
+            ``len(loader)`` counts. All ranks have as many of them in a step; on a rank they differ by at most one row
+            (docs/trainers.md).
         num_workers: Processes that decode and collate; 0: threads of this process.
         num_threads: Threads that decode and collate when ``num_workers`` is 0. None: one per core, up to 4; 0: the
             calling thread. With ``num_workers``: 0 means that this process builds nothing; by default it builds the

@@ -110,7 +110,7 @@ class Shape:
         num_ranks: R, the number of data-parallel ranks.
         last_batch: What to do with samples that do not fill a batch; see ``Plan``.
         epoch_size: Samples of an epoch; None: as many as there are.
-        micro_batch_size: Most rows of a micro-batch, into which each rank's share of a batch is cut; None: it is not cut.
+        micro_batch_size: Most rows of a micro-batch, into which a rank's share of a batch is cut; None: it is not cut.
 
     Raises:
         ConfigError: A number is not an integer or is out of range, or ``last_batch`` is none of the three.

@@ -62,9 +62,9 @@ class _Flight:
     up.
 
     Invariants: ``busy`` is the id of the thread between ``advance`` and the end of ``hand_out``; ``ahead`` holds at
-    most ``depth + 1`` batches, and ``within`` the place of each in its step; ``held`` holds every source whose copy may be in progress, in the order of the copies;
-    the host is at most ``depth`` steps ahead of the device, since otherwise memory that waits for the consumer's stream
-    would pile up.
+    most ``depth + 1`` batches, and ``within`` the place of each in its step; ``held`` holds every source whose copy may
+    be in progress, in the order of the copies; the host is at most ``depth`` steps ahead of the device, since otherwise
+    memory that waits for the consumer's stream would pile up.
     """
 
     source: Iterator[Any]

@@ -113,9 +113,7 @@ class Pipeline(Delivery):
         self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._built: set[int] = set()
         self._num_built = 0
-        self._groups = BatchGroups(
-            settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad", cuts=plan.cuts
-        )
+        self._groups = BatchGroups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad", cuts=plan.cuts)
         self._group: Group | None = None
         self._told_keys: dict[int, UnitKey] = {}
         self._start()

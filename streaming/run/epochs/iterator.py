@@ -35,8 +35,8 @@ NO_SOURCES_WEIGHED = (
 
 
 NO_STEPS = (
-    "steps: this loader's batches are not cut into micro-batches; give it micro_batch_size=, the most rows of one on each "
-    "rank"
+    "steps: this loader's batches are not cut into micro-batches; give it micro_batch_size=, the most rows of one on "
+    "each rank"
 )
 _Answer = TypeVar("_Answer")
 
@@ -194,9 +194,7 @@ class Loop(ABC):
         """
         if not self.is_counted or not (place.is_end or not self.left_behind(place)):
             return place
-        return replace(
-            place, samples_seen=self.samples_per_epoch, is_end=True, has_begun=False, micro_batches=0
-        )
+        return replace(place, samples_seen=self.samples_per_epoch, is_end=True, has_begun=False, micro_batches=0)
 
     def row_of(self, place: Place) -> int:
         """Return the samples that come before a place, over all ranks; where sizes never change, any number will do."""

@@ -100,7 +100,7 @@ def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tupl
     sharing = Sharing.of_replicas(
         config.replicas, broadcast, config.mesh, pin=pin, metrics=metrics,
         reads_inline=config.recipe.items.exchanges or bool(not config.num_workers and recipe.functions_of_user),
-        batch_bytes=config.memory.batches_bytes,
+        batch_bytes=config.memory.batches_bytes, is_cut=config.shape.micro_batch_size is not None,
     )  # fmt: skip
     return replace(config, recipe=recipe), (sharing,)
 

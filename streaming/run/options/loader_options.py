@@ -135,8 +135,8 @@ class LoaderOptions(Generic[BatchT]):
             "batches are cut where shards are read. For a torch data set write batch_size={value!r}, and count the "
             "batches of a step in the training loop"
         ), actors=NoEffect(
-            "not with remote_group, whose handles stand for whole batches; leave it out, and cut what BatchHandle.get() "
-            "returns"
+            "not with remote_group, whose handles stand for whole batches; leave it out, and cut what "
+            "BatchHandle.get() returns"
         ),
     ))  # fmt: skip
     last_batch: str = "drop"

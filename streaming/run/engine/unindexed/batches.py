@@ -203,9 +203,10 @@ class ShardStream(Delivery):
             if batch.is_empty:
                 return cut_up(cuts, 0, lambda *_: self._nothing(batch.rows))
             positions = self._settings.shape.positions(number, self._settings.dp_rank)
+            rows = replace(batch.rows, positions=positions, cuts=cuts)
             return self._builder.build(
-                replace(batch.rows, positions=positions, cuts=cuts), batch.valid, lambda row: neighbors(batch.rows, row),
-                self._report, seed=self._draw_key, batch=number,
+                rows, batch.valid, lambda row: neighbors(batch.rows, row), self._report, seed=self._draw_key,
+                batch=number,
             )  # fmt: skip
         finally:
             with self._changed:  # the next batch may take its room
