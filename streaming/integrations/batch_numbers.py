@@ -32,7 +32,8 @@ def begin_at(loader: DataLoader, number: int) -> int:
     loop = loader._core.now(to_read=True)
     if loop.is_counted and number > (most := loader._num_batches()):
         raise ConfigError(
-            f"skip_first_batches: got {number} batches, but an epoch of this loader has {most} on each rank; count the batches of one rank in one epoch"
+            f"skip_first_batches: got {number} batches, but an epoch of this loader has {most} on each rank; "
+            "count the batches of one rank in one epoch"
         )
     place = loop.position.upcoming
     if place.is_end and not number:  # a loaded state: the trainer counts from the epoch after it

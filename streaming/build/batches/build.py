@@ -539,7 +539,7 @@ class BatchBuilder:
         return None
 
     def collate(self, samples: list[Sample], mask: Mask, cuts: Cuts = None) -> Any:
-        """Return the batch of samples, by the user's function or the default one; if they are cut, its micro-batches."""
+        """Return the batch of samples, by the user's function or the default one, or its micro-batches."""
         self.place[0] = -1
         shown = copy.copy(samples[0]) if has_empty(cuts) else {}  # before a function changes it
 
