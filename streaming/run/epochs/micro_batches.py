@@ -210,15 +210,15 @@ class Steps(Generic[BatchT]):
     def _steps(self, batches: MicroBatches) -> Generator[Step[BatchT], None, None]:
         step: Step[BatchT] | None = None
         while True:
+            try:
+                begins = batches.upcoming()
+            except StopIteration:
+                return
             if step is not None and len(step):
                 raise ConfigError(
                     f"steps: {len(step)} of the {step.num_micro_batches} micro-batches of a step were not taken before "
                     "the next step. To leave them out, take them: list(step)"
                 )
-            try:
-                begins = batches.upcoming()
-            except StopIteration:
-                return
             step = Step(begins, batches)
             yield step
 

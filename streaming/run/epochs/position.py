@@ -360,7 +360,8 @@ class Position:
         self.next_seed = checked_seed("seed", seed)
         place, turn = self._places[-1 - self._num_held], self._turn
         is_held = self._num_handed_out > 0 and self._num_received == 0 and turn is not None and turn.is_open
-        self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)
+        has_begun = (is_held or place.micro_batches > 0) and place.samples_seen == 0
+        self._places[-1 - self._num_held] = replace(place, has_begun=has_begun)
 
     def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
         """Load a place and seed on behalf of the method ``what``; return whether this ends the current turn."""
