@@ -19,7 +19,7 @@ from streaming.loop_core import LoopCore
 from streaming.order.plan.settings import Shape
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import NO_STEPS, Batches, Closable, Loop
-from streaming.run.epochs.micro_batches import Steps
+from streaming.run.epochs.micro_batches import TrainingSteps
 from streaming.run.epochs.position import Place, calling_line
 from streaming.run.epochs.watch import Watchdog
 from streaming.run.loops.descriptions import what_is_read
@@ -149,7 +149,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         """
         return self._iterated(with_state=True)
 
-    def steps(self) -> Steps[BatchT]:
+    def steps(self) -> TrainingSteps[BatchT]:
         """Return the steps of the next epoch, or the rest of the current one, each an iterator over its micro-batches.
 
         Needs ``micro_batch_size``. A step is a global batch, whose rows are the same on any number of ranks. What it
@@ -165,7 +165,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         Raises:
             ConfigError: Batches are not cut into micro-batches.
         """
-        return Steps(self._begin_steps, self._num_steps)
+        return TrainingSteps(self._begin_steps, self._num_steps)
 
     def _begin_steps(self) -> Batches[BatchT]:
         if self.micro_batch_size is None:

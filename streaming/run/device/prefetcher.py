@@ -37,7 +37,7 @@ from streaming.run.device.account import BatchAccount, HeldBack, Noted
 from streaming.run.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import NO_STEPS, Batches, Closable, close_at_exit, failed
-from streaming.run.epochs.micro_batches import Steps, Within
+from streaming.run.epochs.micro_batches import TrainingSteps, Within
 from streaming.run.epochs.position import Turn
 from streaming.run.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.types import BatchT
@@ -301,13 +301,13 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         """
         return self._iterated(with_state=True)
 
-    def steps(self) -> Steps[BatchT]:
+    def steps(self) -> TrainingSteps[BatchT]:
         """Return the loader's steps, each an iterator over its micro-batches on the device; see ``DataLoader.steps``.
 
         Raises:
             ConfigError: The loader's batches are not cut into micro-batches.
         """
-        return Steps(self._begin_steps, lambda: len(self.loader.steps()))
+        return TrainingSteps(self._begin_steps, lambda: len(self.loader.steps()))
 
     def _begin_steps(self) -> _DeviceBatches[BatchT]:
         if getattr(self.loader, "micro_batch_size", None) is None:

@@ -7,10 +7,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from streaming.common.counters import Metrics, waited_here_s
 from streaming.common.forks import Maker
@@ -20,6 +20,7 @@ from streaming.order.plan.state import LoaderState
 from streaming.run.epochs.interrupts import is_interrupt
 from streaming.run.epochs.micro_batches import MicroRun, Within
 from streaming.run.epochs.position import Place, Position
+from streaming.run.epochs.run import Run
 from streaming.run.epochs.watch import Watchdog
 from streaming.types import BatchT
 from streaming.watch.tracing.ranges import ProfilerRanges
@@ -39,54 +40,6 @@ NO_STEPS = (
     "each rank"
 )
 _Answer = TypeVar("_Answer")
-
-
-class Run(Protocol):
-    """The remaining batches of one epoch, produced in the background."""
-
-    def __next__(self) -> Any:
-        """Return the next batch."""
-
-    def close(self) -> None:
-        """Stop producing."""
-
-    def describe(self) -> str:
-        """Describe the current activity, for reports."""
-
-
-class RunOver:
-    """Base class of runs that wrap another run: it closes and describes that run; subclasses transform its batches."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def close(self) -> None:
-        """Stop producing."""
-        self._run.close()
-
-    def describe(self) -> str:
-        """Describe the current activity, for reports."""
-        return self._run.describe()
-
-
-class Stage(Protocol):
-    """A part of the way from what a rank reads to what it hands out, over many runs. For one thread."""
-
-    def run(self, read: Callable[[], Run], place: Place) -> Run:
-        """Return batches from ``place`` on; ``read`` begins the run below, if this rank needs one."""
-
-    def page_lock(self, locker: Any) -> Any:
-        """Return what page-locks the batches of the run below, where this stage makes none itself; None: nothing."""
-
-    def drop(self) -> None:
-        """Drop the connections to other ranks; the next run makes new ones."""
-
-
-def staged(stages: Iterable[Stage], read: Callable[[], Run], place: Place) -> Run:
-    """Return the run that ``read`` begins, through stages of which each knows only the run below it."""
-    for stage in stages:
-        read = partial(stage.run, read, place)
-    return read()
 
 
 class Closable(ABC):

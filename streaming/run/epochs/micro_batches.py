@@ -1,18 +1,16 @@
-"""Hand out the micro-batches of each step: ``MicroRun``, from a run whose batches are lists of them; and ``Steps``."""
+"""Hand out the micro-batches of each step: ``MicroRun``, over a run of lists of them; and steps, as users see them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
+from typing import Any, Generic, Protocol, Self
 
 from streaming.errors import ConfigError
 from streaming.run.epochs.position import Lasting, Place
+from streaming.run.epochs.run import Run, RunOver
 from streaming.types import BatchT
-
-if TYPE_CHECKING:
-    from streaming.run.epochs.iterator import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ _COUNTS = ("num_labels", "num_tokens")
 """Entries with which packs say how much they hold."""
 
 
-class MicroRun:
+class MicroRun(RunOver):
     """Hand out the micro-batches of a run of steps one by one. For one thread, except ``close`` and ``describe``.
 
     Args:
@@ -63,7 +61,8 @@ class MicroRun:
     def __init__(
         self, run: Run, place: Place, num_rows: Callable[[Place], int | None], after: Callable[[Place], Place]
     ) -> None:
-        self._run, self._num_rows, self._after = run, num_rows, after
+        super().__init__(run)
+        self._num_rows, self._after = num_rows, after
         self._next, self._skip = place, place.micro_batches
         self._left: deque[Any] = deque()
         self._facts = StepFacts(num_rows=None, num_micro_batches=0)
@@ -95,14 +94,6 @@ class MicroRun:
         """Whether more of the step follows the micro-batch handed out last."""
         return bool(self._left)
 
-    def close(self) -> None:
-        """Stop producing."""
-        self._run.close()
-
-    def describe(self) -> str:
-        """Describe the current activity, for reports."""
-        return self._run.describe()
-
 
 def _counted(step: Sequence[Any]) -> dict[str, int]:
     """Return the sum of each number that every micro-batch says of itself."""
@@ -125,7 +116,7 @@ class MicroBatches(Protocol):
         """
 
 
-class Step(Generic[BatchT]):
+class TrainingStep(Generic[BatchT]):
     """One step of training on one rank: an iterator over its micro-batches, which can be taken once.
 
     ``len(step)`` is the number that are left to take.
@@ -191,7 +182,7 @@ class Step(Generic[BatchT]):
         return self._left
 
 
-class Steps(Generic[BatchT]):
+class TrainingSteps(Generic[BatchT]):
     """The steps of the next epoch, or of the rest of the current one, each an iterator over its micro-batches.
 
     ``len`` is the number of steps in a whole epoch.
@@ -204,11 +195,11 @@ class Steps(Generic[BatchT]):
     def __init__(self, begin: Callable[[], MicroBatches], count: Callable[[], int]) -> None:
         self._begin, self._count = begin, count
 
-    def __iter__(self) -> Iterator[Step[BatchT]]:
+    def __iter__(self) -> Iterator[TrainingStep[BatchT]]:
         return Lasting(self._steps(self._begin()))
 
-    def _steps(self, batches: MicroBatches) -> Generator[Step[BatchT], None, None]:
-        step: Step[BatchT] | None = None
+    def _steps(self, batches: MicroBatches) -> Generator[TrainingStep[BatchT], None, None]:
+        step: TrainingStep[BatchT] | None = None
         while True:
             try:
                 begins = batches.upcoming()
@@ -219,7 +210,7 @@ class Steps(Generic[BatchT]):
                     f"steps: {len(step)} of the {step.num_micro_batches} micro-batches of a step were not taken before "
                     "the next step. To leave them out, take them: list(step)"
                 )
-            step = Step(begins, batches)
+            step = TrainingStep(begins, batches)
             yield step
 
     def __len__(self) -> int:

@@ -29,8 +29,9 @@ from streaming.run.engine.threads.pace import WorkerPace
 from streaming.run.engine.workers.portable import Redefinitions
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.engine.workers.surroundings import Surroundings, ordinary_tensors
-from streaming.run.epochs.iterator import Loop, Run, RunOver, Stage
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, RunOver, Stage
 from streaming.run.replicas.broadcast import Sharing
 from streaming.run.replicas.options import Replicas
 from streaming.types import override

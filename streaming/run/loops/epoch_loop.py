@@ -32,8 +32,9 @@ from streaming.run.engine.pipeline import Settings
 from streaming.run.engine.reading import PlanReader
 from streaming.run.engine.source import Source
 from streaming.run.engine.threads.pace import WorkerPace
-from streaming.run.epochs.iterator import Loop, Run, Stage, staged
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, Stage, staged
 from streaming.run.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.run.loops.course import RunOrder, course_of, ranks_together
 from streaming.run.loops.runs import Begin, NotedRun, SegmentedRun, what_changes

@@ -17,8 +17,8 @@ from streaming.run.engine.threads.pace import WorkerPace
 from streaming.run.engine.unindexed.batches import ShardStream
 from streaming.run.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.run.engine.unindexed.samples import StreamSettings
-from streaming.run.epochs.iterator import Run, staged
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, staged
 from streaming.run.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.sets.sources.samples import SampleSource
 from streaming.types import override

@@ -32,8 +32,8 @@ from streaming.common.monitor import Monitor
 from streaming.errors import ReplicaError, StateError
 from streaming.run.engine.memory.batch_memory import BatchMemory
 from streaming.run.engine.threads.jobs import LOOK_UP_S
-from streaming.run.epochs.iterator import Run
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run
 from streaming.run.replicas.batch_codec import decode, encode
 from streaming.run.replicas.group import ReplicaGroup
 from streaming.run.replicas.options import Broadcast, Replicas

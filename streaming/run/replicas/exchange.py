@@ -27,8 +27,8 @@ from streaming.common.counters import Metrics
 from streaming.common.forks import in_children
 from streaming.errors import ReplicaError, StateError
 from streaming.order.packing.balance import exchange
-from streaming.run.epochs.iterator import Run, RunOver
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, RunOver
 from streaming.run.replicas.batch_codec import ALIGN_BYTES, decode, encode
 from streaming.run.replicas.group import gloo_group
 from streaming.types import Batch, Int64Array
