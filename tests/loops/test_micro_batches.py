@@ -8,17 +8,23 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from shard_tools.look.trace import merge_traces
 from streaming import DataLoader, DevicePrefetcher, Packed, Schedule, StageFields, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, StateError
 from streaming.integrations.batch_numbers import batches_seen, begin_at
+from tests.support.code.folders import ROOT
+from tests.support.code.page_blocks import blocks
 from tests.support.contracts.option_kinds import COUNT, KINDS, Places, plain
 from tests.support.processes.played_ranks import Play, played
 from tests.support.sets.data_sets import mesh_of
@@ -26,9 +32,9 @@ from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
-STEPS = 12
-"""Steps that a case reads: more than two epochs of most."""
-CASES, PER_TEST = 1_000, 20
+STEPS = 8
+"""Steps that a case reads: more than an epoch of most."""
+CASES, PER_TEST = 1_000, 10
 INDEXED = ("plain", "where", "mixture", "nested", "packed", "padded", "by size", "balanced", "curriculum")
 ONE_BY_ONE = ("padded", "by size")
 """Kinds of which each row is a batch by itself."""
@@ -129,6 +135,10 @@ class Case:
         return DataLoader(data, device_mesh=mesh_of(world or self.world, rank), **options, **more)
 
     @property
+    def has_labels(self) -> bool:
+        return self.kind in ("packed", "padded") and "collate_fn" not in self.options
+
+    @property
     def is_refused(self) -> bool:
         """Whether an epoch has too few rows for a batch."""
         try:
@@ -153,7 +163,7 @@ class Case:
             return [self.taken(loader, step) for step in islice(steps_of(loader), most)]
 
     def taken(self, loader: Any, step: Any) -> Seen:
-        labels = step.num_labels if self.kind in ("packed", "padded") and "collate_fn" not in self.options else None
+        labels = step.num_labels if self.has_labels else None
         seen, left = Seen(step.num_rows, labels), len(step)
         for part in step:
             seen.parts.append(rows_of(self.kind, part))
@@ -195,6 +205,10 @@ def check_case(case: Case) -> None:
     ranks = [case.cut(rank, case.world) for rank in range(case.world)]
     check_cut(case, ranks)
     assert merged(ranks) == list(map(Counter, truth))
+    if case.has_labels:
+        with case.loader(0, 1, micro_batch_size=case.micro) as loader:  # alone, it has all labels of a step
+            due = [case.taken(loader, step).num_labels for step in islice(steps_of(loader), STEPS)]
+        assert [sum(one.num_labels or 0 for one in step) for step in zip(*ranks, strict=True)] == due
     last = case.world - 1
     assert [step.rows for step in ranks[last]] == case.whole(last, case.world), "as on the rank whose steps are not cut"
 
@@ -234,7 +248,7 @@ def check_resumed(case: Case, number: int, caplog: pytest.LogCaptureFixture) -> 
 def test_steps_are_the_same_on_any_world_and_resume_inside(
     places: Places, first: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1,000 random cases of set, sizes, world and place of the resume, in the model's steps; ``make test`` has 20."""
+    """1,000 random cases of set, sizes, world and place of the resume, in the model's steps; ``make test`` has 10."""
     for number in range(first, first + PER_TEST):
         case = Case.draw(number, places)
         if case.is_refused:
@@ -484,7 +498,7 @@ def test_states_without_micro_batches_are_read_and_others_are_refused(places: Pl
 
 
 def test_shards_without_an_index_are_cut_too(places: Places) -> None:
-    for number in range(12):
+    for number in range(5):
         case = Case.draw(number, places, ("unindexed",))
         if case.is_refused:
             continue
@@ -608,3 +622,54 @@ def test_scripts_skip_batches_by_micro_batches(places: Places) -> None:
         pytest.raises(ConfigError, match=r"got 10 batches, but an epoch .* has 9 on each"),
     ):
         begin_at(loader, 10)
+
+
+class Totals(torch.nn.Module):
+    """A model of a table, so that gradients show which tokens count how much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.linspace(-1, 1, 200 * 8, dtype=torch.float64).reshape(200, 8))
+        self.head = torch.nn.Parameter(torch.linspace(1, -1, 8 * 200, dtype=torch.float64).reshape(8, 200))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table[ids] @ self.head
+
+    def no_sync(self) -> nullcontext[None]:
+        return nullcontext()
+
+
+def gradients_of(places: Places, code: str) -> list[list[float]]:
+    """Run a training loop on one rank; the gradients of each step."""
+    model, found = Totals(), []
+
+    def step() -> None:
+        found.append([*model.table.grad.flatten().tolist(), *model.head.grad.flatten().tolist()])  # type: ignore[union-attr]
+
+    optimizer = SimpleNamespace(step=step, zero_grad=model.zero_grad)
+    alone = SimpleNamespace(all_reduce=lambda total: total, get_world_size=lambda: 1)
+    names = {
+        "torch": torch, "dist": alone, "nullcontext": nullcontext, "ddp": model, "optimizer": optimizer,
+        "URL": places.url("whole"), "DataLoader": DataLoader, "StreamingDataset": StreamingDataset, "Packed": Packed,
+    }  # fmt: skip
+    exec(code, names)
+    return found
+
+
+def test_the_loop_on_the_page_has_the_gradients_of_whole_batches(places: Places) -> None:
+    (code,) = (block.code for block in blocks((ROOT / "docs/trainers.md").read_text()) if ".steps()" in block.code)
+    code = code.replace("8192", "8").replace("global_batch_size=512", "global_batch_size=7")
+    cut = gradients_of(places, code.replace("micro_batch_size=8", "micro_batch_size=2"))
+    whole = gradients_of(places, code.replace("micro_batch_size=8", "micro_batch_size=7"))
+    assert len(cut) == len(whole) > 2
+    assert np.abs(np.array(whole)).sum() > 0
+    np.testing.assert_allclose(cut, whole, atol=1e-12)
+
+
+def test_a_trace_shows_the_waits_of_a_step_together(places: Places, tmp_path: Path) -> None:
+    with loader_of(places) as loader:
+        loader.trace(tmp_path / "rank-0.json", steps=9)
+        assert len(list(loader)) == 9
+    report = merge_traces([str(tmp_path / "rank-0.json")])
+    assert [one.steps for one in report.ranks] == [9]
+    assert [one.samples_seen for one in report.steps] == [0, 8, 16]

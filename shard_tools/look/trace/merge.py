@@ -194,7 +194,12 @@ def _by_key(trace: Trace, causes: Sequence[dict[str, float]]) -> dict[Key, dict[
     several: dict[Key, list[dict[str, float]]] = {}
     for step, one in zip(trace.steps, causes, strict=True):
         several.setdefault(step.key, []).append(one)
-    return {key: {cause: sum(one[cause] for one in found) for cause in found[0]} for key, found in several.items()}
+    return {
+        key: {
+            cause: sum(one.get(cause, 0.0) for one in found) for cause in {name: None for one in found for name in one}
+        }
+        for key, found in several.items()
+    }
 
 
 def _write(out: str, shifted: Sequence[tuple[Trace, float]], report: MergeReport) -> None:
