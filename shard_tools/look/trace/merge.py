@@ -191,15 +191,12 @@ def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -
 
 def _by_key(trace: Trace, causes: Sequence[dict[str, float]]) -> dict[Key, dict[str, float]]:
     """Return what the consumer waited for in each step, in all of its micro-batches."""
-    several: dict[Key, list[dict[str, float]]] = {}
+    found: dict[Key, dict[str, float]] = {}
     for step, one in zip(trace.steps, causes, strict=True):
-        several.setdefault(step.key, []).append(one)
-    return {
-        key: {
-            cause: sum(one.get(cause, 0.0) for one in found) for cause in {name: None for one in found for name in one}
-        }
-        for key, found in several.items()
-    }
+        sums = found.setdefault(step.key, {})
+        for cause, seconds in one.items():
+            sums[cause] = sums.get(cause, 0.0) + seconds
+    return found
 
 
 def _write(out: str, shifted: Sequence[tuple[Trace, float]], report: MergeReport) -> None:

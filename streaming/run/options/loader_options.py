@@ -123,13 +123,6 @@ class LoaderOptions(Generic[BatchT]):
 
     batch_size: int | Schedule | None = field(default=None, kw_only=False)
     global_batch_size: int | Schedule | None = None
-    num_workers: int = field(default=0, metadata=_rule(MACHINERY["num_workers"]))
-    num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torch=NoEffect(
-        "batches of a torch data set are built by the thread that asks for them, or by worker processes: write "
-        "num_workers=…",
-        harmless=(None, 0),
-    )))  # fmt: skip
-    device_mesh: Any = field(default=None, metadata=_rule(local=True))
     micro_batch_size: int | None = field(default=None, metadata=_rule(
         _or_none(lambda name, value: checked_int(name, value, 1, 2**31 - 1)), torch=NoEffect(
             "batches are cut where shards are read. For a torch data set write batch_size={value!r}, and count the "
@@ -139,6 +132,13 @@ class LoaderOptions(Generic[BatchT]):
             "BatchHandle.get() returns"
         ),
     ))  # fmt: skip
+    num_workers: int = field(default=0, metadata=_rule(MACHINERY["num_workers"]))
+    num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torch=NoEffect(
+        "batches of a torch data set are built by the thread that asks for them, or by worker processes: write "
+        "num_workers=…",
+        harmless=(None, 0),
+    )))  # fmt: skip
+    device_mesh: Any = field(default=None, metadata=_rule(local=True))
     last_batch: str = "drop"
     epoch_size: int | None = None
     collate_fn: Callable[[list[Any]], BatchT] | None = field(default=None, metadata=_rule(_function))
