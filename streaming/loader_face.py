@@ -18,8 +18,7 @@ from streaming.errors import ConfigError
 from streaming.loop_core import LoopCore
 from streaming.order.plan.settings import Shape
 from streaming.run.engine.workers.ring import PageLocker
-from streaming.run.epochs.iterator import NO_STEPS, Batches, Closable, Loop
-from streaming.run.epochs.micro_batches import TrainingSteps
+from streaming.run.epochs.iterator import Batches, Closable, Loop
 from streaming.run.epochs.position import Place, calling_line
 from streaming.run.epochs.watch import Watchdog
 from streaming.run.loops.descriptions import what_is_read
@@ -148,29 +147,6 @@ class LoaderFace(Closable, Generic[BatchT]):
         The states are those of ``state_dict``: JSON-able dicts. What is called later, such as ``seed``, is not in them.
         """
         return self._iterated(with_state=True)
-
-    def steps(self) -> TrainingSteps[BatchT]:
-        """Return the steps of the next epoch, or the rest of the current one, each an iterator over its micro-batches.
-
-        Needs ``micro_batch_size``. A step is a global batch, whose rows are the same on any number of ranks. What it
-        holds is known when it begins, so the loss of each micro-batch can be divided by that. ::
-
-            for step in loader.steps():
-                for micro in step:
-                    (loss_sum(model, micro) / step.num_rows).backward()
-                optimizer.step()
-
-        ``len(loader.steps())`` is the number of steps in a whole epoch; ``len(loader)`` counts micro-batches.
-
-        Raises:
-            ConfigError: Batches are not cut into micro-batches.
-        """
-        return TrainingSteps(self._begin_steps, self._num_steps)
-
-    def _begin_steps(self) -> Batches[BatchT]:
-        if self.micro_batch_size is None:
-            raise ConfigError(NO_STEPS)
-        return self._iterated(with_state=False)
 
     def _num_steps(self) -> int:
         loop = self._core.now()

@@ -316,6 +316,24 @@ def test_a_micro_batch_is_what_a_batch_of_its_rows_would_be(places: Places, name
                     assert (value.dtype, value.shape[1:]) == (form[entry].dtype, form[entry].shape[1:])
 
 
+def drawn(samples: list[Any]) -> dict[str, Any]:
+    return {"__key__": [one["__key__"] for one in samples], "drawn": random.random()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_collate_fn_draws_follows_from_the_micro_batch(places: Places, num_workers: int) -> None:
+    """Two of a step draw unlike numbers, and a run that resumes between them the same as one that did not."""
+    with loader_of(places, collate_fn=drawn, num_workers=num_workers) as loader:
+        due, states = [], []
+        for part in loader:
+            due.append(part)
+            states.append(loader.state_dict())
+    assert len({part["drawn"] for part in due}) == 9
+    with loader_of(places, collate_fn=drawn) as loader:
+        loader.load_state_dict(states[4])
+        assert list(loader) == due[5:]
+
+
 def test_ranks_with_as_many_rows_have_no_empty_micro_batches_with_padding(places: Places) -> None:
     for rank in range(3):
         with loader_of(places, rank, 3, micro_batch_size=1, last_batch="pad") as loader:

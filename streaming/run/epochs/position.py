@@ -157,7 +157,8 @@ class Lasting(Iterator[_Item]):
 class Position:
     """Track where the next iteration begins, and what a checkpoint holds. Knows nothing of datasets.
 
-    The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``).
+    The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``). Where batches are
+    cut, a batch is a micro-batch.
 
     1. ``place`` is the place after the last batch received: the next batch comes from there. Checkpoints store it.
     2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or leaving the end of an epoch, and no
