@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from shard_tools.look.trace import merge_traces
-from streaming import DataLoader, DevicePrefetcher, Packed, Schedule, StageFields, StreamingDataset
+from streaming import Broadcast, DataLoader, DevicePrefetcher, Packed, Schedule, StageFields, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, StateError
 from streaming.integrations.batch_numbers import batches_seen, begin_at
+from streaming.run.engine import delivery
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import blocks
 from tests.support.contracts.option_kinds import COUNT, KINDS, Places, plain
@@ -279,6 +280,16 @@ def doubled(samples: list[Any]) -> dict[str, Any]:
     return {"__key__": [one["__key__"] for one in samples], "twice": torch.tensor([2 * one["cls"] for one in samples])}
 
 
+@dataclass
+class Held:
+    """A batch of a class of the user's."""
+
+    samples: list[Any]
+
+    def __post_init__(self) -> None:
+        self.samples = [one["__key__"] if isinstance(one, dict) else one for one in self.samples]
+
+
 MADE: dict[str, dict[str, Any]] = {
     "the asking thread": {"num_threads": 0},
     "collate_fn in workers": {"num_workers": 2, "collate_fn": doubled},
@@ -351,19 +362,20 @@ def test_a_prefetcher_hands_out_the_same_steps_and_its_states_are_those_of_train
             found += [(*about, part["__key__"], source.state_dict()) for part in step]
         return found
 
-    with loader_of(places) as loader:
+    with loader_of(places, global_batch_size=10) as loader:
         due = taken(loader)
-    with loader_of(places, num_workers=num_workers) as loader:
+    assert [one[:3] for one in due] == [*[(10, 4, 4)] * 8, *[(4, 2, 2)] * 2]
+    with loader_of(places, global_batch_size=10, num_workers=num_workers) as loader:
         prefetcher = DevicePrefetcher(loader, "cpu", depth=4)
         assert len(prefetcher.steps()) == len(loader.steps()) == 3
         assert taken(prefetcher) == due
         assert loader.epoch == 1
-    state = due[3][-1]
-    with loader_of(places) as loader:
+    state = due[5][-1]
+    with loader_of(places, global_batch_size=10) as loader:
         loader.load_state_dict(state)
         again = taken(DevicePrefetcher(loader, "cpu"))
-        assert again[0][:3] == (8, 3, 2), "the step of which two are left"
-        assert [one[3:] for one in again] == [one[3:] for one in due[4:]]
+        assert again[0][:3] == (10, 4, 2), "the step of which two are left"
+        assert [one[3:] for one in again] == [one[3:] for one in due[6:]]
     with (
         loader_of(places, micro_batch_size=None) as loader,
         pytest.raises(ConfigError, match="give it micro_batch_size="),
@@ -439,22 +451,27 @@ def test_an_epoch_that_has_begun_inside_its_first_step_keeps_its_order(places: P
     with loader_of(places) as loader:
         parts = iter(loader)
         found = keys(islice(parts, 1))
+        sent = pickle.loads(pickle.dumps(loader))
         loader.seed(77)
         loader.set_epoch(0)
-        sent = pickle.loads(pickle.dumps(loader))
-        state = loader.state_dict()
+        states = [loader.state_dict()]
+        found += keys(islice(parts, 1))
+        states.append(loader.state_dict())
         found += keys(parts)
         assert found == due
-        assert keys(loader) != due, "the next epoch is in the order of another seed"
+        after = keys(loader)
+        assert after != due, "the next epoch is in the order of another seed"
     with sent:
         assert keys(sent) == due[1:]
+    for number, state in enumerate(states, 1):
+        with loader_of(places) as loader:
+            loader.load_state_dict(state)
+            loader.set_epoch(0)
+            assert keys(loader) == due[number:]
+            assert (loader.epoch, len(loader), loader.batches_left) == (1, 9, 9)
+            assert keys(loader) == after
     with loader_of(places) as loader:
-        loader.load_state_dict(state)
-        loader.set_epoch(0)
-        assert keys(loader) == due[1:]
-        assert (loader.epoch, len(loader), loader.batches_left) == (1, 9, 9)
-    with loader_of(places) as loader:
-        loader.load_state_dict(state)
+        loader.load_state_dict(states[0])
         assert loader.batches_left == 8
         next(iter(loader))
         assert loader.batches_left == 7
@@ -553,19 +570,22 @@ def test_weights_change_between_micro_batches(places: Places, play: Play) -> Non
 
 
 @pytest.mark.parametrize("sizes", [{"dp_size": 1, "tp_size": 2}, {"dp_size": 2, "tp_size": 2}])
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 1}, {"collate_fn": doubled}])
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 1}, {"collate_fn": doubled}, {"collate_fn": Held}])
 def test_one_rank_sends_its_micro_batches_to_its_replicas(
     places: Places, play: Play, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:
     def run(mesh: Any) -> list[Any]:
         data = StreamingDataset(places.url("whole"), seed=3)
-        with DataLoader(data, device_mesh=mesh, replicate="broadcast", **SIZE | options) as loader:
-            return [plain(part) for step in loader.steps() for part in step]
+        how: Any = (
+            Broadcast(encode=vars, decode=lambda sent: Held(**sent)) if options.get("collate_fn") is Held else None
+        )
+        with DataLoader(data, device_mesh=mesh, replicate=how or "broadcast", **SIZE | options) as loader:
+            return [plain(vars(part) if how else part) for step in loader.steps() for part in step]
 
     got = play(run, **sizes)
     for share in range(sizes["dp_size"]):
         with loader_of(places, share, sizes["dp_size"], **options) as loader:
-            due = [plain(part) for part in loader]
+            due = [plain(vars(part) if isinstance(part, Held) else part) for part in loader]
         assert got[2 * share] == got[2 * share + 1] == due
 
 
@@ -625,6 +645,39 @@ def test_padded_packs_come_one_by_one_whatever_the_world(places: Places) -> None
     with DataLoader(packed, global_batch_size=4, micro_batch_size=1, device_mesh=mesh_of(1, 0)) as loader:
         widths = [{tuple(part["input_ids"].shape) for part in step} for step in loader.steps()]
     assert any(len(one) > 1 for one in widths)
+
+
+def test_whole_samples_that_a_transform_drops_leave_their_micro_batch(places: Places) -> None:
+    """Cuts lie between packs, whatever is left of each."""
+
+    def odd(sample: dict[str, Any]) -> dict[str, Any] | None:
+        return sample if int(sample["__key__"]) % 2 else None
+
+    data = StreamingDataset(places.url("whole"), seed=3, transform=odd, max_bad_samples=1.0)
+    packed = Packed(data, 200, column="size", padded=True, field=None)
+    options: dict[str, Any] = {"global_batch_size": 3, "last_batch": "partial", "device_mesh": mesh_of(1, 0)}
+    with DataLoader(packed, micro_batch_size=1, **options) as loader:
+        cut = [[plain(part) for part in step] for step in loader.steps()]
+    with DataLoader(packed, collate_fn=list, **options) as loader:
+        assert cut == [[plain(one) for one in batch] for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "mixture"])
+def test_a_loop_in_haste_gets_the_same_from_batches_that_are_looked_up_together(
+    places: Places, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(rank: int) -> list[Any]:
+        data = KINDS[kind].make(places, {"StreamingDataset": {"decode": None}} if kind != "packed" else {})
+        options: dict[str, Any] = {"global_batch_size": 5, "micro_batch_size": 1, "epoch_size": 303}
+        with DataLoader(data, device_mesh=mesh_of(2, rank), last_batch="pad", num_threads=1, **options) as loader:
+            padded = [plain(part) for step in loader.steps() for part in step]
+        with DataLoader(data, device_mesh=mesh_of(2, rank), last_batch="partial", num_threads=1, **options) as loader:
+            return [padded, [plain(part) for step in loader.steps() for part in step]]
+
+    due = [taken(rank) for rank in range(2)]
+    monkeypatch.setattr(delivery, "_SHORT_STEP_S", 1e9)
+    assert [taken(rank) for rank in range(2)] == due
+    assert [len(parts) for parts in due[0]] == [61 * 3, 60 * 3 + 2]
 
 
 def test_scripts_skip_batches_by_micro_batches(places: Places) -> None:
