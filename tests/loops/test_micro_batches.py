@@ -662,13 +662,16 @@ def test_whole_samples_that_a_transform_drops_leave_their_micro_batch(places: Pl
         assert cut == [[plain(one) for one in batch] for batch in loader]
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "mixture"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "mixture", "where"])
 def test_a_loop_in_haste_gets_the_same_from_batches_that_are_looked_up_together(
     places: Places, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(rank: int) -> list[Any]:
-        data = KINDS[kind].make(places, {"StreamingDataset": {"decode": None}} if kind != "packed" else {})
+        data = KINDS[kind].make(
+            places, {"StreamingDataset": {"fields": ("cls", "txt", "bin")}} if kind != "packed" else {}
+        )
         options: dict[str, Any] = {"global_batch_size": 5, "micro_batch_size": 1, "epoch_size": 303}
+        options |= {"jagged": ("bin",)} if kind == "where" else {}
         with DataLoader(data, device_mesh=mesh_of(2, rank), last_batch="pad", num_threads=1, **options) as loader:
             padded = [plain(part) for step in loader.steps() for part in step]
         with DataLoader(data, device_mesh=mesh_of(2, rank), last_batch="partial", num_threads=1, **options) as loader:
