@@ -385,15 +385,20 @@ def test_a_prefetcher_hands_out_the_same_steps_and_its_states_are_those_of_train
 
 def test_labels_of_a_step_are_those_of_its_micro_batches(places: Places) -> None:
     packed = KINDS["packed"].make(places, {"Packed": {"length": 8}})
-    for options in ({}, {"collate_fn": lambda packs: {"num_labels": sum(one["num_labels"] for one in packs)}}):
+
+    def summed(packs: list[Any]) -> dict[str, Any]:
+        return {"num_labels": torch.tensor(sum(one["num_labels"] for one in packs))}
+
+    for options in ({}, {"collate_fn": summed}):
         with DataLoader(packed, global_batch_size=7, micro_batch_size=3, **options) as loader:
             for step in loader.steps():
                 about = step.num_labels
                 assert about == sum(int(part["num_labels"]) for part in step) > 0
-    with DataLoader(packed, global_batch_size=7, micro_batch_size=3, collate_fn=list) as loader:
-        step = next(iter(loader.steps()))
-        with pytest.raises(ConfigError, match="not every micro-batch has an entry 'num_labels'"):
-            _ = step.num_labels
+    for collate_fn in (list, lambda packs: {"num_labels": torch.tensor([one["num_labels"] for one in packs])}):
+        with DataLoader(packed, global_batch_size=7, micro_batch_size=3, collate_fn=collate_fn) as loader:
+            step = next(iter(loader.steps()))
+            with pytest.raises(ConfigError, match="not every micro-batch says its 'num_labels'"):
+                _ = step.num_labels
     with DataLoader(packed, global_batch_size=7, micro_batch_size=3) as loader:
         assert next(iter(loader.steps())).num_tokens > 0
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self
 
+import torch
+
+from streaming.common.arguments import is_whole
 from streaming.errors import ConfigError
 from streaming.run.epochs.position import Lasting, Place
 from streaming.run.epochs.run import Run, RunOver
@@ -99,7 +102,13 @@ def _counted(step: Sequence[Any]) -> dict[str, int]:
     """Return the sum of each number that every micro-batch says of itself."""
     if not all(isinstance(one, Mapping) for one in step):
         return {}
-    return {name: sum(int(one[name]) for one in step) for name in _COUNTS if all(name in one for one in step)}
+    said = {name: [one.get(name) for one in step] for name in _COUNTS}
+    return {name: sum(map(int, values)) for name, values in said.items() if all(map(_is_number, values))}
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether it is a whole number, or a tensor of one, and not a field of that name."""
+    return is_whole(value) or (isinstance(value, torch.Tensor) and not value.ndim and not value.is_floating_point())
 
 
 class MicroBatches(Protocol):
@@ -162,8 +171,8 @@ class TrainingStep(Generic[BatchT]):
     def _count(self, name: str) -> int:
         if name not in self._facts.counts:
             raise ConfigError(
-                f"step.{name}: not every micro-batch has an entry {name!r}. Packs have it; let a collate_fn return a "
-                f"dict with it, and stage_fields name it"
+                f"step.{name}: not every micro-batch says its {name!r}. Packs do; let a collate_fn return a dict with "
+                "that number, and stage_fields name it"
             )
         return self._facts.counts[name]
 
