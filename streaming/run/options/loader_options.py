@@ -134,7 +134,7 @@ class LoaderOptions(Generic[BatchT]):
         ), actors=NoEffect(
             "not with remote_group, whose handles stand for whole batches; leave it out, and cut what "
             "BatchHandle.get() returns"
-        ),
+        ), samples=_OF_BATCHES,
     ))  # fmt: skip
     num_workers: int = field(default=0, metadata=_rule(MACHINERY["num_workers"]))
     num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torch=NoEffect(
