@@ -117,7 +117,7 @@ class Loop(ABC):
         """
 
     def begun(self, place: Place, seed: int | None) -> Run:
-        """Start producing what is handed out from ``place`` on: batches, or the micro-batches of each."""
+        """Start producing batches, or the micro-batches of each, from ``place`` on."""
         if self.shape.micro_batch_size is None:
             return self.start(place, seed)
         steps = self.start(replace(place, micro_batches=0), seed)
@@ -128,7 +128,7 @@ class Loop(ABC):
         return min(self.shape.sizes.at(self.row_of(place)), self.samples_per_epoch - place.samples_seen)
 
     def micro_batches_left(self, place: Place) -> int:
-        """Return how many batches of an epoch are handed out after a place in it: micro-batches, if they are cut."""
+        """Return the number of batches of an epoch after a place in it; of micro-batches, if batches are cut."""
         if self.shape.micro_batch_size is None:
             return self.left_behind(place)
         left = self.samples_per_epoch - place.samples_seen
@@ -148,7 +148,7 @@ class Loop(ABC):
         return self.settled(Place(epoch=place.epoch, samples_seen=seen))
 
     def after(self, place: Place, run: Any) -> Place:
-        """Return the place after what ``run`` has just handed out, which is the next after ``place``."""
+        """Return the place after the batch or micro-batch that ``run`` has just returned; ``place`` is before it."""
         if isinstance(run, MicroRun) and run.is_inside:
             return place.after_micro_batch()
         return self.after_batch(place, run)
@@ -363,7 +363,7 @@ class Batches(Generic[BatchT]):
                 return batch
 
     def upcoming(self) -> Within:
-        """Return the place in its step of the micro-batch that comes next: the step is read, and not handed out.
+        """Return the place of the next micro-batch in its step. The step is read, but not delivered.
 
         Raises:
             StopIteration: There is none.
@@ -375,7 +375,7 @@ class Batches(Generic[BatchT]):
 
     @property
     def within(self) -> Within | None:
-        """The place in its step of the micro-batch handed out last; None: none was, or batches are not cut."""
+        """Place of the last delivered micro-batch in its step; None: none was delivered, or batches are not cut."""
         return self._run.within if isinstance(self._run, MicroRun) else self._within
 
     def _answer(self, act: Callable[[], _Answer], batches: int = 1) -> _Answer:
@@ -401,7 +401,7 @@ class Batches(Generic[BatchT]):
         return found
 
     def _count(self, batches: int, begun_s: float, begun_thread_s: float, begun_waited_s: float) -> None:
-        """Count what is about to be handed out, and how the consumer's time was spent since the last answer."""
+        """Count a batch that is about to be delivered, and the consumer's time since the last answer."""
         last_s, now_s = self._handed_out_s, time.perf_counter()
         self._handed_out_s = now_s
         spent = {

@@ -23,7 +23,7 @@ class StepFacts:
     Attributes:
         num_rows: Its rows over all ranks, padding not counted; None: that is not known on one rank.
         num_micro_batches: How many micro-batches it has, the same on every rank.
-        counts: Sums of the numbers that each of its micro-batches on this rank says of itself.
+        counts: Sums of the counts in its micro-batches on this rank.
     """
 
     num_rows: int | None
@@ -45,7 +45,7 @@ class Within:
 
 
 _COUNTS = ("num_labels", "num_tokens")
-"""Entries with which packs say how much they hold."""
+"""Entries of packs that count their contents."""
 
 
 class MicroRun(RunOver):
@@ -53,12 +53,12 @@ class MicroRun(RunOver):
 
     Args:
         run: Produces, for each step, the list of its micro-batches.
-        place: Place of the first step; as many micro-batches as come before it are not handed out again.
+        place: Place of the first step. Micro-batches of the step before the place are not delivered again.
         num_rows: Says how many rows the step at a place has over all ranks; None: one rank does not know.
         after: Returns the place after the step at a place.
 
     Attributes:
-        within: Place of the micro-batch handed out last in its step; None: none was.
+        within: Place of the last delivered micro-batch in its step; None: none was delivered.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MicroRun(RunOver):
         self.within: Within | None = None
 
     def upcoming(self) -> Within:
-        """Return the place of the next micro-batch in its step, which is read if nothing of it was handed out.
+        """Return the place of the next micro-batch in its step. Reads the step if none of it was delivered.
 
         Raises:
             StopIteration: There is none.
@@ -94,12 +94,12 @@ class MicroRun(RunOver):
 
     @property
     def is_inside(self) -> bool:
-        """Whether more of the step follows the micro-batch handed out last."""
+        """Whether more of the step follows the last delivered micro-batch."""
         return bool(self._left)
 
 
 def _counted(step: Sequence[Any]) -> dict[str, int]:
-    """Return the sum of each number that every micro-batch says of itself."""
+    """Return the sum of each count that every micro-batch has."""
     if not all(isinstance(one, Mapping) for one in step):
         return {}
     said = {name: [one.get(name) for one in step] for name in _COUNTS}
@@ -159,7 +159,7 @@ class TrainingStep(Generic[BatchT]):
         """Labels in all micro-batches of the step on this rank, for packs; sum it over the data-parallel ranks.
 
         Raises:
-            ConfigError: Micro-batches do not say how many they have.
+            ConfigError: Micro-batches do not have this count.
         """
         return self._count("num_labels")
 

@@ -57,7 +57,7 @@ class Place:
         return replace(self, epoch=self.epoch + 1, samples_seen=0, is_end=False) if self.is_end else self
 
     def after_micro_batch(self) -> Self:
-        """Return the place after one more micro-batch of the step, of which others follow."""
+        """Return the place after one more micro-batch of the step, if others of the step follow."""
         has_begun = self.has_begun or not self.samples_seen
         return replace(self, micro_batches=self.micro_batches + 1, has_begun=has_begun)
 

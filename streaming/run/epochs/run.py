@@ -1,4 +1,4 @@
-"""Produce the batches of an epoch: ``Run``, what wraps one, and ``Stage``, which makes such wraps over many runs."""
+"""Produce the batches of an epoch: ``Run``, ``RunOver``, which wraps one, and ``Stage``, which wraps many runs."""
 
 from __future__ import annotations
 

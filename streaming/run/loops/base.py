@@ -246,7 +246,7 @@ class BaseLoop(Loop, Generic[_Contents]):
         return None if self.config.recipe.skips else super().rows_of_step(place)
 
     def within_step(self, place: Place, shape: Shape | None = None) -> WithinStep | None:
-        """Return what a state says of a place in its step, in batches of a shape (default: the loop's)."""
+        """Return the entry of a state for a place in its step, in batches of a shape (default: the loop's)."""
         shape = shape or self.shape
         if shape.micro_batch_size is None or not place.micro_batches:
             return None if shape.micro_batch_size is None else WithinStep()

@@ -71,7 +71,7 @@ class Sharing:
         reads_inline: On the reading rank, the thread that requests batches reads; otherwise a separate thread does.
         metrics: Counts the consumer's waits; None: no count.
         batch_bytes: Limit on reused memory of received batches.
-        is_cut: Whether batches are lists of micro-batches, each of which has portions of its own.
+        is_cut: Whether batches are lists of micro-batches, each with its own portions.
 
     Attributes:
         ranks: All ranks. The first one reads.
