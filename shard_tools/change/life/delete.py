@@ -112,6 +112,7 @@ def delete(
         leaves, missing = _by_contents(head, storage, contents, workers)
     num_deleted = sum(int(mask.sum()) for mask in leaves.values())
     sizes = {shard.name: shard.size_bytes for shard in head.table.shards}
+    _refuse_all(head, num_deleted)
     if purge:
         refuse_tagged(storage, home, leaves)
     version = leave_out(
@@ -124,6 +125,16 @@ def delete(
         num_bytes=sum(sizes[name] for name in leaves), num_not_found=len(missing),
         first_not_found=tuple(missing[:_SHOWN]), dry_run=dry_run, purged=purged, seconds=time.monotonic() - begun_s,
     )  # fmt: skip
+
+
+def _refuse_all(head: Head, num_deleted: int) -> None:
+    """Refuse to delete every sample of a set.
+
+    Raises:
+        ConfigError: None would stay.
+    """
+    if num_deleted and num_deleted == head.table.total_samples:
+        raise ConfigError(f"{redact(head.home)}: no sample would stay; to give up the set, delete its directory")
 
 
 def leave_out(
@@ -146,8 +157,7 @@ def leave_out(
         OvertakenError: Somebody else changed the set meanwhile.
     """
     num = sum(int(mask.sum()) for mask in leaves.values())
-    if num and num == head.table.total_samples:
-        raise ConfigError(f"{redact(head.home)}: no sample would stay; to give up the set, delete its directory")
+    _refuse_all(head, num)
     if not num or dry_run:
         return head.number
     identity = {name: np.flatnonzero(mask).tolist() for name, mask in leaves.items()}
