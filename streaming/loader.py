@@ -20,6 +20,8 @@ from streaming.others.torch_datasets.kinds import is_iterable, resolve_dataset
 from streaming.others.torch_datasets.map_style import open_ordinary
 from streaming.others.torch_datasets.options import OrdinaryDataset
 from streaming.run.device.copiers import page_locked
+from streaming.run.epochs.iterator import NO_STEPS, Batches
+from streaming.run.epochs.micro_batches import TrainingSteps
 from streaming.run.loops.opening import OpenLoop, open_shards
 from streaming.run.loops.options import ELSEWHERE, refuse_change, refuse_rebuilding
 from streaming.run.options.loader_options import LoaderOptions
@@ -87,6 +89,10 @@ class DataLoader(LoaderFace[BatchT]):
         global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
             Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the
             size of a batch is the value at its first row, counted in samples of the run over all ranks and epochs.
+        micro_batch_size: Most rows of a micro-batch. A global batch is then a *step*, and each rank's share of it comes
+            in micro-batches: ``loader.steps()`` yields steps, ``iter(loader)`` their micro-batches, which
+            ``len(loader)`` counts. All ranks have as many of them in a step; on a rank they differ by at most one row
+            (docs/trainers.md).
         num_workers: Processes that decode and collate; 0: threads of this process.
         num_threads: Threads that decode and collate when ``num_workers`` is 0. None: one per core, up to 4; 0: the
             calling thread. With ``num_workers``: 0 means that this process builds nothing; by default it builds the
@@ -183,6 +189,29 @@ class DataLoader(LoaderFace[BatchT]):
             refuse_whole(options.collate_fn)
             return open_shards(made, options, shape, mesh, pin=page_locked)
         return _open_torch_dataset(made, options, shape, mesh)
+
+    def steps(self) -> TrainingSteps[BatchT]:
+        """Return the steps of the next epoch, or the rest of the current one, each an iterator over its micro-batches.
+
+        Needs ``micro_batch_size``. A step is a global batch, whose rows are the same on any number of ranks. What it
+        holds is known when it begins, so the loss of each micro-batch can be divided by that. ::
+
+            for step in loader.steps():
+                for micro in step:
+                    (loss_sum(model, micro) / step.num_rows).backward()
+                optimizer.step()
+
+        ``len(loader.steps())`` is the number of steps in a whole epoch; ``len(loader)`` counts micro-batches.
+
+        Raises:
+            ConfigError: Batches are not cut into micro-batches.
+        """
+        return TrainingSteps(self._begin_steps, self._num_steps)
+
+    def _begin_steps(self) -> Batches[BatchT]:
+        if self.micro_batch_size is None:
+            raise ConfigError(NO_STEPS)
+        return self._iterated(with_state=False)
 
     def _set_trainers_epoch(self, epoch: int) -> None:
         """See ``EpochSampler.set_epoch``."""

@@ -19,7 +19,7 @@ from streaming.loop_core import LoopCore
 from streaming.order.plan.settings import Shape
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.epochs.iterator import Batches, Closable, Loop
-from streaming.run.epochs.position import calling_line
+from streaming.run.epochs.position import Place, calling_line
 from streaming.run.epochs.watch import Watchdog
 from streaming.run.loops.descriptions import what_is_read
 from streaming.run.loops.opening import OpenLoop
@@ -97,9 +97,15 @@ class LoaderFace(Closable, Generic[BatchT]):
 
     @property
     def batch_size(self) -> int:
-        """Samples in a full batch on this rank. With a schedule of batch sizes: the size of the next batch."""
+        """Samples in a full batch, or micro-batch, on this rank. With a schedule of batch sizes: in the next batch."""
         mesh = self.device_mesh
-        return self._loop.next_shape.rows_of(mesh.data_rank)
+        shape = self._loop.next_shape
+        return -(-shape.rows_of(mesh.data_rank) // shape.num_parts(shape.global_batch_size))
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The most samples of a micro-batch on each rank, as given; None: batches are not cut."""
+        return self._core.shape.micro_batch_size
 
     @property
     def has_ramp(self) -> bool:
@@ -108,7 +114,7 @@ class LoaderFace(Closable, Generic[BatchT]):
 
     @property
     def batches_left(self) -> int:
-        """Number of batches of the current epoch that have not been received yet.
+        """Number of batches, or micro-batches, of the current epoch that have not been received yet.
 
         Raises:
             TypeError: The length of the epoch is unknown, as for ``len(loader)``, and the epoch is not over.
@@ -116,7 +122,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         loop = self._core.now()
         loop.check_ends()
         place = loop.position.place
-        return 0 if place.is_end else loop.left_behind(place)
+        return 0 if place.is_end else loop.micro_batches_left(place)
 
     def __iter__(self) -> Batches[BatchT]:
         """Return an iterator over the next epoch, or over the rest of the current one.
@@ -142,6 +148,11 @@ class LoaderFace(Closable, Generic[BatchT]):
         them.
         """
         return self._iterated(with_state=True)
+
+    def _num_steps(self) -> int:
+        loop = self._core.now()
+        loop.check_ends()
+        return loop.num_batches
 
     def _iterated(self, *, with_state: bool) -> Batches[Any]:
         loop = self._core.now(to_read=True)
@@ -194,7 +205,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         self._core.check.now(checked_seconds("check_agreement: timeout", timeout))
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch; it is the same on every rank.
+        """Return the number of batches, or micro-batches, in a whole epoch; it is the same on every rank.
 
         Raises:
             TypeError: The dataset is a ``Mixture`` without an end.
@@ -204,9 +215,10 @@ class LoaderFace(Closable, Generic[BatchT]):
         return number
 
     def _num_batches(self) -> int:
-        loop = self._core.now()
-        loop.check_ends()
-        return loop.num_batches
+        loop, steps = self._core.now(), self._num_steps()
+        if self.micro_batch_size is None:
+            return steps
+        return loop.micro_batches_left(Place(epoch=loop.epoch, samples_seen=0))
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the start of ``epoch``. If that epoch is already next, a loaded position is kept.
@@ -318,7 +330,8 @@ class LoaderFace(Closable, Generic[BatchT]):
             dp_rank: This process's data-parallel rank, in [0, dp_size).
             dp_size: The new number of data-parallel ranks. Ranks along the other axes of the mesh do not change.
             at: The ``state_dict()`` taken after the last batch that all ranks committed; or the number of global
-                batches that the run has committed over all epochs (of ``len(loader)`` batches each).
+                batches that the run has committed over all epochs (of ``len(loader)`` batches each, or
+                ``len(loader.steps())`` with micro-batches).
 
         Raises:
             ConfigError: A number is out of range; this is not a loader over an indexed ``StreamingDataset`` or

@@ -143,7 +143,7 @@ class LoopCore:
         mesh = self.finder.mesh if self.finder.found_by == "given" else None
         state: dict[str, Any] = self.loop.state().to_dict()
         is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None and self._loaded is None
-        is_new = is_new and not self.loop.position.was_seeded
+        is_new = is_new and not self.loop.position.was_seeded and not self.loop.position.place.micro_batches
         is_new = is_new and len(state.get("ledger") or ()) < 2  # else set_weights() was called
         return {"dataset": self._given, "options": self.options.for_mesh(mesh), "state": None if is_new else state}
 

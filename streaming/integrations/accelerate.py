@@ -220,5 +220,5 @@ def _warn_of_count(accelerator: Accelerator, loader: DataLoader, line: str) -> N
             "expect those of all %d processes: they divide by num_processes, and a prepared schedule takes %d steps "
             "for each of the optimizer's, so that the learning rate would end after 1/%d of the run. Let them count "
             "count_all_ranks(accelerator, loader), or multiply by num_processes in the script (docs/trainers.md)",
-            line, loader._loop.num_batches, processes, processes, processes,
+            line, loader._num_batches(), processes, processes, processes,
         )  # fmt: skip

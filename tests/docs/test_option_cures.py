@@ -47,6 +47,7 @@ pytestmark = pytest.mark.thorough
 _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 
 RUN_ELSEWHERE = {
+    "micro_batch_size": "test_micro_batches.py::test_padded_packs_come_one_by_one_whatever_the_world",
     "name": "test_exports.py::test_a_loader_that_is_gone_is_not_kept_and_its_name_is_free",
     "restores": "test_headspace.py::test_model_and_optimizer_are_set_back",
     "worker_init_fn": "test_settings.py::test_functions_of_the_script_share_what_worker_init_fn_sets_up",

@@ -167,6 +167,11 @@ def on_bad(**more: Any) -> By:
     return By(made)
 
 
+def several(kind: str, _places: Places) -> Any:
+    """Several padded packs in a batch, which have no common shape, are a list."""
+    return {"DataLoader": {"batch_size": 2, "collate_fn": list}} if kind in ("padded", "by size") else {}
+
+
 def tuned_file() -> str:
     path = Path(TEMPORARY.name, "tuned.json")
     path.write_bytes(Tuned(options={"prefetch_factor": 5}, cores=num_cores()).to_bytes())
@@ -286,6 +291,7 @@ CASES: dict[str, dict[str, Case]] = {
         "dataset": Case(By(lambda kind, _: set_or_function(kind))),
         "batch_size": Case(By(lambda kind, _: 1 if KINDS[kind].loader.get("batch_size") != 1 else 2)),
         "global_batch_size": Case(By(lambda kind, _: 4 if KINDS[kind].loader.get("batch_size") != 1 else 2)),
+        "micro_batch_size": Case(By(lambda kind, _: 1 if KINDS[kind].is_packed else 3), base=By(several)),
         "num_workers": Case(1, look=lambda loader, _: loader.num_workers, epochs=0),
         "num_threads": Case(1, base={"DataLoader": {"collate_fn": rows}}, look=settings_of("num_threads"), epochs=0),
         "device_mesh": Case(mesh_of(2, 1), By(lambda kind, _: {"DataLoader": ENDLESS} if kind == "iterable" else {})),

@@ -334,7 +334,7 @@ def test_a_new_world_in_the_old_process_group_is_refused(folder: Path, job: Job)
 
     for rank, said in enumerate(job.run(play, range(2))):
         assert f"torch.distributed calls this process rank {rank}, but in the mesh it is {1 - rank};" in said
-        assert "after remesh(), set torch.distributed up anew" in said
+        assert "after remesh(), set up torch.distributed again" in said
 
 
 def test_exchanged_batches_are_page_locked_and_counted(folder: Path, job: Job) -> None:

@@ -359,6 +359,15 @@ def test_only_whole_batches_are_balanced(url: str) -> None:
         Tickets(packs(url, balance="local"))
 
 
+@pytest.mark.parametrize("unit", ["sample", "batch"])
+def test_tickets_stand_for_no_parts_of_batches(url: str, unit: Any) -> None:
+    """Micro-batches of a step begin at one place, so a place would not name the ticket's portion."""
+    cut = loader(url, micro_batch_size=3)
+    with pytest.raises(ConfigError, match=r"micro_batch_size.*; make the loader without it"):
+        Tickets(cut, unit=unit)
+    assert len(next(iter(cut))["txt"]) == 2, "the loader itself works on"
+
+
 # --- scores ---
 
 

@@ -176,9 +176,7 @@ def _rank_report(first: Trace, trace: Trace, shift_us: float, causes: list[dict[
 
 def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -> tuple[LongestWait, ...]:
     """Return, for each step that all ranks took, the rank that waited longest, and the cause."""
-    of = {
-        trace.rank: dict(zip((step.key for step in trace.steps), causes[trace.rank], strict=True)) for trace in traces
-    }
+    of = {trace.rank: _by_key(trace, causes[trace.rank]) for trace in traces}
     found = []
     for key in of[traces[0].rank]:
         if not all(key in steps for steps in of.values()):
@@ -189,6 +187,16 @@ def _steps(traces: Sequence[Trace], causes: dict[int, list[dict[str, float]]]) -
             LongestWait(epoch=key[0], samples_seen=key[1], rank=rank, cause=cause, seconds=round(seconds, 6))
         )  # fmt: skip
     return tuple(found)
+
+
+def _by_key(trace: Trace, causes: Sequence[dict[str, float]]) -> dict[Key, dict[str, float]]:
+    """Return what the consumer waited for in each step, in all of its micro-batches."""
+    found: dict[Key, dict[str, float]] = {}
+    for step, one in zip(trace.steps, causes, strict=True):
+        sums = found.setdefault(step.key, {})
+        for cause, seconds in one.items():
+            sums[cause] = sums.get(cause, 0.0) + seconds
+    return found
 
 
 def _write(out: str, shifted: Sequence[tuple[Trace, float]], report: MergeReport) -> None:

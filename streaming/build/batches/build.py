@@ -6,6 +6,7 @@ A ``RowKind`` defines what a row is: a sample (``Samples``), or several samples 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,17 @@ from streaming.build.batches.draws import BatchDraws, Chain, as_chain
 from streaming.build.batches.dropped_samples import DROPPED, cure_of, user_trace
 from streaming.build.batches.jagged import Allocate, Form, checked_jagged
 from streaming.build.batches.portion import Portion
-from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
+from streaming.build.batches.rows import (
+    Cuts,
+    DecodedRow,
+    FieldRange,
+    Index,
+    PlannedRows,
+    Rows,
+    Stock,
+    cut_up,
+    has_empty,
+)
 from streaming.build.batches.sequence import SequenceSlice
 from streaming.build.decode import (
     FieldDecoder,
@@ -218,7 +229,10 @@ class RowKind(ABC):
 
     @abstractmethod
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        """Return the batch of ``rows``; ``valid`` masks the rows of the batch that count."""
+        """Return the batch of ``rows``; ``valid`` masks the rows of the batch that count.
+
+        If ``rows`` are cut: the list of its micro-batches, each built as a batch of its rows.
+        """
 
     @abstractmethod
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
@@ -319,22 +333,23 @@ class Samples(RowKind):
     @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         mask = builder.recipe.mask_of(len(rows.keys), valid)
-        copied = builder.copied(self, rows, mask)
+        copied = builder.copied(self, rows, mask, self.cuts(rows))
         return self.one_by_one(builder, rows, mask) if copied is None else copied
+
+    def cuts(self, rows: Rows) -> Cuts:
+        """Return where the samples are cut into micro-batches."""
+        return rows.cuts
 
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
         """Return the batch, built sample by sample."""
         builder.read_ahead(rows)
-        return builder.collate([builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))], mask)
+        samples = [builder.sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
+        return builder.collate(samples, mask, rows.cuts)
 
     @override
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:
-        recipe, sample = builder.recipe, builder.first_of(prototypes)
-        if recipe.collate_fn is not None:
-            return builder.without_rows(self.given(builder, sample))
-        whole = replace(recipe, portion=Portion(), finish=None)
-        row = whole.whole(builder.default([sample]), whole.mask_of(1, None), 1)
-        return recipe.portion(empty_like(row), 0)
+        sample = builder.first_of(prototypes)
+        return builder.nothing(sample if builder.recipe.collate_fn is None else self.given(builder, sample))
 
     def given(self, builder: BatchBuilder, sample: Sample) -> Sample:  # noqa: ARG002
         """Return the argument of ``collate_fn`` for a row that consists of one sample."""
@@ -526,23 +541,39 @@ class BatchBuilder:
 
     # --- for row kinds ---
 
-    def copied(self, kind: GroupedRows, rows: Rows, mask: Mask) -> Any | None:
+    def copied(self, kind: GroupedRows, rows: Rows, mask: Mask, cuts: Cuts = None) -> Any | None:
         """Return the batch of plain columns; None: build it row by row, because of damage or user functions."""
         recipe = self.recipe
-        if recipe.is_plain and not rows.damage and not self._draws.seeds and not rows.has_distant:
+        is_copied = recipe.is_plain and not rows.damage and not has_empty(cuts)
+        if is_copied and not self._draws.seeds and not rows.has_distant:
             try:
                 columns = kind.columns(recipe, rows, self.allocate, self.place, self._draws)
-                return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
+                return cut_up(
+                    cuts, len(rows.keys),
+                    lambda low, high: recipe.whole(
+                        columns.batch(low, high), None if mask is None else mask[low:high], high - low
+                    ),
+                )  # fmt: skip
             except (DecodeError, ChecksumError):  # building row by row will find the value
                 if self.allocate is not None:
                     self.allocate.again()
         return None
 
-    def collate(self, samples: list[Sample], mask: Mask) -> Any:
-        """Return the batch of samples, by the user's function or the default one."""
+    def collate(self, samples: list[Sample], mask: Mask, cuts: Cuts = None) -> Any:
+        """Return the batch of samples, by the user's function or the default one, or its micro-batches."""
         self.place[0] = -1
+        shown = copy.copy(samples[0]) if has_empty(cuts) else {}  # before a function changes it
+
+        def make(low: int, high: int) -> Any:
+            if low == high:
+                return self.nothing(shown)
+            return self._collate(samples[low:high], None if mask is None else mask[low:high], low)
+
+        return cut_up(cuts, len(samples), make)
+
+    def _collate(self, samples: list[Sample], mask: Mask, first: int) -> Any:
         if self.recipe.collate_fn is not None:
-            self._draws.begin_collate()
+            self._draws.begin_collate(first)
             if mask is not None:
                 for sample, valid in zip(samples, mask, strict=True):
                     if isinstance(sample, dict):
@@ -567,6 +598,15 @@ class BatchBuilder:
     def default(self, samples: list[Sample]) -> Batch:
         """Return the default batch of samples, without mask and portion."""
         return default_collate(samples, allocate=self.allocate, jagged=self.recipe.jagged)
+
+    def nothing(self, sample: Sample) -> Any:
+        """Return the batch of no rows, in the form that a batch of such samples has."""
+        recipe = self.recipe
+        if recipe.collate_fn is not None:
+            return self.without_rows(copy.copy(sample))
+        whole = replace(recipe, portion=Portion(), finish=None)
+        row = whole.whole(self.default([sample]), whole.mask_of(1, None), 1)
+        return recipe.portion(empty_like(row), 0)
 
     def without_rows(self, sample: Sample) -> Any:
         """Return the user's batch of no rows, derived from ``sample``: the function is never called without samples."""

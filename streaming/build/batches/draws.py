@@ -102,11 +102,11 @@ class BatchDraws:
         self.begin_sample(row)
         return self.bound(decoder)
 
-    def begin_collate(self) -> None:
-        """Seed the generators for ``collate_fn``, by the first row."""
+    def begin_collate(self, row: int = 0) -> None:
+        """Seed the generators for ``collate_fn``, by the first row that it gets."""
         if self.seeds:
             positions = self._positions
-            first = 0 if positions is None or not len(positions) else int(positions[0])
+            first = row if positions is None or row >= len(positions) else int(positions[row])
             self._seed(hash_words(self._key, _COLLATE, first))
 
     def _seed(self, seed: int) -> None:

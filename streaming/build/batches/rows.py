@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 from streaming.build.decode import DistantMember, ReadDistant
@@ -14,6 +15,8 @@ from streaming.types import Int64Array
 
 Index: TypeAlias = "Int64Array | slice"
 """Selects rows: by number, or all of them unchanged."""
+Cuts: TypeAlias = "Sequence[int] | None"
+"""The first row of each micro-batch, and the end of the last one; None: all rows form one batch."""
 Lend: TypeAlias = "Callable[[Int64Array, Int64Array], list[memoryview | None]]"
 """Returns ranges of a buffer, given their starts and sizes (int64 [n] each), as read-only views that users may keep;
 None where a size is negative."""
@@ -57,6 +60,8 @@ class Rows:
         lend: Cuts views from the buffer that users may keep, for ``decode="view"``; None: users get copies.
         chunk_ids: int64 [n], chunk of each row; only if fields may be distant.
         read_distant: Reads distant fields; None: there are no distant fields.
+        cuts: Where the rows of the batch (as planned: packs, where these are rows) are cut into micro-batches, so that
+            the batch is the list of these; None: the batch is not cut.
     """
 
     memory: Any
@@ -72,6 +77,7 @@ class Rows:
     lend: Lend | None = None
     chunk_ids: Int64Array | None = None
     read_distant: ReadDistant | None = None
+    cuts: Cuts = None
 
     @property
     def has_distant(self) -> bool:
@@ -141,3 +147,24 @@ class Stock(Protocol):
 
     def numbers(self, of: PlannedRows) -> Int64Array | None:
         """Return the numbers of planned samples in the dataset; None: the samples have no numbers."""
+
+
+def cut_up(cuts: Cuts, num_rows: int, make: Callable[[int, int], Any]) -> Any:
+    """Return the result of ``make`` for all rows, or the list of its results for the rows of each micro-batch.
+
+    Args:
+        cuts: Where rows are cut.
+        num_rows: The number of all rows.
+        make: Returns a batch of rows ``[low, high)``.
+    """
+    return make(0, num_rows) if cuts is None else [make(low, high) for low, high in pairwise(cuts)]
+
+
+def has_empty(cuts: Cuts) -> bool:
+    """Tell whether a micro-batch has no rows."""
+    return cuts is not None and any(low == high for low, high in pairwise(cuts))
+
+
+def scaled(cuts: Cuts, each: int) -> Cuts:
+    """Return cuts among rows, ``each`` of them per planned row."""
+    return cuts if cuts is None or each == 1 else [cut * each for cut in cuts]

@@ -113,6 +113,7 @@ class Plan:
         start: int = 0,
         orders: Orders | None = None,
         most_batches: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> None:
         """Validate the numbers. Orders are made when they are first needed.
 
@@ -130,6 +131,7 @@ class Plan:
             orders: The orders of all passes, under the same settings and over the same chunks; default: those of one
                 dataset. If they are endless, so is an epoch without an ``epoch_size``.
             most_batches: Number of batches after which the plan ends, even before the epoch does; default: no limit.
+            micro_batch_size: Most rows of the micro-batches of a rank's share; None: it is not cut.
 
         Raises:
             ConfigError: An argument is out of range, or the dataset is empty.
@@ -146,7 +148,7 @@ class Plan:
         self.shape = Shape(
             sizes=Sizes.constant(global_batch_size), last_batch=last_batch,
             num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1),
-            epoch_size=self.samples_per_pass if epoch_size is None else epoch_size,
+            epoch_size=self.samples_per_pass if epoch_size is None else epoch_size, micro_batch_size=micro_batch_size,
         )  # fmt: skip
         self.global_batch_size, self.dp_world_size = self.shape.global_batch_size, self.shape.num_ranks
         self.last_batch: LastBatch = last_batch
@@ -174,7 +176,7 @@ class Plan:
         """
         return cls(
             chunk_samples, settings, global_batch_size=shape.global_batch_size, dp_world_size=shape.num_ranks,
-            last_batch=shape.last_batch, epoch_size=shape.epoch_size, **where,
+            last_batch=shape.last_batch, epoch_size=shape.epoch_size, micro_batch_size=shape.micro_batch_size, **where,
         )  # fmt: skip
 
     @classmethod
@@ -241,6 +243,11 @@ class Plan:
     def row_of(self, batch: int) -> int:
         """Return the row of the run at which a batch begins."""
         return self.first_row + batch * self.global_batch_size
+
+    def cuts(self, batch: int, num_rows: int) -> tuple[int, ...] | None:
+        """Return where a rank's rows of a batch are cut into micro-batches; None: they are not."""
+        left = self.num_samples - self.start - batch * self.global_batch_size
+        return self.shape.cuts(min(self.global_batch_size, left), num_rows)
 
     def batch_size(self, batch: int, dp_rank: int) -> int:
         """Return the number of rows, including padding, of one rank in one batch."""

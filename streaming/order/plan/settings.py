@@ -110,6 +110,7 @@ class Shape:
         num_ranks: R, the number of data-parallel ranks.
         last_batch: Treatment of samples that do not fill a batch; see ``Plan``.
         epoch_size: Samples of an epoch; None: all samples.
+        micro_batch_size: Most rows of a micro-batch, into which a rank's share of a batch is cut; None: it is not cut.
 
     Raises:
         ConfigError: A number is not an integer or is out of range, or ``last_batch`` is none of the three.
@@ -119,18 +120,20 @@ class Shape:
     num_ranks: int
     last_batch: LastBatch = "drop"
     epoch_size: int | None = None
+    micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT)):
+        limits = (("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT), ("micro_batch_size", 2**31 - 1))
+        for name, most in limits:
             value = getattr(self, name)
-            if value is not None or name != "epoch_size":  # perhaps a NumPy type, and states are JSON
+            if value is not None or name == "num_ranks":  # perhaps a NumPy type, and states are JSON
                 object.__setattr__(self, name, checked_int(name, value, 1, most))
         checked_last_batch(self.last_batch)
 
     @classmethod
     def chosen(
         cls, batch_size: object, global_batch_size: object, num_ranks: int, *, last_batch: str = "drop",
-        drop_last: bool | None = None, epoch_size: int | None = None,
+        drop_last: bool | None = None, epoch_size: int | None = None, micro_batch_size: int | None = None,
     ) -> Self:  # fmt: skip
         """Return the shape that a user chose, by torch's names or ours; each rank gets a row of a full batch.
 
@@ -141,13 +144,17 @@ class Shape:
             last_batch: See ``Plan``.
             drop_last: torch's name: True for ``"drop"``, False for ``"partial"``.
             epoch_size: Samples of a virtual epoch, or None.
+            micro_batch_size: Most rows of a micro-batch, or None.
 
         Raises:
             ConfigError: Neither or both sizes are given, or a value is invalid.
         """
         sizes = Sizes.chosen(batch_size, global_batch_size, num_ranks)
         known = checked_last_batch(merged_last_batch(last_batch, drop_last=drop_last))
-        return cls(sizes=sizes, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
+        return cls(
+            sizes=sizes, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known,
+            micro_batch_size=micro_batch_size,
+        )  # fmt: skip
 
     def at(self, row: int) -> Self:
         """Return the shape in which all batches have the size of the batch that begins at a row of the run."""
@@ -229,6 +236,48 @@ class Shape:
         low, _ = self.share(min(self.global_batch_size, self.num_samples - start), rank)
         real, num_rows = self.rows(batch, rank)
         return start + low + np.arange(num_rows) % max(1, real)
+
+    def num_parts(self, num_samples: int, row: int = 0) -> int:
+        """Return micro-batches of a batch, the same on every rank.
+
+        As few as give no rank more than ``micro_batch_size`` rows at once; 1 if batches are not cut.
+
+        Args:
+            num_samples: Samples of the batch over all ranks, padding not counted.
+            row: Row of the run at which it begins.
+        """
+        if self.micro_batch_size is None:
+            return 1
+        size = self.sizes.at(row) if self.last_batch == "pad" else num_samples
+        most = -(-size // self.num_ranks)
+        return max(1, -(-most // self.micro_batch_size))
+
+    def cuts(self, num_samples: int, num_rows: int, row: int = 0) -> tuple[int, ...] | None:
+        """Return where a rank's rows of a batch are cut into micro-batches, which differ by at most one row.
+
+        Args:
+            num_samples: Samples of the batch over all ranks, padding not counted.
+            num_rows: This rank's rows of it.
+            row: Row of the run at which it begins.
+
+        Returns:
+            The first row of each, and the end of the last; None: batches are not cut.
+        """
+        if self.micro_batch_size is None:
+            return None
+        parts = self.num_parts(num_samples, row)
+        return tuple(num_rows * part // parts for part in range(parts + 1))
+
+    def num_parts_of(self, row: int, num_samples: int) -> int:
+        """Return micro-batches of all batches that ``num_samples`` samples from a row of the run on make."""
+        found = 0
+        while (count := self.sizes.batches_alike(row, num_samples, self.last_batch)) and num_samples > 0:
+            size = self.sizes.at(row)
+            whole = min(count, num_samples // size)
+            found += whole * self.num_parts(size, row)
+            found += self.num_parts(num_samples - whole * size, row) if count > whole else 0
+            row, num_samples = row + count * size, num_samples - count * size
+        return found
 
     def check_enough(self, num_samples: int) -> None:
         """Refuse epochs without a batch, or in which some rank would get no sample.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from streaming.common.arguments import checked_count, checked_flag, checked_int, checked_seed
+from streaming.common.arguments import checked_count, checked_flag, checked_int, checked_seed, is_list, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.order.plan.ledger import Ledger
 from streaming.order.plan.order import OrderSettings
@@ -20,10 +20,59 @@ STATE_VERSION = 1
 _TEXT = "ledger_text"
 """The ledger as JSON, a single value. torch.distributed.checkpoint takes lists of dicts apart, and restores only the
 places that the state of a new loader has, too: of a ledger that grew, only its first entry."""
+_MICRO = "micro_batches"
+"""The place in a step, in states of loaders that cut steps; other states, also those of earlier releases, lack it."""
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size", "has_begun",
     "batch_sizes", "lengths", "ledger", _TEXT,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WithinStep:
+    """Say how many micro-batches of a step come before a place in it, and how the step is cut on every rank.
+
+    Attributes:
+        done: How many come before; 0: the place is between two steps, and the rest is 0, too.
+        parts: How many the step has.
+        num_rows: Its rows over all ranks, padding included.
+        num_ranks: The number of data-parallel ranks.
+
+    Raises:
+        StateError: They are no such numbers.
+    """
+
+    done: int = 0
+    parts: int = 0
+    num_rows: int = 0
+    num_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.done, self.parts, self.num_rows, self.num_ranks)
+        if not all(is_whole(number) and number >= 0 for number in numbers) or self.done >= max(self.parts, 1):
+            raise StateError(
+                f"state: {_MICRO}: expected micro-batches that are done, fewer than the step has, its rows and the "
+                f"number of ranks, got {list(numbers)}"
+            )
+
+    @classmethod
+    def from_text(cls, text: object) -> Self:
+        """Return what ``to_text`` wrote.
+
+        Raises:
+            StateError: The text is of none.
+        """
+        try:
+            found = json.loads(text) if isinstance(text, str) else None
+        except (ValueError, RecursionError):
+            found = None
+        if not is_list(found) or len(found) != 4:
+            raise StateError(f"state: {_MICRO}: expected four numbers as JSON, such as '[0, 0, 0, 0]', got {text!r}")
+        return cls(*found)
+
+    def to_text(self) -> str:
+        """Return it as a single value: programs that save states take lists apart."""
+        return json.dumps([self.done, self.parts, self.num_rows, self.num_ranks])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +94,7 @@ class LoaderState:
         batch_sizes: Sizes of the global batches of the run by row, including future ones; None: not recorded.
         lengths: Tokens per row of packs by row of the run, including future ones; None: rows are not packs, or not
             recorded.
+        within: Its place in the step after ``samples_seen``; None: steps are not cut into micro-batches.
     """
 
     epoch: int
@@ -58,6 +108,7 @@ class LoaderState:
     has_begun: bool = False
     batch_sizes: Sizes | None = None
     lengths: Steps | None = None
+    within: WithinStep | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -124,7 +175,7 @@ class LoaderState:
             "lengths": None if self.lengths is None else self.lengths.to_text(),
             "ledger": entries,
             _TEXT: None if entries is None else json.dumps(entries),
-        }
+        } | ({} if self.within is None else {_MICRO: self.within.to_text()})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
@@ -147,10 +198,12 @@ class LoaderState:
                 f"state version: this release reads version {STATE_VERSION}, got {version!r}; load it with the release "
                 "that saved it"
             )
-        if set(data) != set(_NAMES):
-            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - set(_NAMES)))
+        if set(data) - {_MICRO} != set(_NAMES):
+            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - {*_NAMES, _MICRO}))
             raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
         given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}
+        if _MICRO in data:
+            given["within"] = WithinStep.from_text(data[_MICRO])
         given["order"] = OrderSettings.from_dict(data["order"])
         kinds: tuple[tuple[str, type[Steps]], ...] = (("batch_sizes", Sizes), ("lengths", Steps))
         for name, kind in kinds:

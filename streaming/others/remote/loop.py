@@ -25,8 +25,9 @@ from streaming.order.plan.settings import Shape
 from streaming.others.remote import cluster
 from streaming.others.remote.handles import BatchHandle, RemoteBatch
 from streaming.others.remote.reader import MakeLoader, Note, RemoteReader, State, Step
-from streaming.run.epochs.iterator import Loop, Run
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run
 from streaming.run.options.remote_group import RemoteGroup, as_remote_group
 from streaming.types import override
 

@@ -29,8 +29,9 @@ from streaming.order.plan.settings import Shape
 from streaming.others.torch_datasets.iterable import IterableLoop
 from streaming.others.torch_datasets.options import Collate, OrdinaryConfig, with_valid
 from streaming.others.torch_datasets.worker_parts import Cursor, pinned
-from streaming.run.epochs.iterator import Loop, Run, RunOver
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, RunOver
 from streaming.run.replicas.broadcast import Sharing
 from streaming.types import override
 

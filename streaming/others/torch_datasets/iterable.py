@@ -53,8 +53,9 @@ from streaming.others.torch_datasets.worker_parts import (
     has_state,
     num_shards,
 )  # fmt: skip
-from streaming.run.epochs.iterator import Loop, Run
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run
 from streaming.types import override
 
 UNKNOWN_SIZE = 2**62

@@ -38,8 +38,9 @@ from streaming.others.torch_datasets.options import (
 from streaming.others.torch_datasets.retry import RetrySampler
 from streaming.others.torch_datasets.worker_info import BeginWorker
 from streaming.others.torch_datasets.worker_parts import Cursor, has_state
-from streaming.run.epochs.iterator import Loop, Run
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run
 from streaming.types import override
 
 _log = logging.getLogger(__name__)

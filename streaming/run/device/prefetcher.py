@@ -23,10 +23,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -37,12 +37,14 @@ from streaming.errors import ConfigError, IteratorEndedError
 from streaming.run.device.account import BatchAccount, HeldBack, Noted
 from streaming.run.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.run.engine.workers.ring import PageLocker
-from streaming.run.epochs.iterator import Batches, Closable, close_at_exit, failed
+from streaming.run.epochs.iterator import NO_STEPS, Batches, Closable, close_at_exit, failed
+from streaming.run.epochs.micro_batches import TrainingSteps, Within
 from streaming.run.epochs.position import Turn
 from streaming.run.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.types import BatchT
 
 _END = object()
+_Answer = TypeVar("_Answer")
 
 
 class _Held(NamedTuple):
@@ -60,9 +62,9 @@ class _Flight:
     While that thread is inside, ``close`` from another thread leaves the clean-up to it; closing the loader wakes it.
 
     Invariants: ``busy`` is the id of the thread between ``advance`` and the end of ``hand_out``; ``ahead`` holds at
-    most ``depth + 1`` batches; ``held`` holds every source whose copy may be in progress, in the order of the copies;
-    the host is at most ``depth`` steps ahead of the device, since otherwise memory that waits for the consumer's stream
-    would pile up.
+    most ``depth + 1`` batches, and ``within`` the place of each in its step; ``held`` holds every source whose copy may
+    be in progress, in the order of the copies; the host is at most ``depth`` steps ahead of the device, since otherwise
+    memory that waits for the consumer's stream would pile up.
     """
 
     source: Iterator[Any]
@@ -76,10 +78,12 @@ class _Flight:
     stage: str = "hands out batches"
     ahead: deque[Copied] = field(default_factory=deque)
     held: deque[_Held] = field(default_factory=deque)
+    within: deque[Within | None] = field(default_factory=deque)
     steps: deque[Event] = field(default_factory=deque)
     failure: Exception | None = None
     has_failed: bool = False
     num_handed_out: int = 0
+    has_looked: bool = False
     ended: bool = False
     closing: bool = False
     closed: bool = False
@@ -104,7 +108,8 @@ class _Flight:
                 self.busy = None
 
     def _advance(self) -> bool:
-        self._pace()
+        if not self.has_looked:  # the device has nothing more to do since then
+            self._pace()
         while self.held and self.held[0].event.query():
             self._let_go()
         while len(self.ahead) <= self.depth and not self.ended:
@@ -128,10 +133,17 @@ class _Flight:
             self.copier.hand_over(copied)
             self.account.handed_out()
             self.ahead.popleft()
+            self.within.popleft()
+            self.has_looked = False
             self.num_handed_out += 1
         finally:
             self.busy = None
         return copied.batch
+
+    def look(self) -> Within | None:
+        """Return the place in its step of the batch that ``advance`` announced."""
+        self.has_looked, self.busy = True, None
+        return self.within[0]
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +170,7 @@ class _Flight:
                 self._await(self.held[0].event, "waits for copies under way, to end")
                 self._let_go()
             self.ahead.clear()
+            self.within.clear()
         finally:
             source, self.source = self.source, iter(())
             self.failure = None
@@ -214,6 +227,7 @@ class _Flight:
             self.ended, self.has_failed, self.failure = True, True, error
         else:
             self.held.append(_Held(copied.event, (batch, copied.staged), time.perf_counter()))
+            self.within.append(getattr(self.source, "within", None))
             self.ahead.append(replace(copied, staged=()))
         finally:
             self.stage = before
@@ -288,7 +302,20 @@ class DevicePrefetcher(Closable, Generic[BatchT]):
         """
         return self._iterated(with_state=True)
 
-    def _iterated(self, *, with_state: bool) -> Iterator[Any]:
+    def steps(self) -> TrainingSteps[BatchT]:
+        """Return the loader's steps, each an iterator over its micro-batches on the device; see ``DataLoader.steps``.
+
+        Raises:
+            ConfigError: The loader's batches are not cut into micro-batches.
+        """
+        return TrainingSteps(self._begin_steps, lambda: len(self.loader.steps()))
+
+    def _begin_steps(self) -> _DeviceBatches[BatchT]:
+        if getattr(self.loader, "micro_batch_size", None) is None:
+            raise ConfigError(NO_STEPS)
+        return self._iterated(with_state=False)
+
+    def _iterated(self, *, with_state: bool) -> _DeviceBatches[Any]:
         if self._turn is not None:
             self._turn.pass_on()
         self._stop()
@@ -508,6 +535,13 @@ class _DeviceBatches(Generic[BatchT]):
 
     def __next__(self) -> BatchT:
         """Return the next batch, on the device."""
+        return self._answer(self._hand_out)
+
+    def upcoming(self) -> Within:
+        """See ``Batches.upcoming``: the batch is copied, and not handed out."""
+        return self._answer(self._look)
+
+    def _answer(self, act: Callable[[], _Answer]) -> _Answer:
         self._flight.maker.check()
         if self._is_over:
             self._end()
@@ -518,14 +552,14 @@ class _DeviceBatches(Generic[BatchT]):
         self._turn.has_begun = True
         asked = self._flight.account.metrics.observer.asks()
         if asked is None:
-            return self._next()
+            return self._advanced(act)
         with asked:
-            return self._next()
+            return self._advanced(act)
 
-    def _next(self) -> BatchT:
+    def _advanced(self, act: Callable[[], _Answer]) -> _Answer:
         try:
             if self._flight.advance():
-                return self._hand_out()  # no name here: the consumer alone decides how long the batch lives
+                return act()  # no name here: the consumer alone decides how long the batch lives
             self._turn.check()
             self._is_over = True
         except BaseException as error:
@@ -546,6 +580,12 @@ class _DeviceBatches(Generic[BatchT]):
     def __del__(self) -> None:
         if hasattr(self, "_is_over"):
             self._end()
+
+    def _look(self) -> Within:
+        found = self._flight.look()
+        if found is None:
+            raise ConfigError(NO_STEPS)
+        return found
 
     def _hand_out(self) -> BatchT:
         batch: Any = self._flight.hand_out()

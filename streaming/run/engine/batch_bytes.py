@@ -76,6 +76,8 @@ def tensor_bytes(batch: Any) -> int:
         return sum(map(tensor_bytes, batch))
     if type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
         return sum(map(_own_bytes, batch))
+    if type(batch) is list and all(type(one) is dict for one in batch):  # micro-batches
+        return sum(map(tensor_bytes, batch))
     return 0
 
 

@@ -6,7 +6,7 @@ looked up together. Units are therefore released slightly later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from streaming.build.batches.build import GroupedRows, Mask, Recipe, RowColumns
 from streaming.build.batches.jagged import Allocate
-from streaming.build.batches.rows import Rows
+from streaming.build.batches.rows import Cuts, Rows, cut_up, has_empty, scaled
 from streaming.run.engine.builders import is_trivial
 from streaming.run.engine.units import Block
 
@@ -36,6 +36,7 @@ class Group:
         rows: The samples of all batches.
         allocate: Allocator for their tensors; None: fresh memory.
         columns: The rows as columns, from which batches are copied into that memory.
+        cuts: Where the rows of each batch are cut into micro-batches.
     """
 
     first: int
@@ -45,6 +46,7 @@ class Group:
     allocate: Allocate | None
     columns: RowColumns
     valid: Mask
+    cuts: Sequence[Cuts]
 
     def batch(self, number: int, recipe: Recipe) -> Any:
         """Return one of the batches.
@@ -53,16 +55,22 @@ class Group:
             DecodeError: A value cannot be decoded. Decode row by row to find it.
         """
         low, high = self.splits[number - self.first : number - self.first + 2]
-        valid = None if self.valid is None else self.valid[low:high]
-        return recipe.whole(self.columns.batch(low, high), recipe.mask_of(high - low, valid), high - low)
+
+        def make(first: int, stop: int) -> Any:
+            first, stop = first + low, stop + low
+            valid = None if self.valid is None else self.valid[first:stop]
+            return recipe.whole(self.columns.batch(first, stop), recipe.mask_of(stop - first, valid), stop - first)
+
+        return cut_up(self.cuts[number - self.first], high - low, make)
 
 
 class BatchGroups:
     """Open one group after another, each sized according to the one before. Not thread-safe."""
 
-    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
+    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool, cuts: Callable[[int, int], Cuts]) -> None:
         self._recipe = recipe
         self._padded = padded
+        self._cuts = cuts
         self._kind = recipe.items.grouped
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # in the next group; 0: samples differ too much for groups
@@ -79,8 +87,9 @@ class BatchGroups:
         if last == first or self._kind is None:
             return None
         splits = block.rows.row_splits[first - block.first : last - block.first + 1]
-        span = slice(int(splits[0]), int(splits[-1]))
-        rows = select(block, span) if (np.diff(splits) > 0).all() else None
+        span, counts = slice(int(splits[0]), int(splits[-1])), np.diff(splits)
+        cuts = [scaled(self._cuts(first + one, count), each) for one, count in enumerate(counts.tolist())]
+        rows = select(block, span) if (counts > 0).all() and not any(map(has_empty, cuts)) else None
         if rows is None:
             self._num_batches = max(1, self._num_batches // 2)
             return None
@@ -99,6 +108,7 @@ class BatchGroups:
             allocate=allocate,
             columns=self._columns(self._kind, rows, allocate),
             valid=block.rows.valid[span].repeat(each) if self._padded else None,
+            cuts=cuts,
         )
 
     def moved(self, group: Group, allocate: Allocate | None) -> Group:

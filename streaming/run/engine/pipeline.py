@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from streaming.build.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.build.batches.draws import epoch_key
-from streaming.build.batches.rows import Rows
+from streaming.build.batches.rows import Rows, cut_up
 from streaming.common.arguments import format_bytes
 from streaming.common.counters import Metrics
 from streaming.errors import ChecksumError, DecodeError, MemoryLimitError
@@ -113,7 +113,7 @@ class Pipeline(Delivery):
         self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._built: set[int] = set()
         self._num_built = 0
-        self._groups = BatchGroups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
+        self._groups = BatchGroups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad", cuts=plan.cuts)
         self._group: Group | None = None
         self._told_keys: dict[int, UnitKey] = {}
         self._start()
@@ -304,14 +304,20 @@ class Pipeline(Delivery):
             low, high = block.rows.row_splits[batch - block.first : batch - block.first + 2].tolist()
         with self._lookup.stand_ins() as stand_ins:
             if low == high:
-                builder = BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report)
-                return builder.empty(stand_ins.any(), self._plan.row_of(batch))
+                recipe, row = self._settings.recipe, self._plan.row_of(batch)
+
+                def nothing(*_: int) -> Any:
+                    return BatchBuilder(recipe, lambda _: iter(()), self._report).empty(stand_ins.any(), row)
+
+                return cut_up(self._plan.cuts(batch, 0), 0, nothing)
             span = np.arange(low, high)
             span = span[self._items.order(self._lookup, self._lookup.planned(block, span))]
             with self._changed:
                 # A unit is in memory (its first row is known) or damaged, since the batch is ready.
                 of, lost = self._lookup.chosen(block, span)
             rows = self._items.rows(self._lookup, of, lost)
+            if (cuts := self._plan.cuts(batch, high - low)) is not None:
+                rows = replace(rows, cuts=cuts)
 
             def substitutes(i: int) -> Iterator[Rows]:
                 row = self._items.row_of(rows, i)

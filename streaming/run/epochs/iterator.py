@@ -20,10 +20,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NoReturn, Protocol, Self
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from streaming.common.counters import Metrics, waited_here_s
 from streaming.common.forks import Maker
@@ -31,7 +31,9 @@ from streaming.errors import ConfigError, IteratorEndedError
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.state import LoaderState
 from streaming.run.epochs.interrupts import is_interrupt
+from streaming.run.epochs.micro_batches import MicroRun, Within
 from streaming.run.epochs.position import Place, Position
+from streaming.run.epochs.run import Run
 from streaming.run.epochs.watch import Watchdog
 from streaming.types import BatchT
 from streaming.watch.tracing.ranges import ProfilerRanges
@@ -46,52 +48,11 @@ NO_SOURCES_WEIGHED = (
 )
 
 
-class Run(Protocol):
-    """The remaining batches of one epoch, produced in the background."""
-
-    def __next__(self) -> Any:
-        """Return the next batch."""
-
-    def close(self) -> None:
-        """Stop producing."""
-
-    def describe(self) -> str:
-        """Describe the current activity, for reports."""
-
-
-class RunOver:
-    """Base class of runs that wrap another run: it closes and describes that run; subclasses transform its batches."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def close(self) -> None:
-        """Stop producing."""
-        self._run.close()
-
-    def describe(self) -> str:
-        """Describe the current activity, for reports."""
-        return self._run.describe()
-
-
-class Stage(Protocol):
-    """A part of the way from what a rank reads to what it hands out, over many runs. For one thread."""
-
-    def run(self, read: Callable[[], Run], place: Place) -> Run:
-        """Return batches from ``place`` on; ``read`` begins the run below, if this rank needs one."""
-
-    def page_lock(self, locker: Any) -> Any:
-        """Return what page-locks the batches of the run below, where this stage makes none itself; None: nothing."""
-
-    def drop(self) -> None:
-        """Drop the connections to other ranks; the next run makes new ones."""
-
-
-def staged(stages: Iterable[Stage], read: Callable[[], Run], place: Place) -> Run:
-    """Return the run that ``read`` begins, through stages of which each knows only the run below it."""
-    for stage in stages:
-        read = partial(stage.run, read, place)
-    return read()
+NO_STEPS = (
+    "steps: this loader's batches are not cut into micro-batches; give it micro_batch_size=, the most rows of one on "
+    "each rank"
+)
+_Answer = TypeVar("_Answer")
 
 
 class Closable(ABC):
@@ -155,6 +116,24 @@ class Loop(ABC):
             seed: A new seed for the order; None: keep the current one.
         """
 
+    def begun(self, place: Place, seed: int | None) -> Run:
+        """Start producing batches, or the micro-batches of each, from ``place`` on."""
+        if self.shape.micro_batch_size is None:
+            return self.start(place, seed)
+        steps = self.start(replace(place, micro_batches=0), seed)
+        return MicroRun(steps, place, self.rows_of_step, lambda here: self.after_batch(here, None))
+
+    def rows_of_step(self, place: Place) -> int | None:
+        """Return rows of the batch at a place over all ranks, padding not counted; None: one rank does not know."""
+        return min(self.shape.sizes.at(self.row_of(place)), self.samples_per_epoch - place.samples_seen)
+
+    def micro_batches_left(self, place: Place) -> int:
+        """Return the number of batches of an epoch after a place in it; of micro-batches, if batches are cut."""
+        if self.shape.micro_batch_size is None:
+            return self.left_behind(place)
+        left = self.samples_per_epoch - place.samples_seen
+        return self.shape.num_parts_of(self.row_of(place), left) - place.micro_batches
+
     @abstractmethod
     def batches_left(self, samples_seen: int) -> int:
         """Return the number of batches of an epoch after its first ``samples_seen`` samples."""
@@ -168,6 +147,12 @@ class Loop(ABC):
         seen = place.samples_seen + self.shape.sizes.at(self.row_of(place))
         return self.settled(Place(epoch=place.epoch, samples_seen=seen))
 
+    def after(self, place: Place, run: Any) -> Place:
+        """Return the place after the batch or micro-batch that ``run`` has just returned; ``place`` is before it."""
+        if isinstance(run, MicroRun) and run.is_inside:
+            return place.after_micro_batch()
+        return self.after_batch(place, run)
+
     def settled(self, place: Place) -> Place:
         """Return a place as an end, after all samples of its epoch, if no batch of the epoch follows it.
 
@@ -175,7 +160,7 @@ class Loop(ABC):
         """
         if not self.is_counted or not (place.is_end or not self.left_behind(place)):
             return place
-        return replace(place, samples_seen=self.samples_per_epoch, is_end=True, has_begun=False)
+        return replace(place, samples_seen=self.samples_per_epoch, is_end=True, has_begun=False, micro_batches=0)
 
     def row_of(self, place: Place) -> int:
         """Return the number of samples before a place, over all ranks; any number if batch sizes never change."""
@@ -354,6 +339,7 @@ class Batches(Generic[BatchT]):
         self._was: Place | None = None  # before it
         self._run: Run | None = None
         self._is_over = False
+        self._within: Within | None = None
         self._failure: str | None = None
         self._handed_out_s: float | None = None
         self._asked = threading.RLock()
@@ -370,13 +356,29 @@ class Batches(Generic[BatchT]):
         with self._asked:  # held until the position has advanced: no two threads begin, or take the same batch
             asked = self._loop.metrics.observer.asks()
             if asked is None:
-                return self._answer()
+                return self._answer(self._next)
             with asked:
-                batch = self._answer()
+                batch = self._answer(self._next)
                 asked.got(self._told())
                 return batch
 
-    def _answer(self) -> BatchT:
+    def upcoming(self) -> Within:
+        """Return the place of the next micro-batch in its step. The step is read, but not delivered.
+
+        Raises:
+            StopIteration: There is none.
+            ConfigError: Batches are not cut into micro-batches.
+        """
+        self._maker.check()
+        with self._asked:
+            return self._answer(self._upcoming, batches=0)
+
+    @property
+    def within(self) -> Within | None:
+        """Place of the last delivered micro-batch in its step; None: none was delivered, or batches are not cut."""
+        return self._run.within if isinstance(self._run, MicroRun) else self._within
+
+    def _answer(self, act: Callable[[], _Answer], batches: int = 1) -> _Answer:
         if self._is_over:
             self._let_go()
             self._loop.position.asked_for_more(self._turn)
@@ -389,21 +391,21 @@ class Batches(Generic[BatchT]):
         begun_s, begun_thread_s, begun_waited_s = time.perf_counter(), time.thread_time(), waited_here_s()
         try:
             self._watchdog.begin()
-            batch = self._next()
+            found = act()
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._watchdog.end()
-        self._count(begun_s, begun_thread_s, begun_waited_s)
-        return batch
+        self._count(batches, begun_s, begun_thread_s, begun_waited_s)
+        return found
 
-    def _count(self, begun_s: float, begun_thread_s: float, begun_waited_s: float) -> None:
-        """Count a batch that is about to be handed out, and how the consumer's time was spent since the last one."""
+    def _count(self, batches: int, begun_s: float, begun_thread_s: float, begun_waited_s: float) -> None:
+        """Count a batch that is about to be delivered, and the consumer's time since the last answer."""
         last_s, now_s = self._handed_out_s, time.perf_counter()
         self._handed_out_s = now_s
         spent = {
-            "batches": 1, "in_loader_s": now_s - begun_s, "consumer_thread_s": time.thread_time() - begun_thread_s
+            "batches": batches, "in_loader_s": now_s - begun_s, "consumer_thread_s": time.thread_time() - begun_thread_s
         }  # fmt: skip
         if last_s is None:
             spent["first_batch_s"] = now_s - begun_s
@@ -470,13 +472,23 @@ class Batches(Generic[BatchT]):
             self._turn.is_open = False
             self._let_go()
 
-    def _next(self) -> BatchT:
+    def _reading(self) -> tuple[Place, Run]:
+        """Return the place of the next batch, and the run that produces it, which begins with the first one."""
         place, run = self._place, self._run
-        if place is None or run is None:
-            place, run = self._begin()
-        batch = self._taken(run)
+        return self._begin() if place is None or run is None else (place, run)
+
+    def _upcoming(self) -> Within:
+        _, run = self._reading()
+        if not isinstance(run, MicroRun):
+            raise ConfigError(NO_STEPS)
+        found: Within = self._taken(run, run.upcoming)
+        return found
+
+    def _next(self) -> BatchT:
+        place, run = self._reading()
+        batch = self._taken(run, partial(next, run))
         self._was = place
-        after = self._place = self._loop.after_batch(place, run)
+        after = self._place = self._loop.after(place, run)
         self._is_over = self._turn.is_over = after.is_end
         self._loop.position.advance(after)
         if self._with_state:  # made here, where no other thread can request the next batch
@@ -499,15 +511,15 @@ class Batches(Generic[BatchT]):
         place, seed = self._loop.position.begin(self._turn)
         if place.is_end:
             self._finish()
-        run = self._run = self._loop.running = self._loop.start(place, seed)
+        run = self._run = self._loop.running = self._loop.begun(place, seed)
         self._place = place
         if self._loop.announce is not None:
             self._loop.announce(self._loop, place)
         return place, run
 
-    def _taken(self, run: Run) -> Any:
+    def _taken(self, run: Run, take: Callable[[], Any]) -> Any:
         try:
-            batch = next(run)
+            batch = take()
         except StopIteration:
             self._turn.check()
             if self._loop.is_counted:
@@ -545,6 +557,7 @@ class Batches(Generic[BatchT]):
                 # Forgotten once closed: after an interrupt, the end of this iterator or its loop closes it.
                 if self._loop.running is run:
                     self._loop.running = None
+                self._within = self.within
                 self._run = None
         finally:
             self._watchdog.stop()

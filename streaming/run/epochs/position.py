@@ -33,6 +33,7 @@ class Place:
             the number of all samples of the epoch, as far as the loop knows it.
         has_begun: At 0 samples: batches of the epoch are already in progress, in the previous order. A pending seed
             applies to the epoch after it.
+        micro_batches: Micro-batches of the step at ``samples_seen`` that come before it; more of that step follow.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class Place:
     detail: Any = None
     is_end: bool = False
     has_begun: bool = False
+    micro_batches: int = 0
 
     @classmethod
     def of(cls, state: LoaderState, detail: Any = None) -> Self:
@@ -53,6 +55,11 @@ class Place:
     def onward(self) -> Self:
         """The place of the next batch: the start of the next epoch if this is the end of one."""
         return replace(self, epoch=self.epoch + 1, samples_seen=0, is_end=False) if self.is_end else self
+
+    def after_micro_batch(self) -> Self:
+        """Return the place after one more micro-batch of the step, if others of the step follow."""
+        has_begun = self.has_begun or not self.samples_seen
+        return replace(self, micro_batches=self.micro_batches + 1, has_begun=has_begun)
 
 
 class Turn:
@@ -150,7 +157,8 @@ class Lasting(Iterator[_Item]):
 class Position:
     """Track where the next iteration begins, and what a checkpoint holds. Independent of datasets.
 
-    The rules; *received* means: delivered, and not held back by a wrapper (``hold_back``).
+    The rules; *received* means: delivered, and not held back by a wrapper (``hold_back``). Where batches are cut, a
+    batch is a micro-batch.
 
     1. ``place`` is the place after the last batch received: the next batch comes from there. Checkpoints store it.
     2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or leaving the end of an epoch, and no
@@ -229,7 +237,8 @@ class Position:
             return place
         if self._starts_again:
             return self._beginning()
-        return replace(place, epoch=place.epoch + 1, samples_seen=0, is_end=False)
+        after = replace(place, epoch=place.epoch + 1, samples_seen=0, is_end=False)
+        return replace(after, micro_batches=0, has_begun=False) if place.micro_batches else after
 
     @property
     def has_first_batch_out(self) -> bool:
@@ -353,12 +362,13 @@ class Position:
         self.next_seed = checked_seed("seed", seed)
         place, turn = self._places[-1 - self._num_held], self._turn
         is_held = self._num_handed_out > 0 and self._num_received == 0 and turn is not None and turn.is_open
-        self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)
+        has_begun = (is_held or place.micro_batches > 0) and place.samples_seen == 0
+        self._places[-1 - self._num_held] = replace(place, has_begun=has_begun)
 
     def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
         """Load a place and seed on behalf of the method ``what``. Return whether this ends the current turn."""
         ends = self._move(place, what)
-        self._is_loaded = place.samples_seen > 0 and not place.is_end
+        self._is_loaded = (place.samples_seen > 0 or place.micro_batches > 0) and not place.is_end
         self.next_seed = next_seed
         return ends
 

@@ -20,6 +20,7 @@ from streaming.common.platforms import num_cores
 from streaming.order.plan.memory import Budget
 from streaming.order.plan.order import OrderSettings
 from streaming.order.plan.settings import Shape
+from streaming.order.plan.state import LoaderState, WithinStep
 from streaming.run.engine.builders import Crew, num_lanes
 from streaming.run.engine.reading import Contents, Machinery
 from streaming.run.engine.source import ShardSet
@@ -28,8 +29,9 @@ from streaming.run.engine.threads.pace import WorkerPace
 from streaming.run.engine.workers.portable import Redefinitions
 from streaming.run.engine.workers.ring import PageLocker
 from streaming.run.engine.workers.surroundings import Surroundings, ordinary_tensors
-from streaming.run.epochs.iterator import Loop, Run, RunOver, Stage
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, RunOver, Stage
 from streaming.run.replicas.broadcast import Sharing
 from streaming.run.replicas.options import Replicas
 from streaming.types import override
@@ -101,7 +103,7 @@ def open_sharing(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, tupl
         config.replicas, broadcast, config.mesh, pin=pin, metrics=metrics,
         reads_inline=config.recipe.items.exchanged is not None
         or bool(not config.num_workers and recipe.functions_of_user),
-        batch_bytes=config.memory.batches_bytes,
+        batch_bytes=config.memory.batches_bytes, is_cut=config.shape.micro_batch_size is not None,
     )  # fmt: skip
     return replace(config, recipe=recipe), (sharing,)
 
@@ -238,6 +240,36 @@ class BaseLoop(Loop, Generic[_Contents]):
                 "globals or objects that transform, decode or collate_fn refers to have changed: worker processes "
                 "restart with them"
             )
+
+    @override
+    def rows_of_step(self, place: Place) -> int | None:
+        return None if self.config.recipe.skips else super().rows_of_step(place)
+
+    def within_step(self, place: Place, shape: Shape | None = None) -> WithinStep | None:
+        """Return the entry of a state for a place in its step, in batches of a shape (default: the loop's)."""
+        shape = shape or self.shape
+        if shape.micro_batch_size is None or not place.micro_batches:
+            return None if shape.micro_batch_size is None else WithinStep()
+        row, left = self.row_of(place), self.samples_per_epoch - place.samples_seen
+        size = min(shape.sizes.at(row), left)
+        num_rows = shape.at(row).most_rows * shape.num_ranks if shape.last_batch == "pad" else size
+        parts = shape.num_parts(size, row)
+        return WithinStep(min(place.micro_batches, parts - 1), parts, num_rows, shape.num_ranks)
+
+    def resumed(self, place: Place, state: LoaderState, shape: Shape | None = None) -> Place:
+        """Return the place of a state in its step, if batches of a shape cut the step as it was cut; else its start."""
+        was = state.within
+        if was is None or not was.done or place.is_end:
+            return place
+        inside = replace(place, micro_batches=was.done)
+        if self.within_step(inside, shape) == was:
+            return inside
+        _log.warning(
+            "the state was saved after %d of the %d micro-batches of a step of %d rows on %d ranks, and this loader "
+            "cuts the step in another way: the whole step comes again, from its first micro-batch",
+            was.done, was.parts, was.num_rows, was.num_ranks,
+        )  # fmt: skip
+        return place
 
     def report(self) -> dict[str, Any]:
         """Return all metrics, and the bad samples of this epoch by name."""

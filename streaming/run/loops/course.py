@@ -25,8 +25,9 @@ from streaming.order.plan.plan import Plan
 from streaming.order.plan.settings import Shape
 from streaming.order.plan.state import LoaderState
 from streaming.run.engine.source import Source
-from streaming.run.epochs.iterator import NO_SOURCES_SEEN, NO_SOURCES_WEIGHED, Run
+from streaming.run.epochs.iterator import NO_SOURCES_SEEN, NO_SOURCES_WEIGHED
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run
 from streaming.run.loops.runs import NoRun, PausedRun, ReplannedRun
 from streaming.sets.datasets.face import reading
 from streaming.sets.sources.mixed import MixedSource

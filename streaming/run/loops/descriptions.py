@@ -38,6 +38,9 @@ class Announcer:
         at = f"epoch {place.epoch} begins"
         if place.samples_seen:  # from a checkpoint, or in an epoch without an end
             at = f"epoch {place.epoch} continues after {place.samples_seen} samples"
+        if place.micro_batches:
+            at = f"epoch {place.epoch} continues after {place.samples_seen} samples and {place.micro_batches} "
+            at += "micro-batches of a step"
         parts = [
             what_is_read(loop.now_read(self._dataset)),
             *self._amount(loop),
@@ -49,6 +52,10 @@ class Announcer:
         return f"{at}: {'; '.join(parts)}"
 
     def _amount(self, loop: Any) -> list[str]:
+        micro = loop.shape.micro_batch_size
+        return self._batches(loop) + ([] if micro is None else [f"in micro-batches of up to {micro} a rank"])
+
+    def _batches(self, loop: Any) -> list[str]:
         size = loop.shape.global_batch_size
         if not loop.shape.sizes.is_constant:
             steps = ", ".join(f"{size} from row {row:,} on" for row, size in loop.shape.sizes.steps)

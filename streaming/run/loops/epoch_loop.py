@@ -34,6 +34,7 @@ from streaming.order.plan.demand import ChunkMemory
 from streaming.order.plan.ledger import NO_OTHER_SEED
 from streaming.order.plan.order import ENDLESS
 from streaming.order.plan.plan import Plan
+from streaming.order.plan.settings import Shape
 from streaming.order.plan.sizes import Sizes
 from streaming.order.plan.state import LoaderState
 from streaming.run.engine.builders import Crew, is_surely_trivial
@@ -44,8 +45,9 @@ from streaming.run.engine.pipeline import Settings
 from streaming.run.engine.reading import PlanReader
 from streaming.run.engine.source import Source
 from streaming.run.engine.threads.pace import WorkerPace
-from streaming.run.epochs.iterator import Loop, Run, Stage, staged
+from streaming.run.epochs.iterator import Loop
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, Stage, staged
 from streaming.run.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.run.loops.course import RunOrder, course_of, ranks_together
 from streaming.run.loops.runs import Begin, NotedRun, SegmentedRun, what_changes
@@ -237,6 +239,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
             epoch_size=self.shape.epoch_size,
             has_begun=place.has_begun,
             batch_sizes=self._sizes,
+            within=self.within_step(place),
             **self._row_facts,
             **self.course.facts(),
         )
@@ -249,8 +252,12 @@ class EpochLoop(BaseLoop[ChunkStore]):
         """
         self.go_to(self._taken_over(state), state.next_seed, what)
 
-    def _taken_over(self, state: LoaderState) -> Place:
+    def _taken_over(self, state: LoaderState, shape: Shape | None = None) -> Place:
         """Adopt everything in a state but its place, and return the place. If this raises, nothing has changed.
+
+        Args:
+            state: The state.
+            shape: Shape of the batches that follow; default: as before.
 
         Raises:
             StateError: It belongs to another dataset, epoch size or kind of order.
@@ -264,7 +271,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         self._loaded_at, self.order, self._is_resumed = place.onward, state.order, True
         self._sizes = _sizes_behind(state.batch_sizes, self.shape.sizes, self.row_of(place))
         self._row_facts = self.config.recipe.items.facts(state, self.row_of(place))
-        return place
+        return self.resumed(place, state, shape)
 
     def _follow(self, course: RunOrder) -> None:
         """Draw by another run order from the next run on."""
@@ -301,7 +308,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         shape.check_enough(self.samples_per_epoch)
         came_to = self.row_of(self.position.place)
         state = at if isinstance(at, LoaderState) else self._state_at(at)
-        place = self._taken_over(state)
+        place = self._taken_over(state, shape)
         self._reader.hold()
         self.go_to(place, state.next_seed, what)
         for stage in self._stages:
@@ -333,6 +340,7 @@ class EpochLoop(BaseLoop[ChunkStore]):
         if why:
             raise ConfigError(f"remesh: at={num_batches}: {why}. Give the state_dict() saved at that batch")
         begun = waits and not number and epoch < now.seeded_from
+        now = replace(now, within=None)
         return replace(now, epoch=epoch, samples_seen=number * size, has_begun=begun)
 
     def _plan(self, place: Place, course: RunOrder) -> Plan:

@@ -61,5 +61,6 @@ def open_shards(
     same: dict[str, Any] = {"global_batch_size": shape.sizes.plain, "last_batch": shape.last_batch}
     if options.balance is not None:
         same["balance"] = options.balance
+    same["micro_batch_size"] = shape.micro_batch_size
     check = StartCheck(source, mesh, same, config.replicas, options.agreement_timeout, loop.state)
     return OpenLoop(loop=loop, given=dataset, dataset=dataset, check=check)

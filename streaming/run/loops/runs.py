@@ -16,8 +16,8 @@ from typing import Any, Protocol, Self, TypeAlias
 from streaming.order.plan.plan import Plan
 from streaming.order.plan.schedule import value_at
 from streaming.order.plan.sizes import Sizes
-from streaming.run.epochs.iterator import Run, RunOver
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, RunOver
 
 Begin: TypeAlias = Callable[[], tuple[Run, Plan]]
 """Begins to read. Returns the run, and the plan that it follows."""

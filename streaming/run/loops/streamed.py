@@ -17,8 +17,8 @@ from streaming.run.engine.threads.pace import WorkerPace
 from streaming.run.engine.unindexed.batches import ShardStream
 from streaming.run.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.run.engine.unindexed.samples import StreamSettings
-from streaming.run.epochs.iterator import Run, staged
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, staged
 from streaming.run.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.sets.sources.samples import SampleSource
 from streaming.types import override
@@ -114,7 +114,7 @@ class StreamedLoop(BaseLoop[_Window]):
         return LoaderState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
             fingerprint=self._fingerprint, num_samples=self.samples_per_epoch, epoch_size=self.samples_per_epoch,
-            has_begun=place.has_begun,
+            has_begun=place.has_begun, within=self.within_step(place),
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
@@ -142,7 +142,7 @@ class StreamedLoop(BaseLoop[_Window]):
                 f"the batch size with which it was saved, or start the next epoch with set_epoch({state.epoch + 1})"
             )
         self.order = replace(state.order, lanes=self.order.lanes)
-        self.go_to(Place.of(state), state.next_seed)
+        self.go_to(self.resumed(Place.of(state), state), state.next_seed)
 
     def _start(self, place: Place) -> Run:
         return staged(self._stages, lambda: self._read(place), place)

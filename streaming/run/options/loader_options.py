@@ -20,7 +20,7 @@ from infra import DeviceMesh, as_device_mesh
 from streaming.build.batches.jagged import Form
 from streaming.build.batches.portion import StageFields
 from streaming.build.batches.sequence import SequenceSlice
-from streaming.common.arguments import DEFAULT_MEMORY_LIMIT, parse_bytes, seconds_or_none
+from streaming.common.arguments import DEFAULT_MEMORY_LIMIT, checked_int, parse_bytes, seconds_or_none
 from streaming.common.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.errors import ConfigError
 from streaming.order.packing.balance import Balance, BalanceRules, Cost
@@ -127,6 +127,15 @@ class LoaderOptions(Generic[BatchT]):
 
     batch_size: int | Schedule | None = field(default=None, kw_only=False)
     global_batch_size: int | Schedule | None = None
+    micro_batch_size: int | None = field(default=None, metadata=_rule(
+        _or_none(lambda name, value: checked_int(name, value, 1, 2**31 - 1)), torch=NoEffect(
+            "batches are cut where shards are read. For a torch data set write batch_size={value!r}, and count the "
+            "batches of a step in the training loop"
+        ), actors=NoEffect(
+            "not with remote_group, whose handles stand for whole batches; leave it out, and cut what "
+            "BatchHandle.get() returns"
+        ), samples=_OF_BATCHES,
+    ))  # fmt: skip
     num_workers: int = field(default=0, metadata=_rule(MACHINERY["num_workers"]))
     num_threads: int | None = field(default=None, metadata=_rule(_or_none(MACHINERY["num_threads"]), torch=NoEffect(
         "batches of a torch data set are built by the thread that asks for them, or by worker processes: write "
@@ -261,6 +270,7 @@ class LoaderOptions(Generic[BatchT]):
         return Shape.chosen(
             self.batch_size, self.global_batch_size, mesh.data_world_size,
             last_batch=self.last_batch, drop_last=self.drop_last, epoch_size=self.epoch_size,
+            micro_batch_size=self.micro_batch_size,
         )  # fmt: skip
 
     @property

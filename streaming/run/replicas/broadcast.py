@@ -33,8 +33,8 @@ from streaming.common.monitor import Monitor
 from streaming.errors import ReplicaError, StateError
 from streaming.run.engine.memory.batch_memory import BatchMemory
 from streaming.run.engine.threads.jobs import LOOK_UP_S
-from streaming.run.epochs.iterator import Run
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run
 from streaming.run.replicas.batch_codec import decode, encode
 from streaming.run.replicas.group import ReplicaGroup
 from streaming.run.replicas.options import Broadcast, Replicas
@@ -71,6 +71,7 @@ class Sharing:
         reads_inline: On the reading rank, the thread that requests batches reads; otherwise a separate thread does.
         metrics: Counts the consumer's waits; None: no count.
         batch_bytes: Limit on reused memory of received batches.
+        is_cut: Whether batches are lists of micro-batches, each with its own portions.
 
     Attributes:
         ranks: All ranks. The first one reads.
@@ -80,9 +81,10 @@ class Sharing:
     def __init__(
         self, portions: Mapping[int, Part], broadcast: Broadcast, rank: int, *, pin: Finish | None,
         option: str = 'replicate="broadcast"', of: str = "one data share", reads_inline: bool = False,
-        metrics: Metrics | None = None, batch_bytes: int = _BATCH_BYTES,
+        metrics: Metrics | None = None, batch_bytes: int = _BATCH_BYTES, is_cut: bool = False,
     ) -> None:  # fmt: skip
         self.ranks = tuple(portions)
+        self.is_cut = is_cut
         self.metrics = metrics or Metrics()
         self._broadcast = broadcast
         self._is_source = rank == self.ranks[0]
@@ -98,14 +100,19 @@ class Sharing:
     def of_replicas(
         cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
         reads_inline: bool = False, metrics: Metrics | None = None, batch_bytes: int = _BATCH_BYTES,
+        is_cut: bool = False,
     ) -> Sharing:  # fmt: skip
         """Return the sharing for the replicas of the rank that ``mesh`` represents."""
         ranks = mesh.replicas_of(mesh.data_rank)
         portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
         return cls(
             portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline, metrics=metrics,
-            batch_bytes=batch_bytes,
+            batch_bytes=batch_bytes, is_cut=is_cut,
         )  # fmt: skip
+
+    def each(self, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Return what a function makes of a batch, or of each of its micro-batches."""
+        return [function(one) for one in batch] if self.is_cut else function(batch)
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
         """Return batches from ``place`` on. ``read`` begins to read them, on the one rank that reads.
@@ -317,13 +324,14 @@ class _SourceRun(_Consumer):
 
     def _portioned(self, batch: Any) -> tuple[Any, list[torch.Tensor]]:
         """Return this rank's portion, and those of the others, encoded; equal ones once."""
-        num_samples = batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0
-        coded: dict[Part, torch.Tensor] = {}
+        each, coded = self._sharing.each, dict[Part, torch.Tensor]()
         for portion in self._portions[1:]:
             if portion not in coded:
-                coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _bytes)
-        own = self._portions[0](batch, num_samples)
-        return own if self._pin is None else self._pin(own), [coded[portion] for portion in self._portions[1:]]
+                parts = each(partial(_part, portion), batch)
+                coded[portion] = encode(each(self._broadcast.encode, parts), _bytes)
+        own = each(partial(_part, self._portions[0]), batch)
+        own = own if self._pin is None else each(self._pin, own)
+        return own, [coded[portion] for portion in self._portions[1:]]
 
     def _tell(self, kind: int, number: int, data: bytes) -> None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
@@ -404,7 +412,7 @@ class _ReplicaRun(_Consumer):
             if self._abandoned:
                 raise ReplicaError("this run was given up")
             if kind == BATCH and payload is not None:
-                batch = self._decode(decode(payload))
+                batch = self._sharing.each(self._decode, decode(payload))
                 with self._changed:
                     # Waiting batches are in the order in which they arrived; none after _left.
                     if not self._left:
@@ -419,6 +427,10 @@ class _ReplicaRun(_Consumer):
             self._group.reply(has_left, waiting, self._place.epoch, self._place.samples_seen)
             if kind in {END, FAILED}:
                 return
+
+
+def _part(portion: Part, batch: Any) -> Any:
+    return portion(batch, batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0)
 
 
 def _bytes(size: int) -> torch.Tensor:

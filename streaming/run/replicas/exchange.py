@@ -14,6 +14,7 @@ rank exchanges.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from streaming.common.counters import Metrics
 from streaming.common.forks import in_children
 from streaming.errors import ReplicaError, StateError
 from streaming.order.packing.balance import exchange
-from streaming.run.epochs.iterator import Run, RunOver
 from streaming.run.epochs.position import Place
+from streaming.run.epochs.run import Run, RunOver
 from streaming.run.replicas.batch_codec import ALIGN_BYTES, decode, encode
 from streaming.run.replicas.group import gloo_group
 from streaming.types import Batch, Int64Array
@@ -142,44 +143,57 @@ class _ExchangedRun(RunOver):
         self._num_batches = 0
 
     def __next__(self) -> Any:
-        """Return the next batch."""
+        """Return the next batch, or the list of its micro-batches."""
         batch = next(self._run)
-        num_packs = len(batch["__key__"])
+        parts = batch if isinstance(batch, list) else [batch]
+        sizes = [len(part["__key__"]) for part in parts]
         with self._peers.metrics.timed("exchange_s"):
-            batch = self._exchanged(batch, num_packs)
+            parts = self._exchanged(parts, sizes)
         self._num_batches += 1
-        return self._peers.cut(batch, num_packs)
+        cut = [self._peers.cut(part, size) for part, size in zip(parts, sizes, strict=True)]
+        return cut if isinstance(batch, list) else cut[0]
 
     def describe(self) -> str:
         """Describe what the run is doing, for people."""
         return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
 
-    def _exchanged(self, batch: Batch, num_packs: int) -> Batch:
-        """Return the batch of the packs dealt to this rank, as many as it had; all ranks meet here."""
-        peers = self._peers
-        costs: Any = batch.pop("costs", None)
-        valid: Any = batch.get("__valid__")
+    def _exchanged(self, parts: list[Batch], sizes: Sequence[int]) -> list[Batch]:
+        """Return the packs dealt to this rank, in parts of as many as each had; all ranks meet here.
+
+        Args:
+            parts: The batch, or its micro-batches.
+            sizes: Packs of each.
+        """
+        peers, num_packs = self._peers, sum(sizes)
+        own_costs: list[Any] = [part.pop("costs", None) for part in parts]
+        masks: list[Any] = [part.get("__valid__") for part in parts]
         # A batch with packs that do not count is left as it is: stages without payload count them by the plan.
-        counts = valid is None or bool(valid.all())
+        counts = all(valid is None or bool(valid.all()) for valid in masks)
         own = [self._place.epoch, self._place.samples_seen + self._num_batches, num_packs, counts]
         heads = peers.gather(np.array(own, np.int64))
         if (heads[:, :2] != heads[0, :2]).any():
             raise _elsewhere(peers.ranks, heads)
         shares = heads[:, 2]
         if not heads[:, 3].all() or not shares.any():
-            return batch
+            return parts
         bits = np.zeros(int(shares.max()), np.int64)
         if num_packs:
-            bits[:num_packs] = costs.numpy().view(np.int64)
+            costs = np.concatenate([one.numpy() for one, size in zip(own_costs, sizes, strict=True) if size])
+            bits[:num_packs] = costs.view(np.int64)
         everyones = peers.gather(bits)[np.arange(len(bits)) < shares[:, None]]
         if not num_packs:  # at the end of an epoch; other ranks may exchange
             peers.swap([_EMPTY] * len(peers.ranks))
-            return batch
-        return self._dealt(batch, exchange(everyones.view(costs.numpy().dtype), shares.tolist()), shares)
+            return parts
+        rows = [row for part, size in zip(parts, sizes, strict=True) if size for row in peers.rows.split(part)]
+        coming = iter(self._dealt(rows, exchange(everyones.view(costs.dtype), shares.tolist()), shares))
+        return [
+            peers.rows.joined(list(islice(coming, size)), peers.allocate) if size else part
+            for part, size in zip(parts, sizes, strict=True)
+        ]
 
-    def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
+    def _dealt(self, rows: list[Batch], dealt: Sequence[Int64Array], shares: Int64Array) -> list[Batch]:
         """Exchange packs with the other ranks; pack n of the global batch is from the rank whose share contains n."""
-        peers, rows = self._peers, self._peers.rows.split(batch)
+        peers = self._peers
         place, ends = peers.place, np.cumsum(shares)
         first = int(ends[place] - shares[place])
         # To each rank its packs, in its order; nothing to this one, whose packs are here.
@@ -192,7 +206,7 @@ class _ExchangedRun(RunOver):
         got[place] = mine[place]
         coming = [iter(packs) for packs in got]
         owners = np.searchsorted(ends, dealt[place], side="right")
-        return peers.rows.joined([next(coming[owner]) for owner in owners.tolist()], peers.allocate)
+        return [next(coming[owner]) for owner in owners.tolist()]
 
 
 def _allocated(size: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from infra import DeviceMesh
 from streaming.build.batches.build import RowKind
 from streaming.build.batches.portion import Portion, StageFields, count_only
+from streaming.build.batches.rows import cut_up, scaled
 from streaming.build.batches.sequence import SequenceSlice, find_peer
 from streaming.common.arguments import checked_seconds, checks_names
 from streaming.errors import ConfigError
@@ -137,14 +138,18 @@ class CountedRun:
         self._batches = self._counts(plan, dp_rank, items)
 
     @staticmethod
-    def _counts(plan: Plan, dp_rank: int, items: RowKind) -> Iterator[Batch]:
+    def _counts(plan: Plan, dp_rank: int, items: RowKind) -> Iterator[Any]:
         for batch in range(plan.num_batches):
             each = items.rows_each(plan.row_of(batch))
-            rows = each * plan.batch_size(batch, dp_rank)
+            planned = plan.batch_size(batch, dp_rank)
             valid = None
             if plan.last_batch == "pad":
-                valid = torch.from_numpy(np.arange(rows) < each * plan.num_valid(batch, dp_rank))
-            yield count_only(rows, valid)
+                valid = torch.from_numpy(np.arange(each * planned) < each * plan.num_valid(batch, dp_rank))
+
+            def count(low: int, high: int, valid: torch.Tensor | None = valid) -> Batch:
+                return count_only(high - low, None if valid is None else valid[low:high])
+
+            yield cut_up(scaled(plan.cuts(batch, planned), each), each * planned, count)
 
     def __next__(self) -> Any:
         """Return the next batch."""

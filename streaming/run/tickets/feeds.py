@@ -77,9 +77,18 @@ class ByPosition:
     Args:
         loader: The loader.
         whole: Whether a portion is one batch, as the loader delivers it; otherwise it is its samples, not collated.
+
+    Raises:
+        ConfigError: The loader has options that act on whole batches, or cuts the batches that are portions.
     """
 
     def __init__(self, loader: Any, *, whole: bool) -> None:
+        size = getattr(loader, "micro_batch_size", None)
+        if whole and size is not None:
+            raise ConfigError(
+                f'micro_batch_size={size}: with unit="batch" a ticket of Tickets stands for the whole batch of a rank; '
+                "make the loader without it, and cut the batches that the tickets deliver"
+            )
         mesh = loader.device_mesh
         self.rank, self.num_ranks = mesh.data_rank, mesh.data_world_size
         self.mesh, self.is_elastic = mesh, not whole

@@ -28,7 +28,7 @@ from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.pieces import OneEach, PieceItems, pieces_of
 from streaming.build.batches.items.split_rows import join_packs, narrow_pack, split_packs
 from streaming.build.batches.jagged import Allocate, Form, checked_jagged
-from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock
+from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock, cut_up, scaled
 from streaming.build.batches.sequence import SequenceSlice
 from streaming.common.platforms import later
 from streaming.errors import ConfigError, DecodeError
@@ -136,11 +136,17 @@ class TokenPacks(PieceItems):
                 np.bincount(of, minlength=count) == 0
             )
         allocate = builder.allocate if recipe.collate_fn is None else None
-        columns = self._laid_out(recipe, rows, packs, available, allocate)
+        columns, cuts = self._laid_out(recipe, rows, packs, available, allocate), scaled(rows.cuts, packs.parts)
         if recipe.collate_fn is None:
-            return recipe.whole(columns.batch(0, packs.num_packs), mask, count)
+
+            def make(low: int, high: int) -> Any:
+                first, stop = self._entries(packs, low, high)
+                marks = None if mask is None else mask[first:stop]
+                return recipe.whole(columns.batch(low, high), marks, stop - first)
+
+            return cut_up(cuts, packs.num_packs, make)
         each = (columns.batch(pack, pack + 1) for pack in range(packs.num_packs))
-        return builder.collate([self._as_row(one) for one in each], mask)
+        return builder.collate([self._as_row(one) for one in each], mask, cuts)
 
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:  # noqa: ARG002
         """See ``RowKind``; the options determine its form."""
@@ -204,6 +210,10 @@ class TokenPacks(PieceItems):
     def _marked(self, packs: PackRows, valid: Mask, *, is_plain: bool) -> tuple[Int64Array, int, Mask]:  # noqa: ARG002
         """Return the mask entry of each piece, the number of mask entries, and the mask of valid ones."""
         return packs.packs, packs.num_packs, None if valid is None else valid.repeat(packs.parts)
+
+    def _entries(self, packs: PackRows, low: int, high: int) -> tuple[int, int]:  # noqa: ARG002
+        """Return which entries of the mask packs ``[low, high)`` are under."""
+        return low, high
 
     def _as_row(self, batch: Batch) -> Sample:
         """Return the single pack of a batch in the form of a sample."""
@@ -398,6 +408,10 @@ class PaddedDocuments(OneEach, TokenPacks):
             return TokenPacks._marked(self, packs, valid, is_plain=is_plain)
         count = len(packs.samples)
         return np.arange(count), count, None if valid is None else valid[packs.packs]
+
+    @override
+    def _entries(self, packs: PackRows, low: int, high: int) -> tuple[int, int]:
+        return int(packs.splits[low]), int(packs.splits[high])
 
     def _as_row(self, batch: Batch) -> Sample:
         return batch

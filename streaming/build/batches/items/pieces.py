@@ -100,13 +100,14 @@ class OneEach(PieceItems):
 
     def check_shape(self, shape: Shape, collate_fn: object) -> None:
         """See ``RowKind``: several packs in one rank's batch would differ in shape."""
-        if collate_fn is not None or shape.sizes.most <= shape.num_ranks:
+        if collate_fn is not None or shape.sizes.most <= shape.num_ranks or shape.micro_batch_size == 1:
             return
         raise ConfigError(
             "batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
             f"length={self.length}; expected batch_size=1, which is global_batch_size={shape.num_ranks} on "
             f"{shape.num_ranks} rank(s), got global_batch_size={shape.sizes.most}. For several packs per step and rank "
-            "give collate_fn=list, which makes each batch a list of padded packs"
+            "give micro_batch_size=1, which hands them out one by one, or collate_fn=list, which makes each batch a "
+            "list of padded packs"
         )
 
 

@@ -13,7 +13,8 @@ from streaming.build.batches.build import BatchBuilder, Mask, OnError, Samples, 
 from streaming.build.batches.collate import default_collate
 from streaming.build.batches.items.pieces import OneEach, pieces_of
 from streaming.build.batches.jagged import Form, checked_jagged
-from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.batches.rows import Cuts, FieldRange, Rows
+from streaming.common.arrays import sums
 from streaming.order.packing.layout import PackRows
 from streaming.types import Int64Array, Sample, override
 
@@ -60,15 +61,20 @@ class WholeSamples(OneEach, Samples):
         """See ``RowKind``: each sample has its own entry in the mask."""
         return Samples.build(self, builder, rows, None if valid is None else valid[pieces_of(rows).packs])
 
+    @override
+    def cuts(self, rows: Rows) -> Cuts:
+        return None if rows.cuts is None else pieces_of(rows).splits[list(rows.cuts)].tolist()
+
     def one_by_one(self, builder: BatchBuilder, rows: Rows, mask: Mask) -> Any:
         """Return at most the planned samples, so that no batch exceeds its budget."""
         found = [self._batch_of(builder, rows, span, mask) for span in pairwise(pieces_of(rows).splits.tolist())]
         if builder.recipe.collate_fn is not None:
             each = None if mask is None else np.array([mask[list(batch)].any() for batch in found])
-            return builder.collate([builder.default(list(batch.values())) for batch in found], each)
+            return builder.collate([builder.default(list(batch.values())) for batch in found], each, rows.cuts)
         kept = [row for batch in found for row in batch]
         samples = [sample for batch in found for sample in batch.values()]
-        return builder.collate(samples, None if mask is None else mask[kept])
+        cuts = None if rows.cuts is None else sums([len(batch) for batch in found])[list(rows.cuts)].tolist()
+        return builder.collate(samples, None if mask is None else mask[kept], cuts)
 
     def _batch_of(self, builder: BatchBuilder, rows: Rows, span: tuple[int, int], mask: Mask) -> dict[int, Sample]:
         """Return the samples of one batch by row; lost ones are replaced by others of the same batch.

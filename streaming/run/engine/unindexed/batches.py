@@ -21,7 +21,7 @@ import numpy as np
 
 from streaming.build.batches.build import BadSampleReport, BatchBuilder, Mask
 from streaming.build.batches.draws import epoch_key
-from streaming.build.batches.rows import Rows
+from streaming.build.batches.rows import Cuts, Rows, cut_up
 from streaming.common.arguments import format_bytes
 from streaming.common.counters import Metrics
 from streaming.common.monitor import Monitor
@@ -201,15 +201,27 @@ class ShardStream(Delivery):
         with self._changed:
             batch = self._gathered.pop(number)  # owned by this thread from here on, which frees its room
         try:
+            cuts = self._cuts(number, 0 if batch.is_empty else len(batch.rows.keys))
             if batch.is_empty:
-                shown = (alone(batch.rows, row) for row in range(len(batch.rows.keys)))
-                return BatchBuilder(self._crew.recipe, lambda _: iter(()), self._report).empty(shown)
+                return cut_up(cuts, 0, lambda *_: self._nothing(batch.rows))
             positions = self._settings.shape.positions(number, self._settings.dp_rank)
+            rows = replace(batch.rows, positions=positions, cuts=cuts)
             return self._builder.build(
-                replace(batch.rows, positions=positions), batch.valid, lambda row: neighbors(batch.rows, row),
-                self._report, seed=self._draw_key, batch=number,
+                rows, batch.valid, lambda row: neighbors(batch.rows, row), self._report, seed=self._draw_key,
+                batch=number,
             )  # fmt: skip
         finally:
             with self._changed:  # the next batch may use its room
                 self._free(batch)
                 self._changed.notify_all()
+
+    def _cuts(self, number: int, num_rows: int) -> Cuts:
+        """Return where this rank's rows of a batch are cut into micro-batches."""
+        shape = self._settings.shape
+        left = shape.num_samples - number * shape.global_batch_size
+        return shape.cuts(min(shape.global_batch_size, left), num_rows)
+
+    def _nothing(self, rows: Rows) -> Any:
+        """Return the batch of no rows, by some that show what a row looks like."""
+        shown = (alone(rows, row) for row in range(len(rows.keys)))
+        return BatchBuilder(self._crew.recipe, lambda _: iter(()), self._report).empty(shown)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streaming.build.batches.rows import FieldRange, Rows
+from streaming.build.batches.rows import Cuts, FieldRange, Rows
 from streaming.build.decode import ReadDistant
 from streaming.errors import WorkerError
 from streaming.run.engine.memory.arena import Arena
@@ -30,7 +30,7 @@ _SMALL_ITEM_BYTES = 4 << 10
 """Smaller items are joined and split as bytes objects; for larger ones a single copy into the slot is cheaper."""
 
 WireRows: TypeAlias = tuple[
-    bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any, Any, Any
+    bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any, Any, Any, Cuts
 ]
 
 
@@ -44,7 +44,7 @@ def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
     damage = dumps(dict(rows.damage)) if rows.damage else None
     return (
         inline, rows.keys, rows.urls, fields, damage, rows.numbers, rows.positions, rows.sources, rows.packs,
-        rows.chunk_ids,
+        rows.chunk_ids, rows.cuts,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def rows_from_wire(
     wire: WireRows, memory: Any, view: memoryview, read_distant: ReadDistant | None = None
 ) -> Rows:  # fmt: skip
     """Return the rows. ``memory`` and ``view`` are the arena's; ``read_distant`` asks the process that sent them."""
-    inline, keys, urls, fields, damage, numbers, positions, sources, packs, chunk_ids = wire
+    inline, keys, urls, fields, damage, numbers, positions, sources, packs, chunk_ids, cuts = wire
     return Rows(
         memory=memory if inline is None else inline,
         view=view if inline is None else memoryview(inline),
@@ -66,6 +66,7 @@ def rows_from_wire(
         packs=packs,
         chunk_ids=chunk_ids,
         read_distant=read_distant,
+        cuts=cuts,
     )
 
 
@@ -96,7 +97,9 @@ def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
         Exception: Pickling a part of the batch raised it.
     """
     echoes: dict[str, str] = {}
-    if type(batch) is dict:
+    if rows.cuts is not None:  # its micro-batches
+        batch = [_lighter_entries(one, rows, writer) for one in batch]
+    elif type(batch) is dict:
         batch = {name: _lighter(name, value, rows, writer, echoes) for name, value in batch.items()}
     elif type(batch) is list:
         batch = _lighter(None, batch, rows, writer, echoes)
@@ -127,6 +130,13 @@ def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> 
     for name, what in parcel.echoes.items():
         batch[name] = keys if what == "keys" else urls
     return batch
+
+
+def _lighter_entries(batch: Any, rows: Rows, writer: SlotWriter) -> Any:
+    """Return a micro-batch with entries that are cheaper to send; its keys are not those of all rows."""
+    if type(batch) is dict:
+        return {name: _lighter(None, value, rows, writer, {}) for name, value in batch.items()}
+    return _lighter(None, batch, rows, writer, {}) if type(batch) is list else batch
 
 
 def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict[str, str]) -> Any:
