@@ -2,7 +2,7 @@
 
 Run: ``python benchmarks/bench_node_slowdown.py``. Plays the rule of ``storage/requests/throttle.py`` in virtual time:
 answers take 50 ms, refusals 5 ms, each process looks at what it shares ten times a second. Counts the last three
-quarters of two minutes. Behind docs/design/0025-deletions.md.
+quarters of two minutes. Behind docs/design/0021-deletions.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How full packs are, how fast they are made, and how long ranks wait for the dearest of them.
 
-Pure NumPy on one core, no data. Three tables in Markdown, those of docs/design/0032::
+Pure NumPy on one core, no data. Three tables in Markdown, those of docs/design/0024::
 
     python benchmarks/bench_packing.py [--groups 20] [--steps 50]
     python benchmarks/bench_packing.py --exchange [--steps 16]

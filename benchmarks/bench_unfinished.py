@@ -1,4 +1,4 @@
-"""What opens of a set whose writer was killed, and what marking sets costs: docs/design/0048-whole-sets.md.
+"""What opens of a set whose writer was killed, and what marking sets costs: docs/design/0031-whole-sets.md.
 
 ``python benchmarks/bench_unfinished.py [--samples N] [--sample-bytes B]``; with ``PYTHONPATH=TREE`` for another tree.
 """

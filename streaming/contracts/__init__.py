@@ -12,7 +12,7 @@ layout of ``convert``   ``ConvertSource``             ``LAYOUTS["fasta"] = Layou
 ======================  ============================  ========================================  ================
 
 The test classes are in ``streaming.testing``. Each contract is defined beside its callers and the values in its
-signatures (docs/design/0056). Names are imported on first use.
+signatures (docs/design/0039). Names are imported on first use.
 """
 
 from __future__ import annotations

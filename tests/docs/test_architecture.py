@@ -306,7 +306,7 @@ def test_functions_are_short() -> None:
 
 
 def test_no_method_only_refuses() -> None:
-    """What only some kinds can do is a value that others lack (docs/design/0056); batteries say what to override."""
+    """What only some kinds can do is a value that others lack (docs/design/0039); batteries say what to override."""
     findings = []
     for module in modules():
         for node in nodes(module):

@@ -193,7 +193,7 @@ def test_a_mixture_that_ends_is_planned_epoch_by_epoch(described: Any) -> None:
 def test_reads_of_a_filtered_set_are_those_that_a_server_counted() -> None:
     """300 samples of 100 KB in chunks of 80, 32 kept: 25 requests and 1.09 bytes per byte kept.
 
-    They were counted on S3 (docs/design/0023).
+    They were counted on S3 (docs/design/0020).
     """
     stored, given = np.array([80, 80, 80, 60]), np.array([9, 8, 9, 6])
     reads = Reads.of(stored * 100_000, given, stored)

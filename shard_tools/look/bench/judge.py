@@ -13,7 +13,7 @@ from streaming.common.arguments import format_bytes
 
 Limit = Literal["latency", "bandwidth", "errors", "decode", "delivery", "memory"]
 ERROR_SHARE = 0.04
-"""Share of failed requests above which failures matter: stores refuse 2 % on a good day (docs/design/0009)."""
+"""Share of failed requests above which failures matter: stores refuse 2 % on a good day (docs/design/0008)."""
 _GAIN = 1.5
 """Gain above which four times as many (or four times larger) requests show that the resource is not used up."""
 _OVERHEAD = 4

@@ -18,7 +18,7 @@ MAX_BYTES: Final = 2**30
 
 
 _READ_WHOLE: Final = frozenset(("mp2", "mp3", "mpga"))
-"""Fields whose streams have no table of frames, so everything before a clip must be read (docs/design/0072)."""
+"""Fields whose streams have no table of frames, so everything before a clip must be read (docs/design/0055)."""
 
 
 Start: TypeAlias = Literal["random", "first", "center"] | float

@@ -2,7 +2,7 @@
 
 This uses the features of libjpeg-turbo that Python packages offer: a JPEG is decoded at half, a quarter or an eighth of
 its size, if the part is then still as large as wanted, and without the rows below the part. Rows above and columns
-beside it cannot be left out (``docs/design/0070-crops.md``).
+beside it cannot be left out (``docs/design/0053-crops.md``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from streaming.common.arrays import sums
 from streaming.types import Int64Array
 
 PACKS_OF_GROUP = 256
-"""Minimum number of packs in a group, if the shard has enough: best-fit then fills 99 % or more (docs/design/0032)."""
+"""Minimum number of packs in a group, if the shard has enough: best-fit then fills 99 % or more (docs/design/0024)."""
 MAX_GROUP_BYTES = 64 << 20
 """Maximum size of a group: a group is fetched as a whole, and a lane holds about five groups."""
 

@@ -354,7 +354,7 @@ class Mixed(RunOrder):
         """See ``RunOrder``.
 
         Every lane starts at a random phase among the chunks, so over L lanes the samples drawn from a source differ
-        from its share by up to about half the square root of L chunks (docs/design/0022).
+        from its share by up to about half the square root of L chunks (docs/design/0019).
         """
         last, is_first = self.ledger.last, not self._has_begun
         self._has_begun = True

@@ -22,7 +22,7 @@ from streaming.sets.sources.grouped import GroupedSource, Nulls, check_missing, 
 from streaming.sets.sources.mixed import Quotas
 
 MAX_CLASSES = 10_000
-"""Maximum number of classes. Each is a source and costs about 1 ms of CPU when an epoch starts (docs/design/0030)."""
+"""Maximum number of classes. Each is a source and costs about 1 ms of CPU when an epoch starts (docs/design/0022)."""
 _UNIT = 2**32  # weights computed from power are rounded to this grid, so every machine gets the same
 _SHOWN = 8
 _ELSEWHERE = ELSEWHERE | {

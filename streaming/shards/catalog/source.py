@@ -57,7 +57,7 @@ same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and i
 FILTER_GAP_BYTES = 128 << 10
 """The same for filtered samples, in any store: bytes cost the network's rate, while the requests of other chunks are in
 flight. With 10 % kept of samples of 100 KB, gaps of 1 MiB would be nearly all gaps
-(docs/design/0023-filters.md)."""
+(docs/design/0020-filters.md)."""
 
 
 class OneOrder(ABC):

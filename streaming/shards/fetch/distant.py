@@ -12,7 +12,7 @@ from streaming.types import Int64Array
 LEAST_BYTES = 8 << 20
 """Size from which members stay in the store: a clip takes about seven requests (its head, the requests of a search for
 its place, its frames). Each costs as much as a MiB, and below that size they save nothing. The same for files and all
-stores, so that the same members are checked as a whole everywhere (docs/design/0072)."""
+stores, so that the same members are checked as a whole everywhere (docs/design/0055)."""
 
 
 @dataclass(frozen=True, slots=True)

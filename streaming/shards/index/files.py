@@ -2,7 +2,7 @@
 
 Each file carries checksums of all its bytes, its *seal*. No reader uses a byte before its seal was compared: Parquet
 decodes many changed bytes to other rows, and its own checksums leave out page headers and the footer
-(``docs/design/0044-sealed-index.md``).
+(``docs/design/0027-sealed-index.md``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 obstore collects each answer in its own memory, from which it must be copied. The copy is most of the work over plain
 HTTP, and the smaller part over TLS. obstore still signs each request: the signed URL is used once, immediately, so
 nothing has to be renewed, and credentials rotate as usual. All unusual cases (redirects, refused signatures, answers
-without a length, proxies) are left to obstore, too. Figures: docs/design/0065-reads-into-place.md.
+without a length, proxies) are left to obstore, too. Figures: docs/design/0048-reads-into-place.md.
 """
 
 from __future__ import annotations

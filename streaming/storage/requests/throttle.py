@@ -1,7 +1,7 @@
 """Send fewer concurrent requests to a busy store: each refusal reduces their number, each answer raises it a little.
 
 This follows AIMD: Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance", 1989. For
-the design and the effect of the constants, see docs/design/0009-failing-stores.md.
+the design and the effect of the constants, see docs/design/0008-failing-stores.md.
 """
 
 from __future__ import annotations

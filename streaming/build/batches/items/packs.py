@@ -69,7 +69,7 @@ class TokenPacks(PieceItems):
         self._check_labels()
 
     group_rows = 8_192
-    """More than for samples: pieces take more NumPy calls, whose cost is shared (docs/design/0032)."""
+    """More than for samples: pieces take more NumPy calls, whose cost is shared (docs/design/0024)."""
 
     @property
     @override

@@ -41,7 +41,7 @@ LEADS_S: Final[dict[str, Lead]] = {
 for MP3, a function of rate and channels. Other codecs are decoded from the beginning (GSM, G.721 and NMS ADPCM carry
 state from sample to sample, and libsndfile cannot seek in them, or does it wrongly).
 
-Measured (docs/design/0071), and tested by ``tests/batches/test_moments.py``. FLAC has the codecs of PCM. Blocks of
+Measured (docs/design/0054), and tested by ``tests/batches/test_moments.py``. FLAC has the codecs of PCM. Blocks of
 ADPCM carry their state. Vorbis needs the previous block, which libsndfile reads, except in the last page: see
 ``ogg.py``, also for packets of Opus whose state never fades.
 """

@@ -42,7 +42,7 @@ network.
 """
 _BESIDE_FIRST_BATCH = 2
 """Number of chunks in flight at which no other fetch begins before the first batch, unless that batch needs it: reading
-ahead takes network, cores and the GIL from the first batch (docs/design/0067)."""
+ahead takes network, cores and the GIL from the first batch (docs/design/0050)."""
 _STOP_S = 1.0
 """Time for which closing waits for fetches in progress. Their memory stays mapped until they have ended."""
 

@@ -1,7 +1,7 @@
 """Lend the bytes of chunks to users as views: ``decode={"jpg": "view"}``.
 
 Views are cut straight from the arena, from chunks that match their checksums. A second, private map of the same pages
-would keep users' writes apart, but costs more than a copy once its bytes are read (docs/design/0064). So:
+would keep users' writes apart, but costs more than a copy once its bytes are read (docs/design/0047). So:
 
 - A user may keep views for any time. All views of a chunk, and slices, arrays and tensors over them, keep one object
   alive; until it has gone, the place of the chunk is not used again. That counts in ``memory_limit``; beyond a part of
