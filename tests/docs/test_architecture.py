@@ -271,8 +271,12 @@ def test_no_folder_is_a_corridor() -> None:
 
 def test_tests_lie_in_folders_and_share_no_code_but_through_support() -> None:
     findings = []
+    homes: dict[str, str] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         name = str(path.relative_to(TESTS))
+        if path.name in homes:
+            findings.append(f"{name} has the name of {homes[path.name]}, and pytest imports only one of them")
+        homes[path.name] = name
         if path.parent == TESTS:
             findings.append(f"{name} lies in no folder")
         taken = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]

@@ -457,7 +457,7 @@ def test_workers_that_die_are_replaced_with_a_word_and_a_count(
         return sample
 
     kills = iter(["7"])
-    shown = platforms._told
+    shown = platforms._text_of
 
     def count(folder: str, name: str) -> str | None:
         if name != "vmstat":
@@ -465,7 +465,7 @@ def test_workers_that_die_are_replaced_with_a_word_and_a_count(
         now = next(kills, told)
         return now and f"nr_free_pages 5\noom_kill {now}\n"
 
-    monkeypatch.setattr(platforms, "_told", count)
+    monkeypatch.setattr(platforms, "_text_of", count)
     pool = bench.pool(recipe_of(transform=transform))
     for _ in range(2):
         with pytest.raises(WorkerDiedError):
