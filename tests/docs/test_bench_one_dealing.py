@@ -13,6 +13,8 @@ from tests.support.code.folders import ROOT
 from tests.support.code.script_modules import script_modules
 from tests.support.tiers import first_here
 
+pytestmark = pytest.mark.thorough
+
 ROWS = 2**14
 
 

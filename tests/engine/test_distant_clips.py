@@ -34,6 +34,7 @@ from tests.support.sets.data_sets import loaders, mesh_of
 from tests.support.sets.distant_sets import LEAST, Watched
 from tests.support.sources import streams
 from tests.support.sources.image_files import saved, smooth
+from tests.support.tiers import first_here
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")
 
@@ -149,7 +150,7 @@ def test_random_clips_are_those_of_whole_members(opened: Any, num_workers: int) 
         assert play(opened(), 2, 1, num_workers=num_workers) == play(opened(decode=WHOLE), 2, 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", first_here([2, 0], 1))
 def test_a_run_goes_on_in_the_middle_of_an_epoch(opened: Any, num_workers: int) -> None:
     batching: dict[str, Any] = {**OPTIONS, "device_mesh": mesh_of(1, 0)}
     ((first, *others),) = play(opened(decode=WHOLE))

@@ -26,6 +26,8 @@ from streaming.errors import ConfigError, DataError, ShardstreamError
 from streaming.storage import Storage
 from tests.support.sources.token_files import EOT, Documents, llm_c, megatron, nanogpt
 
+pytestmark = pytest.mark.thorough
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")

@@ -22,6 +22,8 @@ from shard_tools.make.convert.formats import json_files
 from streaming.errors import DataError
 from tests.support.sources.conversions import members
 
+pytestmark = pytest.mark.thorough
+
 
 def zstd(data: bytes) -> bytes:
     out = pa.BufferOutputStream()

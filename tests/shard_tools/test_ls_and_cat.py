@@ -17,6 +17,8 @@ from shard_tools.cli import cli
 from tests.support.sources import streams
 from tests.support.sources.foreign_sets import picture
 
+pytestmark = pytest.mark.thorough
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")

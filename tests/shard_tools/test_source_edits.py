@@ -464,7 +464,7 @@ def cases(config: pytest.Config, share: float, what: str) -> Iterator[random.Ran
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", first_here(COMMANDS, 4))
+@pytest.mark.parametrize("kind", first_here(COMMANDS, 2))
 def test_what_is_there_after_an_edit_is_what_the_source_holds(
     kind: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
