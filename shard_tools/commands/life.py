@@ -36,7 +36,7 @@ from shard_tools.terminal.options import (
     with_storage_options,
     writing_options,
 )
-from shard_tools.terminal.verbs import emit
+from shard_tools.terminal.verbs import emit, finish
 from streaming.common.arguments import counted, format_bytes
 from streaming.common.platforms import num_cores
 from streaming.errors import shell_word
@@ -129,7 +129,8 @@ def delete_command(
     """Delete samples from SET, a directory of indexed shards.
 
     Only the shards that hold them are rewritten, under other names; then the set's next version is published.
-    Earlier versions keep the old shards, until --purge or `version prune` removes them.
+    Earlier versions keep the old shards, until --purge or `version prune` removes them. The exit code is 1 if SET has
+    none of the samples that a line of --keys or --contents names.
 
     \b
     Example:
@@ -145,6 +146,7 @@ def delete_command(
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show_delete)
+    finish(failed=report.num_not_found > 0)
 
 
 @click.command("dedupe")

@@ -450,6 +450,15 @@ def test_each_pair_is_named_and_one_stays(by: str, keep: Any, tmp_path: Path) ->
     report = dedupe(str(tmp_path / "set"), storage=Storage(), by=by, keep=keep)
     assert told.pairs == report.pairs
     assert report.num_removed == len(report.pairs) == 30 - len(wanted)
+    found = report.as_dict()
+    assert found["removed"] == report.num_removed
+    same: dict[Any, list[str]] = {}
+    for number in order:
+        if values[number] is not None:
+            same.setdefault(values[number], []).append(samples[number]["__key__"])
+    assert sorted(map(sorted, found["groups"])) == sorted(sorted(one) for one in same.values() if len(one) > 1)
+    kept = dict.fromkeys((pair.kept_shard, pair.kept_key) for pair in report.pairs)
+    assert [group[0] for group in found["groups"]] == [key for _, key in kept]
     assert keys(tmp_path / "set") == [samples[number]["__key__"] for number in sorted(wanted)]
     again = dedupe(str(tmp_path / "set"), storage=Storage(), by=by, keep=keep)
     assert (again.num_removed, again.version) == (0, report.version)
@@ -719,6 +728,7 @@ def test_as_commands(web: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("0100\n")
     told = json.loads(run("delete", web, "--keys", tmp_path / "keys", "--json"))
     assert (told["num_deleted"], told["version"]) == (1, 3)
+    assert "1 line of the list not in the set" in run("delete", web, "--keys", tmp_path / "keys", code=1)
     assert "Give one of --keys FILE, --where" in run("delete", web, code=2)
     assert "version 3 (now), the current one: 13 samples" in run("version", "tag", web, "now")
     listed = run("version", "list", web).splitlines()

@@ -86,6 +86,18 @@ class DedupeReport(Report):
     pairs: tuple[Pair, ...]
     seconds: float
 
+    @property
+    def groups(self) -> list[list[str]]:
+        """Keys of the samples that are the same, the one that stays first."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for pair in self.pairs:
+            found.setdefault((pair.kept_shard, pair.kept_key), [pair.kept_key]).append(pair.key)
+        return [*found.values()]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form, with ``groups`` and, for ``num_removed``, also ``removed``."""
+        return {"groups": self.groups, "removed": self.num_removed, **super(DedupeReport, self).as_dict()}
+
 
 def dedupe(
     home: str,
