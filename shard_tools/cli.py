@@ -135,7 +135,7 @@ _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
         "auto_envvar_prefix": "SHARD_TOOLS",
     },
 )
-@click.version_option(VERSION, prog_name="shard_tools")
+@click.version_option(VERSION, "--version", "shows_version", prog_name="shard_tools")
 @click.option(
     "--config", metavar="FILE", is_eager=True, expose_value=False, callback=load_config,
     help='Take options from this TOML file, such as max-bytes = "1GB" below [convert].',

@@ -162,7 +162,7 @@ def field_group() -> None:
 
 
 @field_group.command("add")
-@quiet_option
+@writing_options
 @click.argument("target", metavar="SET")
 @click.argument("name", metavar="NAME")
 @click.option("--compute", metavar="MODULE:FUNCTION", help="Compute the values from the samples, with your function.")

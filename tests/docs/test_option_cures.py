@@ -47,6 +47,9 @@ pytestmark = pytest.mark.thorough
 _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 
 RUN_ELSEWHERE = {
+    "append": "test_life.py::test_a_function_is_called_with_new_inputs_alone",
+    "most_in_flight": "test_tickets.py::test_a_bound_makes_the_iterator_wait",
+    "version": "test_life.py::test_a_run_goes_on_with_its_version_while_the_set_grows",
     "micro_batch_size": "test_micro_batches.py::test_padded_packs_come_one_by_one_whatever_the_world",
     "name": "test_exports.py::test_a_loader_that_is_gone_is_not_kept_and_its_name_is_free",
     "restores": "test_headspace.py::test_model_and_optimizer_are_set_back",

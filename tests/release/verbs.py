@@ -94,6 +94,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("reshard", "reshard pairs sorted --sort n --max-samples 5"),
     ("column add", "column add pairs score --from scores.parquet --on key"),
     ("column list", "column list pairs"),
+    ("field list", "field list pairs"),
     ("view save", "view save pairs best --where score>=0.5"),
     ("view list", "view list pairs"),
     ("map", "map pairs mapped functions:shorter --workers 2"),

@@ -174,7 +174,7 @@ def test_goes_on_where_it_was_and_refuses_others(sound: Path, tmp_path: Path) ->
     assert {name: (target / name).read_bytes() for name in first.files} == content
     (target / first.files[0]).write_bytes(content[first.files[0]][:-10])
     for options in (ExportOptions(), ExportOptions(fields=("cls",))):
-        with pytest.raises(ConfigError, match="not made of these samples and options"):
+        with pytest.raises(ConfigError, match="made from other samples or options"):
             export([f"{sound}/"], str(target), to="hf", options=options)
     export([f"{sound}/"], str(target), to="hf", options=ExportOptions(overwrite=True))
     assert {name: (target / name).read_bytes() for name in first.files} == content

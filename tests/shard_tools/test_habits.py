@@ -129,7 +129,7 @@ def test_options_from_a_file(places: dict[str, Path]) -> None:
         "max_samples = 5\noverwrite = true\n"
         '[convert]\nfield = {n = "cls"}\ncolumns = ["n"]\n[column.add]\nlift = "json.number"\n'
     )
-    run("--config", config, "convert", places["source"] / "lines.jsonl", places["target"])
+    assert run("--config", config, "convert", places["source"] / "lines.jsonl", places["target"]).exit_code == 0
     assert len(StreamingDataset(f"{places['target']}/").source.shards.urls) == 4
     assert StreamingDataset(f"{places['target']}/", where="n > 17")[0]["cls"] == 18
     run("--config", config, "convert", places["source"] / "lines.jsonl", places["target"], "--max-samples", "10")

@@ -116,7 +116,7 @@ def test_training_and_tool_read_the_same_file(sets: dict[str, SampleSet], descri
     ("content", "words"),
     [
         ("{", "not a description of a mixture in JSON"),
-        ('{"sources": {"a": "x/", "a": "y/"}}', "'a' comes twice"),
+        ('{"sources": {"a": "x/", "a": "y/"}}', "'a' occurs twice"),
         ("[]", 'expected an object with "sources"'),
         ('{"sources": {"a": {"uri": "x/"}}}', "'a': expected a URL"),
         ('{"sources": {"a": {"url": "x/", "seed": 1}}}', "'seed' belongs to the mixture"),

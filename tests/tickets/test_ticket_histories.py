@@ -107,7 +107,7 @@ def opened(kind: str, urls: list[str], size: int, rank: int) -> Named:
     if kind == "padded":
         options["last_batch"] = "pad"
     if kind == "ramp":
-        options["global_batch_size"] = Schedule.steps({0: 4, 20: 10})
+        options["global_batch_size"] = Schedule.steps({0: 6, 24: 10})
     dataset = Mixture({"a": one, "b": two}, repeats={"a": 1, "b": 1}) if kind == "mixture" else one
     return Named(DataLoader(dataset, **options))
 

@@ -181,7 +181,7 @@ def test_states_that_do_not_fit_are_refused(samples: SampleSet, tmp_path_factory
 def test_what_a_view_cannot_show_is_named(samples: SampleSet) -> None:
     with pytest.raises(ConfigError, match="expected a StreamingDataset, got a list"):
         TorchIterable([1, 2])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"got a Mixture; streaming.DataLoader deals it out"):
+    with pytest.raises(ConfigError, match=r"got a Mixture; streaming.DataLoader deals its samples"):
         TorchIterable(Mixture({"a": samples.open()}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="85 samples cannot be dealt to 86 parts"):
         next(iter(view_of(samples, 3, 86)))
