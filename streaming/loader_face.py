@@ -77,6 +77,11 @@ class LoaderFace(Closable, Generic[BatchT]):
         return self._loop.now_read(self._core.dataset)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether global batches hold the same samples, in the same order, on any number of ranks."""
+        return self._core.now().is_elastic
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh, including this process's place in it."""
         self._core.now()

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
+from shard_tools.cli import cli
 from streaming import DataLoader, Packed, StreamingDataset, Tickets
-from streaming.errors import ConfigError, StateError, TicketError
+from streaming.errors import ConfigError, IteratorEndedError, StateError, TicketError
+from streaming.run.tickets.ledger import RANK_BITS, RUN_BITS
 from tests.support.models.ticket_histories import RowsLoader
 from tests.support.processes.played_ranks import Play, played
 from tests.support.processes.waiting import ended, started, until
@@ -217,6 +223,83 @@ def test_many_threads_settle() -> None:
     assert not tickets.report()["in_flight"]
 
 
+def test_a_loop_that_is_left_early_continues() -> None:
+    tickets = Tickets(rows(), group=2)
+    came = []
+    for ticket, sample in tickets:
+        came.append((ticket, sample))
+        if len(came) == 11:  # inside a batch, and inside a group
+            break
+    came += list(tickets)
+    assert names(came) == [str(row) for row in range(24) for _ in range(2)]
+    assert names(list(tickets))[:2] == ["0", "0"], "the next epoch"
+
+
+def test_an_error_loses_nothing() -> None:
+    source = rows()
+    tickets = Tickets(source)
+    found = iter(tickets)
+    came = [next(found) for _ in range(8)]
+    source.fails = True
+    with pytest.raises(OSError, match="the store failed"):
+        next(found)
+    again = restarted(tickets)
+    came += list(tickets)
+    assert names(came) == names(list(again)) == [str(row) for row in range(24)]
+
+
+def test_an_interrupt_while_it_waits_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = Tickets(rows(), most_in_flight=5)
+    found = iter(tickets)
+    came = [next(found) for _ in range(5)]
+
+    def interrupted(most: int | None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tickets._ledger, "wait_for_room", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(found)
+    for ticket, _ in came:
+        tickets.ack(ticket)
+    for ticket, sample in tickets:
+        came.append((ticket, sample))
+        tickets.ack(ticket)
+    assert names(came) == [str(row) for row in range(24)]
+
+
+@pytest.mark.parametrize("end", ["close", "load_state_dict"])
+def test_what_waits_ends_with_the_tickets(end: str) -> None:
+    tickets = Tickets(rows(), most_in_flight=1)
+    state, found = tickets.state_dict(), iter(tickets)
+    ticket, _ = next(found)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            next(found)
+        except IteratorEndedError as error:
+            errors.append(error)
+
+    (thread,) = started(ask)
+    until(lambda: tickets._ledger._changed._waiters, "it waits")  # type: ignore[attr-defined]
+    tickets.close() if end == "close" else tickets.load_state_dict(state)
+    ended(thread)
+    assert len(errors) == 1
+    with pytest.raises(IteratorEndedError, match="were closed, or load_state_dict"):
+        next(found)
+    if end == "close":
+        tickets.ack(ticket)
+        assert tickets.report()["acknowledged"] == 1
+
+
+def test_threads_that_share_an_iteration_get_each_sample_once() -> None:
+    tickets, came = Tickets(rows(num_rows=600, batch=30)), []
+    found = iter(tickets)
+    ended(*started(*[lambda: came.extend(found) for _ in range(3)]))
+    assert sorted(names(came), key=int) == [str(row) for row in range(600)]
+
+
 # --- states ---
 
 
@@ -331,6 +414,62 @@ def test_states_with_tickets_of_other_ranks_are_not_joined() -> None:
         Tickets.merged([one.state_dict(), two.state_dict()])
 
 
+def test_ranks_that_share_a_data_rank_settle_the_same(play: Play) -> None:
+    def work(mesh: DeviceMesh) -> dict[str, Any]:
+        source = rows(num_rows=12, batch=4, num_ranks=2, rank=mesh.data_rank)
+        source.device_mesh = mesh
+        tickets = Tickets(source)
+        for number, (ticket, _) in enumerate(taken(tickets, 3)):
+            if number != 1 or mesh.rank == odd:
+                tickets.ack(ticket)
+        return tickets.sync()
+
+    odd = -1
+    states = play(work, dp_size=2, tp_size=2)
+    assert states[0] == states[3]
+    odd = 1
+    with pytest.raises(StateError, match="that share data rank 0 have settled different tickets"):
+        play(work, dp_size=2, tp_size=2)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(21))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_iterable_dataset_continues_on_its_rank_and_no_other_world(num_workers: int) -> None:
+    def opened(num_ranks: int = 1, rank: int = 0) -> DataLoader[Any]:
+        mesh = DeviceMesh.from_sizes(dp_size=num_ranks, rank=rank)
+        return DataLoader(Stream(), global_batch_size=4, device_mesh=mesh, num_workers=num_workers, epoch_size=20)
+
+    whole = [sample for _, sample in Tickets(opened())]
+    assert len(whole) == 20
+    tickets = Tickets(opened())
+    for ticket, _ in taken(tickets, 10)[::3]:
+        tickets.ack(ticket)
+    state = json.loads(json.dumps(tickets.state_dict()))
+    again = Tickets(opened())
+    again.load_state_dict(state)
+    assert [sample for _, sample in again] == [one for place, one in enumerate(whole) if place not in (0, 3, 6, 9)]
+    with pytest.raises(ConfigError, match="whose order does not depend on the ranks, got one of 2 data ranks"):
+        Tickets(opened(2, 1))
+
+
+def test_shards_without_an_index_are_dealt_by_ranks(url: str, tmp_path: Any, not_scanned: None) -> None:
+    for path in sorted(Path(url).glob("*.tar")):
+        shutil.copy(path, tmp_path)
+
+    def opened(num_ranks: int = 1) -> DataLoader[Any]:
+        mesh = DeviceMesh.from_sizes(dp_size=num_ranks, rank=0)
+        dataset = StreamingDataset(str(tmp_path), shuffle=False)
+        return DataLoader(dataset, global_batch_size=8, epoch_size=40, device_mesh=mesh, agreement_timeout=None)
+
+    assert len(list(Tickets(opened()))) == 40
+    with pytest.raises(ConfigError, match="Index the shards"):
+        Tickets(opened(2))
+
+
 # --- tickets that are not open ---
 
 
@@ -343,7 +482,7 @@ def test_tickets_that_are_not_open_are_refused() -> None:
     for call, ticket, words in [
         (tickets.ack, found[0], "acknowledged or dropped before"),
         (tickets.requeue, found[1], "waits to come again already"),
-        (tickets.ack, found[3] + (1 << 22), "was not handed out yet"),
+        (tickets.ack, found[3] + (1 << RANK_BITS + RUN_BITS), "was not handed out yet"),
         (other.ack, found[2], "is of another run|was not handed out"),
         (restarted(tickets).ack, found[2], "before the last restart|was not handed out yet"),
         (tickets.ack, "7", "expected an integer"),
@@ -371,14 +510,26 @@ def test_tickets_stand_for_no_parts_of_batches(url: str, unit: Any) -> None:
 # --- scores ---
 
 
-def test_scores_are_kept_by_key(url: str, tmp_path: Any) -> None:
-    tickets = Tickets(loader(url))
-    for ticket, sample in taken(tickets, 5):
+def test_scores_become_a_column(url: str, tmp_path: Path) -> None:
+    shutil.copytree(url, tmp_path / "set")
+    tickets = Tickets(loader(str(tmp_path / "set")))
+    for ticket, sample in tickets:
         tickets.score(ticket, int(sample["__key__"]) / 2)
         tickets.ack(ticket)
     path = tmp_path / "scores.jsonl"
-    assert tickets.write_scores(path) == 5
-    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {"key": "001", "score": 0.5}
+    assert tickets.write_scores(path) == NUM_SAMPLES
+    assert json.loads(path.read_text().splitlines()[1]) == {"key": "001", "score": 0.5}
+    words = ["column", "add", str(tmp_path / "set"), "score", "--from", str(path), "--on", "key"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert len(StreamingDataset(str(tmp_path / "set"), where="score > 15")) == 9
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "0.5"])
+def test_a_score_is_a_finite_number(value: Any) -> None:
+    tickets = Tickets(rows())
+    ((ticket, _),) = taken(tickets, 1)
+    with pytest.raises(ConfigError, match="expected a finite number"):
+        tickets.score(ticket, value)
 
 
 # --- other iterables ---

@@ -93,6 +93,12 @@ class Loop(ABC):
     """Class of the loop's states. Its ``from_dict`` reads the result of ``to_dict``."""
     can_seek = True
     """Whether a place alone determines the samples from there on, without the state of a dataset or of readers."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether global batches hold the same samples, in the same order, on any number of ranks."""
+        return self.can_seek
+
     no_remesh = (
         "it works with a StreamingDataset or a Mixture only. For this data set make a new DataLoader with the new "
         "device_mesh and call load_state_dict(state)"

@@ -56,6 +56,7 @@ class StreamedLoop(BaseLoop[_Window]):
         ConfigError: ``epoch_size`` is missing; without an index, nothing else determines when an epoch ends.
     """
 
+    is_elastic = False
     no_remesh = "without an index an epoch cannot continue on other ranks. Index the shards: shard_tools index URL"
 
     def __init__(self, dataset: SampleSource, config: LoopConfig) -> None:

@@ -91,7 +91,14 @@ class ByPosition:
             )
         mesh = loader.device_mesh
         self.rank, self.num_ranks = mesh.data_rank, mesh.data_world_size
-        self.mesh, self.is_elastic = mesh, not whole
+        self._follows = loader.is_elastic
+        if not self._follows and self.num_ranks > 1:
+            raise ConfigError(
+                f"Tickets: expected a dataset whose order does not depend on the ranks, got one of {self.num_ranks} "
+                "data ranks that deal it among themselves, so that a restart could not name the samples of another "
+                "rank. Index the shards (shard_tools index URL), or use a map-style dataset, or one data rank"
+            )
+        self.mesh, self.is_elastic = mesh, self._follows and not whole
         self._whole = whole
         self._loader: Any = loader if whole else loader.uncollated()
 
@@ -105,11 +112,14 @@ class ByPosition:
         size, batches = self._loader.global_batch_size, self._loader.with_state()
         for batch, after in batches:
             before = batches.came_from()
-            num_rows = min(size, after["samples_seen"] - before["samples_seen"])
-            low, high = share(num_rows, self.rank, self.num_ranks)
-            if self._whole:
-                low, high, num_rows = self.rank, self.rank + 1, self.num_ranks
             samples = [batch] if self._whole else list(batch)
+            if self._whole:
+                num_rows = self.num_ranks
+            elif self._follows:
+                num_rows = min(size, after["samples_seen"] - before["samples_seen"])
+            else:  # the only rank; a pass may end with fewer rows than its place counts
+                num_rows = len(samples)
+            low, high = share(num_rows, self.rank, self.num_ranks)
             if len(samples) != high - low:
                 raise ConfigError(
                     f"Tickets: expected {high - low} samples of this rank in the batch at {spot_of(before)}, got "

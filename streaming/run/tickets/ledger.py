@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.errors import TicketError
+from streaming.errors import IteratorEndedError, TicketError
 
-RANK_BITS, RUN_BITS = 14, 8
+RANK_BITS, RUN_BITS = 14, 16
 """A ticket is an integer of at most 63 bits: ordinal, data rank, run."""
 MOST_RANKS = 1 << RANK_BITS
 
@@ -60,6 +60,7 @@ class OpenTickets:
         self._counts: Counter[str] = Counter()
         self._scores: dict[str, float] = {}
         self._num_handed = 0
+        self._has_ended = False
 
     # --- the thread that iterates ---
 
@@ -92,18 +93,40 @@ class OpenTickets:
         return None
 
     def wait_for_room(self, most: int | None) -> None:
-        """Wait until fewer than ``most`` tickets are open (0: until none is), or one waits to be repeated."""
+        """Wait until fewer than ``most`` tickets are open (0: until none is), or one waits to be repeated.
+
+        Raises:
+            IteratorEndedError: ``end`` was called.
+        """
         with self._changed:
             # Nothing changes here; the caller checks again.
-            self._changed.wait_for(lambda: bool(self._again) or most is None or len(self._open) < max(most, 1))
+            self._changed.wait_for(lambda: self._has_ended or self._has_room(most))
+            self._check()
+
+    def check(self) -> None:
+        """Do nothing unless ``end`` was called.
+
+        Raises:
+            IteratorEndedError: It was.
+        """
+        with self._lock:
+            # A snapshot.
+            self._check()
 
     def has_room(self, most: int | None) -> bool:
         """Return whether ``wait_for_room`` would return at once."""
         with self._lock:
             # A snapshot.
-            return bool(self._again) or most is None or len(self._open) < max(most, 1)
+            return self._has_room(most)
 
     # --- any thread ---
+
+    def end(self) -> None:
+        """End the wait of the iterating thread, and every later one."""
+        with self._changed:
+            # No wait begins or lasts after this.
+            self._has_ended = True
+            self._changed.notify_all()
 
     def settle(self, ticket: int, how: str) -> None:
         """Settle a ticket: its sample never comes again.
@@ -209,6 +232,16 @@ class OpenTickets:
             return len(self._open), sum(one.waits for one in self._open.values())
 
     # --- with the lock held ---
+
+    def _check(self) -> None:
+        if self._has_ended:
+            raise IteratorEndedError(
+                "this iterator was ended: its Tickets were closed, or load_state_dict() was called. After the latter, "
+                "call iter() again"
+            )
+
+    def _has_room(self, most: int | None) -> bool:
+        return bool(self._again) or most is None or len(self._open) < max(most, 1)
 
     def _ticket(self, ordinal: int) -> int:
         return ordinal << RANK_BITS + RUN_BITS | self._tail

@@ -10,7 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from math import isfinite
+from numbers import Real
+from typing import Any, Literal, Self
 from zlib import crc32
 
 from streaming.common.arguments import checked_count, checked_int, checked_seconds
@@ -95,17 +97,20 @@ class Tickets(Closable):
         checked_int("Tickets: data ranks of the loader's mesh", self._feed.num_ranks, 1, MOST_RANKS)
         self._before: Counter[str] = Counter()
         self._placed = threading.Lock()  # guards _settled, _kept and _after, which belong to one place
+        self._asked = threading.RLock()  # held by the thread that asks for a ticket, also while it waits
         self._stall_report_s = stall_report_s
         self._begin((), self._feed.state())
 
     def _begin(self, records: Sequence[Handed], state: Mapping[str, Any]) -> None:
         """Begin to deliver from the feed's place on."""
-        self._ledger = OpenTickets(self._feed.rank, crc32(json.dumps([state, [one.to_dict() for one in records]],
-                                                                default=str).encode()))  # fmt: skip
+        begins = [self._feed.num_ranks, self._unit, state, [one.to_dict() for one in records]]
+        self._ledger = OpenTickets(self._feed.rank, crc32(json.dumps(begins, default=str).encode()))
         self._settled = Settled(records)
         self._kept: deque[_Kept] = deque()
         self._after = dict(state)
+        self._due: deque[tuple[bool, Any]] = deque()
         self._rows: Iterator[tuple[int, Any]] | None = None
+        self._is_broken = False
 
     @property
     def epoch(self) -> int:
@@ -113,66 +118,102 @@ class Tickets(Closable):
         return self._feed.epoch
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """Return an iterator over the next epoch, or the rest of the current one: pairs of a ticket and its sample."""
-        if self._rows is not None:
-            self._rows.close()  # type: ignore[attr-defined]  # it is a generator
-        self._rows = self._handed_out()
-        return self._rows
+        """Return an iterator over the next epoch, or the rest of the current one: pairs of a ticket and its sample.
+
+        A loop that was left early, or failed, continues with the next sample. Several threads may share the iteration;
+        each ticket goes to one of them.
+        """
+        if self._rows is None:
+            self._rows = self._issued()
+        return _Iteration(self, self._ledger, self._rows)
+
+    def _next_of(self, ledger: OpenTickets, rows: Iterator[tuple[int, Any]]) -> tuple[int, Any]:
+        """Return the next row of an iteration, and forget the iteration at its end."""
+        with self._asked:
+            # A running iteration is the one in _rows; one that has ended is not.
+            try:
+                ledger.check()
+                return next(rows)
+            except BaseException:
+                if self._rows is rows:
+                    self._rows = None
+                raise
 
     def rest(self) -> Iterator[tuple[int, Any]]:
         """Yield requeued samples until no ticket is open, and begin no epoch: for the end of a run.
 
         Waits for tickets that are in flight. A running iterator may continue afterwards.
         """
-        while True:
-            yield from self._again()
-            if not any(self._ledger.num_open()):
-                return
-            self._wait(0)
-
-    def _handed_out(self) -> Iterator[tuple[int, Any]]:
-        yield from self._again()
-        for portion in self._feed.portions():
-            yield from self._of_portion(portion)
-        yield from self._again()
-
-    def _of_portion(self, portion: Dealt) -> Iterator[tuple[int, Any]]:
         ledger = self._ledger
+        while True:
+            yield from self._again(ledger)
+            if not any(ledger.num_open()):
+                return
+            self._wait(ledger, 0)
+
+    def _issued(self) -> Iterator[tuple[int, Any]]:
+        """Yield the rest of an epoch.
+
+        1. What is requeued comes first, at any time.
+        2. Then the rows that are left of the batch taken over last (``_due``), if an earlier iteration failed there.
+        3. Then the rows of each further batch. An iteration that failed may have lost batches that the feed had already
+           passed, so the feed goes back to the state after the batch taken over last.
+        """
+        if self._is_broken:
+            self._feed.load(self._after)
+        self._is_broken, ledger = True, self._ledger
+        yield from self._of_due(ledger)
+        for portion in self._feed.portions():
+            ledger.check()  # load_state_dict may have moved the feed
+            self._take_over(portion)
+            yield from self._of_due(ledger)
+        yield from self._again(ledger)
+        self._is_broken = False
+
+    def _take_over(self, portion: Dealt) -> None:
+        last = portion.low + len(portion.samples)
         with self._placed:
             # The batch is kept, and its successor is known, before its first row is delivered.
             earlier = self._settled.rest(portion.spot)
-            is_settled = self._settled.of_batch(
-                portion.spot, portion.size, portion.low, portion.low + len(portion.samples)
-            )  # fmt: skip
-            rows, first = ledger.open_rows()
+            is_settled = self._settled.of_batch(portion.spot, portion.size, portion.low, last)
+            rows, first = self._ledger.open_rows()
             self._forget(rows[0] if rows else first)
             self._kept.append(_Kept(portion.spot, portion.state, first, first + len(is_settled), earlier))
             self._after = portion.after
-        for row, sample in enumerate(portion.samples):
-            if is_settled[row] or (isinstance(sample, dict) and sample.get("__valid__") is False):
+            self._due.extend(zip(is_settled, portion.samples, strict=True))
+
+    def _of_due(self, ledger: OpenTickets) -> Iterator[tuple[int, Any]]:
+        due = self._due
+        yield from self._again(ledger)
+        while due:
+            is_settled, sample = due[0]
+            if is_settled or (isinstance(sample, dict) and sample.get("__valid__") is False):
                 ledger.skip()  # settled earlier, or only a placeholder of a bad sample
+                due.popleft()
                 continue
-            yield from self._again()
+            yield from self._again(ledger)
             while not ledger.has_room(self._most):
-                self._wait(self._most)
-                yield from self._again()
-            yield from self._repeated(ledger.hand_out(sample), sample)
+                self._wait(ledger, self._most)
+                yield from self._again(ledger)
+            ticket = ledger.hand_out(sample)
+            due.popleft()
+            yield from self._repeated(ledger, ticket, sample)
 
-    def _again(self) -> Iterator[tuple[int, Any]]:
-        while (found := self._ledger.again()) is not None:
-            yield from self._repeated(*found)
+    def _again(self, ledger: OpenTickets) -> Iterator[tuple[int, Any]]:
+        while (found := ledger.again()) is not None:
+            yield from self._repeated(ledger, *found)
 
-    def _repeated(self, ticket: int, sample: Any) -> Iterator[tuple[int, Any]]:
+    def _repeated(self, ledger: OpenTickets, ticket: int, sample: Any) -> Iterator[tuple[int, Any]]:
         for number in range(self._group):
-            if number and not self._ledger.is_open(ticket):
+            if number and not ledger.is_open(ticket):
                 return
             yield ticket, dict(sample) if isinstance(sample, dict) else sample
 
-    def _wait(self, most: int | None) -> None:
+    def _wait(self, ledger: OpenTickets, most: int | None) -> None:
         watchdog = Watchdog(self._stall_report_s, "no ticket", partial(_describe, weakref.ref(self)))
         try:
             watchdog.begin()
-            self._ledger.wait_for_room(most)
+            ledger.wait_for_room(most)
         finally:
             watchdog.end()
             watchdog.stop()
@@ -217,8 +258,9 @@ class Tickets(Closable):
 
         Raises:
             TicketError: The ticket is not open, of another rank, or its sample has no ``"__key__"``.
+            ConfigError: The value is not a finite number.
         """
-        self._ledger.score(_checked(ticket), value)
+        self._ledger.score(_checked(ticket), _score(value))
 
     def write_scores(self, path: str | os.PathLike[str]) -> int:
         """Write the scores of this rank as JSON lines of key and score. Replace the whole file. Return their number.
@@ -288,6 +330,7 @@ class Tickets(Closable):
 
         Raises:
             AgreementError: A rank did not arrive in time, or another rank settled a ticket that was settled before.
+            StateError: Ranks that share a data rank have settled different tickets.
         """
         seconds = checked_seconds("Tickets.sync: timeout", timeout)
         if self._feed.num_ranks == 1:
@@ -303,9 +346,16 @@ class Tickets(Closable):
             self._ledger.delivered(ticket for ticket, _ in told)
             return {"state": json.dumps(self.state_dict())}
 
-        found = ranks.exchange(settled)
-        states = [json.loads(facts["state"]) for facts in found.values()]
-        return Tickets.merged(list({state["ranks"][0]["share"][0]: state for state in states}.values()))
+        by_rank: dict[int, dict[str, Any]] = {}
+        for facts in ranks.exchange(settled).values():
+            state = json.loads(facts["state"])
+            rank = state["ranks"][0]["share"][0]
+            if by_rank.setdefault(rank, state)["ranks"] != state["ranks"]:
+                raise StateError(
+                    f"Tickets.sync: ranks that share data rank {rank} have settled different tickets; they get the "
+                    "same ones, so settle each ticket on all of them, or make the tickets on one of them"
+                )
+        return Tickets.merged([*by_rank.values()])
 
     @staticmethod
     def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -384,15 +434,29 @@ class Tickets(Closable):
             raise StateError("load_state_dict: the loader's place is behind open tickets; was the state edited?")
         self._feed.load(state["loader"])
         self._before = Counter(counts if self._feed.rank == 0 else {})
+        self._ledger.end()
         with self._placed:
             # Everything is from the state.
             self._begin([*records, *earlier], state["loader"])
 
     def close(self) -> None:
-        """End the iterator and close the loader."""
-        if self._rows is not None:
-            self._rows.close()  # type: ignore[attr-defined]  # it is a generator
+        """End the iterator, also one that waits in another thread, and close the loader."""
+        self._ledger.end()
         self._feed.close()
+
+
+class _Iteration:
+    """Deliver the rows of a running iteration. If it is dropped, the iteration does not end, unlike a generator."""
+
+    def __init__(self, tickets: Tickets, ledger: OpenTickets, rows: Iterator[tuple[int, Any]]) -> None:
+        self._tickets, self._ledger, self._rows = tickets, ledger, rows
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        """Return the next ticket and its sample."""
+        return self._tickets._next_of(self._ledger, self._rows)
 
 
 def _checked(ticket: Any) -> int:
@@ -400,6 +464,12 @@ def _checked(ticket: Any) -> int:
         return checked_int("ticket", ticket, 0, 2**63 - 1)
     except ConfigError as error:
         raise TicketError(str(error)) from error
+
+
+def _score(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
+        raise ConfigError(f"Tickets.score: value: expected a finite number, got {value!r}")
+    return float(value)
 
 
 def _check(state: Any) -> None:

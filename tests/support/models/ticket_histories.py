@@ -21,11 +21,13 @@ from streaming import Tickets
 class RowsLoader:
     """Hands out rows as a loader does, by position, without reading anything: ``uncollated`` for ``Tickets``."""
 
+    is_elastic = True
+
     def __init__(self, num_rows: int, batch: int, num_ranks: int, rank: int) -> None:
         self.num_rows, self.global_batch_size = num_rows, batch
         self.device_mesh = DeviceMesh.from_sizes(dp_size=num_ranks, rank=rank)
-        self._at, self._was = (0, 0), (0, 0)
-        self._is_end = False
+        self._at = (0, 0)
+        self.fails = False
 
     def uncollated(self) -> RowsLoader:
         return self
@@ -57,6 +59,10 @@ class _Rows:
     def __next__(self) -> tuple[list[Any], dict[str, Any]]:
         loader = self._loader
         epoch, seen = loader._at
+        if loader.fails:  # the batch is passed, and lost to this iterator
+            loader.fails = False
+            loader._at = epoch, min(seen + loader.global_batch_size, loader.num_rows)
+            raise OSError("the store failed")
         if seen == loader.num_rows:
             loader._at = epoch + 1, 0
             raise StopIteration
@@ -73,6 +79,7 @@ class _Rows:
 @dataclass
 class _Rank:
     tickets: Tickets
+    loader: Any
     rows: Iterator[tuple[int, Any]] | None = None
     held: list[tuple[int, str]] = field(default_factory=list)
     again: deque[int] = field(default_factory=deque)
@@ -106,10 +113,8 @@ class History:
         for rank in self._ranks:
             rank.tickets.close()
         size = self._rng.choice(self._worlds)
-        self._ranks = [
-            _Rank(Tickets(self._opened(size, rank), group=self._group, most_in_flight=self._most))
-            for rank in range(size)
-        ]
+        loaders = [self._opened(size, rank) for rank in range(size)]
+        self._ranks = [_Rank(Tickets(one, group=self._group, most_in_flight=self._most), one) for one in loaders]
         self.settled = Counter()
         if self._saved is not None:
             state, settled = self._saved
@@ -119,7 +124,8 @@ class History:
 
     def run(self, num_steps: int) -> Counter[str]:
         """Take random steps, then go on without faults to the end; return how often each row was settled."""
-        actions = [self._take] * 12 + [self._settle] * self._rng.randint(3, 12) + [self._requeue, self._save]
+        rare = [self._requeue, self._save, self._leave, self._fail]
+        actions = [self._take] * 12 + [self._settle] * self._rng.randint(3, 12) + rare
         for _ in range(num_steps):
             self._rng.choice(actions)()
             if self._rng.random() < 0.01:
@@ -151,7 +157,12 @@ class History:
         if rank.rests and not rank.again and rank.held:  # it would wait
             return
         for number in range(self._group):
-            found = next(rank.rows, None)
+            try:
+                found = next(rank.rows, None)
+            except OSError:
+                assert not number, "a group is not cut"
+                rank.rows = None
+                return
             if found is None:
                 assert not number, "a group is not cut"
                 rank.rows = None
@@ -186,6 +197,16 @@ class History:
             rank.tickets.requeue(ticket)
             rank.again.append(ticket)
             rank.is_done = False
+
+    def _leave(self) -> None:
+        """Leave a loop early: the next one continues with the next sample."""
+        self._rng.choice(self._ranks).rows = None
+
+    def _fail(self) -> None:
+        """Let the next batch of a rank fail, once."""
+        loader = self._rng.choice(self._ranks).loader
+        if hasattr(loader, "fails"):
+            loader.fails = True
 
     def _save(self) -> None:
         states = [json.loads(json.dumps(rank.tickets.state_dict())) for rank in self._ranks]
