@@ -40,10 +40,11 @@ from shard_tools.make.convert.append import append
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.make.tokens.append import append_tokens
+from shard_tools.make.write.change import SetChange
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, UnfinishedError
+from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, StorageError, UnfinishedError
 from streaming.shards.catalog.build import index_shards
-from streaming.shards.versions.publish import OvertakenError
+from streaming.shards.versions.publish import OvertakenError, read_head
 from streaming.storage import ChangedError, Storage
 from streaming.storage.adapters import object as object_client
 from streaming.storage.adapters.obstore_client import client
@@ -685,6 +686,31 @@ def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_pa
         prune(str(web), storage=Storage(), abandon=["other"])
     assert prune(str(web), storage=Storage(), abandon=[work]).num_shards == 3
     assert append(str(tmp_path / "days"), str(web)).num_added == 9
+    assert not prune(str(web), storage=Storage()).pending
+
+
+def test_of_two_runs_of_one_change_the_earlier_neither_publishes_nor_deletes(web: Path) -> None:
+    head = read_head(Storage(), str(web))
+
+    def begun() -> tuple[SetChange, Path]:
+        change = SetChange(Storage(), head, command="dedupe", what="the same", identity=["the same"])
+        path = web / change.new_name("000000.tar")
+        change.__enter__()
+        path.write_bytes(b"the same")
+        return change, path
+
+    failed = (StorageError, StorageError("a disk failed"), None)
+    (earlier, path), (later, _) = begun(), begun()
+    later.__exit__(*failed)
+    assert not path.exists()
+    with pytest.raises(OvertakenError, match="taken it over"):
+        earlier.publish(head.table)
+    (earlier, path), (later, _) = begun(), begun()
+    earlier.__exit__(*failed)
+    assert path.exists(), "the later run lists it"
+    later.publish(head.table)
+    later.__exit__(None, None, None)
+    assert keys(web) == [f"{number:04d}" for number in range(12)]
     assert not prune(str(web), storage=Storage()).pending
 
 

@@ -10,12 +10,13 @@ import hashlib
 import json
 import logging
 import re
+import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from streaming.errors import ConfigError, ShardstreamError, UnfinishedError, shell_place
+from streaming.errors import ConfigError, NotFoundError, ShardstreamError, UnfinishedError, shell_place
 from streaming.shards.catalog.unfinished import FINISHED
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
@@ -96,16 +97,25 @@ def with_added(head: Head, meaning: Schema) -> Schema:
     return both
 
 
-def work_note(command: str, what: str) -> bytes:
-    """Return a note of work that is not published yet, as a file in ``pending/``."""
-    return write_document({"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what)})
+def work_note(command: str, what: str, *, run: str = "") -> bytes:
+    """Return a note of work that is not published yet, as a file in ``pending/``.
+
+    Args:
+        command: The command.
+        what: What it adds or leaves out, for people.
+        run: Distinguishes this run from others of the same work.
+    """
+    return write_document(
+        {"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what), "run": run}
+    )
 
 
 class SetChange:
     """One change of a set: entered, it begins; left by an error, it takes back what it has written.
 
     Its shards have names that end with ``-vWORK.tar``, where WORK follows from the version that it begins with and from
-    what it does. So a run after one that was killed writes the same files, and no other change does.
+    what it does. So a run after one that was killed writes the same files, and no other change does. Of two runs of one
+    change at the same time the later takes over: the note names it, and the earlier neither publishes nor deletes.
 
     Args:
         storage: The store.
@@ -123,7 +133,7 @@ class SetChange:
         self._storage, self.head = storage, head
         parts = [head.number, head.table.fingerprint, command, identity]
         self.work = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-        self._note = work_note(command, what)
+        self._note = work_note(command, what, run=secrets.token_hex(8))
         self._names: list[str] = []
 
     def __enter__(self) -> Self:
@@ -143,9 +153,11 @@ class SetChange:
         if kind is not None and not issubclass(kind, Exception):
             return  # a run that is stopped can be gone on with
         with suppress(ShardstreamError):
+            if not self._is_ours():
+                return
+            self._storage.delete(self._url)  # before the files: without its note, no run publishes what is deleted
             if kind is not None:
                 self._take_back()
-            self._storage.delete(self._url)
 
     def named(self, name: str) -> str:
         """Return a name, or a pattern of names, as this change writes it: ``7.tar`` as ``7-v1a2b3c4d.tar``."""
@@ -172,16 +184,23 @@ class SetChange:
         Raises:
             OvertakenError: Somebody else published meanwhile, or gave up this change.
         """
-        if not self._storage.exists(self._url):
+        if not self._is_ours():
             raise OvertakenError(
                 f"{redact(self.head.home)}: this change was given up meanwhile (version prune --abandon {self.work}), "
-                "and what it wrote may be gone; run the same command again"
+                "or another run of the same command has taken it over; nothing of this run is in the set. Run the same "
+                "command again"
             )
         return publish(self._storage, self.head, table, schema=schema, inputs=inputs, records=records)
 
     @property
     def _url(self) -> str:
         return join_url(self.head.home, pending_path(self.work))
+
+    def _is_ours(self) -> bool:
+        try:
+            return bytes(self._storage.read(self._url)) == self._note
+        except NotFoundError:
+            return False
 
     def _take_back(self) -> None:
         home = self.head.home
