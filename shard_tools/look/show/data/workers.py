@@ -26,6 +26,8 @@ SECONDS: Final = 10.0
 """Time limit per value: the largest image that is decoded at all takes two seconds."""
 MOST_BYTES: Final = 64 << 20
 """Size limit of a value to decode."""
+MOST_MEDIA_BYTES: Final = 16 << 20
+"""Size limit of a sound or a video to draw, which is read whole for it; a player reads only what it plays."""
 _OPEN_SECONDS = 30.0  # to open a tokenizer; the largest in use take three
 _MOST_WORKERS = 4
 _MOST_PICTURE_BYTES = 32 << 20
