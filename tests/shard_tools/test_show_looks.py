@@ -18,6 +18,8 @@ from shard_tools.look.show.data.media import lasting, ranges
 from shard_tools.look.show.data.turns import Turn, turns_in
 from tests.support.servers.show_pages import Shown
 
+pytestmark = pytest.mark.thorough
+
 RATE = 8000
 TURNS = [{"role": "user", "content": "first line\nsecond line"}, {"role": "assistant", "content": "an answer"}]
 
