@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.look.show.data.media import lasting, ranges
-from shard_tools.look.show.data.turns import Turn, turns_in
+from shard_tools.look.show.data.turns import ChatTurn, turns_in
+from shard_tools.look.show.decoding.media import lasting, ranges
 from tests.support.servers.show_pages import Shown
 
 pytestmark = pytest.mark.thorough
@@ -29,7 +29,8 @@ def sound(seconds: float, channels: int = 2) -> bytes:
     out, half = io.BytesIO(), int(RATE * seconds) // 2
     with wave.open(out, "wb") as file:
         file.setparams((channels, 2, RATE, 0, "NONE", ""))
-        file.writeframes(np.repeat(np.repeat([0, 32767], half), channels).astype("<i2").tobytes())
+        loud = 32767 * (-1) ** np.arange(half)
+        file.writeframes(np.repeat(np.concatenate([0 * loud, loud]), channels).astype("<i2").tobytes())
     return out.getvalue()
 
 
@@ -62,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "two"):
         write(folder / name)
     sources = {name: {"url": f"{folder}/{name}/"} for name in ("one", "two")}
-    (folder / "mixture.json").write_text(json.dumps({"sources": sources, "ends": "all"}))
+    (folder / "mixture.json").write_text(json.dumps({"sources": sources}))
     return folder
 
 
@@ -93,7 +94,7 @@ def test_a_poster_shows_a_moment_that_is_not_the_black_beginning(shown: Shown) -
     assert small.shape == (48, 64, 3)
     assert abs(int(small[5:20, 5:20].mean()) - 200) < 20
     page = shown.get("/sample", number=3).text
-    assert "2.50 s, 64 × 48 pixels, 10 frames per second" in page
+    assert "2.50 s, 64 \u00d7 48 pixels, 10 frames per second" in page
     assert 'poster="' in page
     assert "data-poster=" in shown.get("/").text
 
@@ -130,7 +131,7 @@ def test_a_conversation_is_laid_out_by_turns(shown: Shown) -> None:
     ],
 )  # fmt: skip
 def test_conversations_are_found_by_their_shape(content: object, found: list[tuple[str, str, tuple[str, ...]]]) -> None:
-    assert turns_in(content) == tuple(Turn(role=role, text=text, parts=parts) for role, text, parts in found)
+    assert turns_in(content) == tuple(ChatTurn(role=role, text=text, parts=parts) for role, text, parts in found)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_packs_show_the_beginnings_of_their_documents(tmp_path: Path) -> None:
         for number in range(40):
             writer.write({"__key__": f"{number:03d}", "tok": b"\7\0" * 30, "n": 30, "txt": f"document {number}"})
     (tmp_path / "mixture.json").write_text(
-        json.dumps({"sources": {"a": {"url": "p/", "packed": {"length": 128}}}, "weights": {"a": 1}})
+        json.dumps({"sources": {"a": {"url": f"{tmp_path}/p/", "packed": {"length": 128}}}, "weights": {"a": 1}})
     )
     with Shown((str(tmp_path / "mixture.json"),)) as shown:
         documents = shown.json("/step", global_batch_size=2)["rows"][0]["keys"]

@@ -1,6 +1,4 @@
-"""Show what the rows of a batch look like: samples as tiles, packs by the text of their documents; steps and sets
-side by side.
-"""
+"""Show what rows look like: samples as tiles, packs by the text of their documents; epochs and sets side by side."""
 
 from __future__ import annotations
 
@@ -81,8 +79,9 @@ def _looks(subject: Subject, page: StepPage, tiles: int, packs: int, beside: str
             numbers = [page.document_number(row, at) for at in range(min(len(row.documents), _DOCUMENTS))]
             wanted.setdefault(page.set_name(row), []).extend(numbers)
         found = _by_number(subject, wanted)
+        listed = (_pack(page, row, found) for row in shown)
         return Looks(
-            packs=tuple(_pack(page, row, found) for row in shown), others=len(rows) - len(shown), beside=beside
+            packs=tuple(one for one in listed if one.documents), others=len(rows) - len(shown), beside=beside
         )
     shown = rows[:tiles]
     wanted = {}
@@ -115,7 +114,7 @@ def _pack(page: StepPage, row: Any, found: Mapping[tuple[str, int], GalleryRow])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ShownSide:
     """One of several things that are compared: its name, its address, and what it looks like."""
 
     name: str
@@ -134,7 +133,7 @@ class Beside:
         after: Address of the next ones; "": there are none.
     """
 
-    sides: tuple[Side, ...]
+    sides: tuple[ShownSide, ...]
     what: str
     before: str = ""
     after: str = ""
@@ -177,7 +176,7 @@ def _of_epochs(subject: Subject, query: Query, epochs: list[str]) -> Beside:
     kept = {name: value for name, value in query.given.items() if name in STEP_ASKS}
     pages = [step_page(subject, Query({**kept, "epoch": epoch})) for epoch in epochs]
     sides = tuple(
-        Side(
+        ShownSide(
             name=f"epoch {page.step.at.epoch:,}", link=page.to(epoch=page.step.at.epoch, step=page.step.at.batch),
             looks=_looks(subject, page, _BESIDE, _PACKS),
         )
@@ -188,7 +187,9 @@ def _of_epochs(subject: Subject, query: Query, epochs: list[str]) -> Beside:
     counts = [page.step.at.num_batches for page in pages]
     is_last = any(count is not None and step + 1 >= count for count in counts)
     given = {name: value for name, value in query.given.items() if name in BESIDE_ASKS}
-    to = {move: address("/beside", **{**given, "epochs": ",".join(epochs), "step": str(step + move)}) for move in (-1, 1)}
+    to = {
+        move: address("/beside", **{**given, "epochs": ",".join(epochs), "step": str(step + move)}) for move in (-1, 1)
+    }
     return Beside(
         sides=sides, what=f"Step {step:,} of {len(sides)} epochs", before=to[-1] if step else "",
         after="" if is_last else to[1], shared=len(set.intersection(*keys)),
@@ -203,7 +204,7 @@ def _of_sets(subject: Subject, query: Query, sources: list[str]) -> Beside:
         numbers = list(range(page * _BESIDE, min(page * _BESIDE + _BESIDE, within.total)))
         more |= within.total > (page + 1) * _BESIDE
         tiles = tuple(rows_of(subject, name, numbers)) if numbers else ()
-        sides.append(Side(name=name, link=address("/", source=name, page=str(page)), looks=Looks(tiles=tiles)))
+        sides.append(ShownSide(name=name, link=address("/", source=name, page=str(page)), looks=Looks(tiles=tiles)))
     named = {"sources": ",".join(sources)}
     return Beside(
         sides=tuple(sides), what=f"{len(sides)} sets",

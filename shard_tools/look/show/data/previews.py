@@ -12,8 +12,8 @@ from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.data.notes import Notes, Tokens, named
 from shard_tools.look.show.data.reading import Wanted, read_all
 from shard_tools.look.show.data.trees import Node, tree_of
-from shard_tools.look.show.data.turns import Turn, turns_in
-from shard_tools.look.show.data.workers import MOST_BYTES, MOST_MEDIA_BYTES
+from shard_tools.look.show.data.turns import ChatTurn, turns_in
+from shard_tools.look.show.decoding.workers import MOST_BYTES, MOST_MEDIA_BYTES
 from shard_tools.look.stats.kinds import UNKNOWN, kind_of, kind_of_value
 from streaming.build.decode.values import unpacked_head
 from streaming.common.arguments import format_bytes, unpacked_name
@@ -79,7 +79,7 @@ class FieldShown:
     tree: Node | None = None
     content: object = field(default=None, repr=False)
     tokens: tuple[TokenPiece, ...] = ()
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[ChatTurn, ...] = ()
     class_name: str = ""
     small: str = ""
     large: str = ""
@@ -142,7 +142,9 @@ def _of(notes: Notes, within: SampleSet, place: SamplePlace) -> Notes:
     return notes.of_shard(str(within.source.shards.shown_urls[place.shard])) if notes.by_set else notes
 
 
-_ORDER = {name: place for place, name in enumerate(("image", "video", "audio", "turns", "tokens", "text", "tensor", "tree"))}
+_ORDER = {
+    name: place for place, name in enumerate(("image", "video", "audio", "turns", "tokens", "text", "tensor", "tree"))
+}
 
 
 def _kind(name: str, notes: Notes) -> str:

@@ -14,7 +14,7 @@ _MOST_TURNS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ChatTurn:
     """One turn of a conversation.
 
     Attributes:
@@ -28,7 +28,7 @@ class Turn:
     parts: tuple[str, ...] = ()
 
 
-def turns_in(content: object) -> tuple[Turn, ...]:
+def turns_in(content: object) -> tuple[ChatTurn, ...]:
     """Return the turns of a conversation, at most 200; (): the JSON is none.
 
     Args:
@@ -42,7 +42,7 @@ def turns_in(content: object) -> tuple[Turn, ...]:
     return tuple(one for one in found if one is not None) if all(found) else ()
 
 
-def _turn(one: object) -> Turn | None:
+def _turn(one: object) -> ChatTurn | None:
     if not isinstance(one, Mapping):
         return None
     role = next((one[name] for name in _ROLES if isinstance(one.get(name), str)), None)
@@ -50,11 +50,11 @@ def _turn(one: object) -> Turn | None:
     if role is None or text is None:
         return None
     if isinstance(text, str):
-        return Turn(role=_NAMES.get(role, role), text=text)
+        return ChatTurn(role=_NAMES.get(role, role), text=text)
     return _of_parts(_NAMES.get(role, role), text)
 
 
-def _of_parts(role: str, parts: Sequence[Any]) -> Turn | None:
+def _of_parts(role: str, parts: Sequence[Any]) -> ChatTurn | None:
     """Return a turn of parts: texts, and others by their type."""
     texts, others = [], []
     for part in parts:
@@ -66,4 +66,4 @@ def _of_parts(role: str, parts: Sequence[Any]) -> Turn | None:
             others.append(str(part.get("type", "part"))[:40])
         else:
             return None
-    return Turn(role=role, text="\n".join(texts), parts=tuple(others))
+    return ChatTurn(role=role, text="\n".join(texts), parts=tuple(others))

@@ -9,7 +9,7 @@ from typing import Final
 from shard_tools.look.show.base.page import Content, Query
 from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.data.workers import Decoded, DecodingWorkers
+from shard_tools.look.show.decoding.workers import Decoded, DecodingWorkers
 from shard_tools.look.stats.kinds import kind_of
 from streaming.common.arguments import unpacked_name
 from streaming.errors import ConfigError, NotFoundError

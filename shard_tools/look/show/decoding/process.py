@@ -213,7 +213,7 @@ def _drawn(kind: str, data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
     Raises:
         Exception: The data is damaged, or of a kind that is not read; the error may come from any library.
     """
-    from shard_tools.look.show.data import media  # noqa: PLC0415  pictures need no library of sounds or videos
+    from shard_tools.look.show.decoding import media  # noqa: PLC0415  pictures need no library of sounds or videos
 
     facts, picture = media.waveform(data, pixels) if kind == "audio" else media.poster(data, pixels)
     return facts, _encoded(picture, exactly=picture.mode == "RGBA")
