@@ -150,7 +150,7 @@ def test_no_source_file_calls_what_runs_data() -> None:
             "streaming/run/engine/workers/fork_server.py",
             "shard_tools/running/processes.py",  # interpreters that run nothing but process_main
             "shard_tools/look/doctor/packages.py",  # an interpreter that imports the packages of our extras, by name
-            "shard_tools/look/show/data/workers.py",  # interpreters that decode pictures, and may be killed
+            "shard_tools/look/show/decoding/workers.py",  # interpreters that decode pictures, and may be killed
         },
     }  # fmt: skip
     pattern = re.compile(

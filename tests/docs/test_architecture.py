@@ -71,7 +71,7 @@ FORBIDDEN = (
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
 ENVIRONMENT_MAY += ("streaming.run.engine.workers.surroundings", "shard_tools.running.process_main")
 ENVIRONMENT_MAY += ("shard_tools.terminal.config_file",)  # as click reads options there
-ENVIRONMENT_MAY += ("shard_tools.look.show.data.workers",)  # what little of it a process gets
+ENVIRONMENT_MAY += ("shard_tools.look.show.decoding.workers",)  # what little of it a process gets
 ENVIRONMENT_MAY += ("streaming.build.decode.images",)  # puts back what the import of cv2 writes there
 # Pure modules of packages that also do I/O.
 ALSO_PURE = (

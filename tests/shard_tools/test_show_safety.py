@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from shard_tools.cli import cli
-from shard_tools.look.show.data.workers import DecodingWorkers
+from shard_tools.look.show.decoding.workers import DecodingWorkers
 from streaming.errors import DecodeError
 from tests.support.processes.waiting import PATIENCE_S
 from tests.support.servers.browser import OUTLINES, PICTURES, Pictures, Tab, expect

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from shard_tools.look.show.decoding.workers import DecodingWorkers, TokenTexts, _Worker
 
 from shard_tools import ShardWriter
-from shard_tools.look.show.data import decoding, workers
 from shard_tools.look.show.data.trees import boxes_in, tree_of
-from shard_tools.look.show.data.workers import DecodingWorkers, TokenTexts, _Worker
+from shard_tools.look.show.decoding import process, workers
 from shard_tools.make.tokens.tokenizer import find_tokenizer
 from streaming.errors import DecodeError
 from streaming.storage import Storage
@@ -127,7 +127,7 @@ def test_facts_are_small_and_counted() -> None:
         found = made.known(("a",), "tensor", 64, len(large), lambda: large)
         text = json.dumps(found.facts)
         assert len(found.facts["arrays"]) == 64
-        assert len(text) < 64 * (decoding._MOST_WORDS + 300)
+        assert len(text) < 64 * (process._MOST_WORDS + 300)
         assert found.num_bytes >= 10 * len(text)
         assert made._known._size_of(found) == found.num_bytes
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shard_tools.look.show import looks
 from shard_tools.look.show.base.page import Media, Page, PagePart, always
 from shard_tools.look.show.data import bad, columns, gallery, sample, values
 from shard_tools.look.show.order import mixture
@@ -11,6 +12,9 @@ from shard_tools.look.show.run import page as run
 OF_A_SAMPLE = (PagePart(name="steps", template="coming.html", answer=order.coming_part),)
 """Parts of a sample's page in addition to the stored data."""
 
+OF_A_STEP = (PagePart(name="looks", template="step_looks.html", answer=looks.looks_of),)
+"""Parts of a step's page in addition to the order."""
+
 PAGES: tuple[Page, ...] = (
     Page(path="/", title="Samples", template="gallery.html", answer=gallery.gallery, asks=gallery.ASKS, in_file=always),
     Page(
@@ -18,7 +22,12 @@ PAGES: tuple[Page, ...] = (
         in_file=always,
     ),
     Page(
-        path="/step", title="Step", template="step.html", answer=order.step_page, asks=order.STEP_ASKS, in_file=always
+        path="/step", title="Step", template="step.html", answer=order.step_page, asks=order.STEP_ASKS,
+        parts=OF_A_STEP, in_file=always,
+    ),
+    Page(
+        path="/beside", title="Side by side", template="beside.html", answer=looks.beside, asks=looks.BESIDE_ASKS,
+        in_navigation=False,
     ),
     Page(
         path="/mixture", title="Mixture", template="mixture.html", answer=mixture.mixture_page,

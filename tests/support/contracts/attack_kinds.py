@@ -26,9 +26,9 @@ from click.testing import CliRunner
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.look.show.data.decoding import MEMORY_BYTES
 from shard_tools.look.show.data.trees import boxes_in
-from shard_tools.look.show.data.workers import DecodingWorkers, TokenTexts, _Worker
+from shard_tools.look.show.decoding.process import MEMORY_BYTES
+from shard_tools.look.show.decoding.workers import DecodingWorkers, TokenTexts, _Worker
 from shard_tools.make.tokens.tokenizer import find_tokenizer
 from streaming import DataLoader, Mixture, StreamingDataset, metrics
 from streaming.build.batches.bad_file import BadFile, BadRecord

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from shard_tools.look.show.access import Access
 from shard_tools.look.show.base.subject import open_subject
-from shard_tools.look.show.data.workers import DecodingWorkers
+from shard_tools.look.show.decoding.workers import DecodingWorkers
 from shard_tools.look.show.server import listen, serve
 from shard_tools.look.show.table import MEDIA, PAGES
 from tests.support.processes.waiting import PATIENCE_S

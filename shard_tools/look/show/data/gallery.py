@@ -90,15 +90,15 @@ def gallery(subject: Subject, query: Query) -> Gallery:
     rows: list[GalleryRow] = []
     for source in finding.chosen_sets(subject, query):
         numbers = [hit.number for hit in found.hits if hit.source == source]
-        rows += _rows(subject, source, numbers) if numbers else ()
+        rows += rows_of(subject, source, numbers) if numbers else ()
     return Gallery(
         total=found.total, page=page, more=found.more, progress=found.progress,
         sources=tuple(name for name in subject.sets if name), rows=tuple(rows), first=page * size, size=size,
     )  # fmt: skip
 
 
-def _rows(subject: Subject, source: str, numbers: list[int]) -> list[GalleryRow]:
-    """Return some samples of a set."""
+def rows_of(subject: Subject, source: str, numbers: list[int]) -> list[GalleryRow]:
+    """Return samples of a set by their numbers, with the beginnings of their texts."""
     within = subject.set_of(source)
     places = [within.place(number) for number in numbers]
     located = [(place, within.locate(place)) for place in places]

@@ -9,7 +9,7 @@ import numpy as np
 
 from shard_tools.look.show.base.samples import SampleSet
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.data.workers import MOST_BYTES, TokenTexts
+from shard_tools.look.show.decoding.workers import MOST_BYTES, TokenTexts
 from shard_tools.make.tokens.adapters import BytesTokenizer
 from shard_tools.make.tokens.tokenizer import BYTES, TokenizerFile, find_tokenizer
 from streaming.common.arguments import format_bytes

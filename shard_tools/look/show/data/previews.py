@@ -12,7 +12,8 @@ from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.data.notes import Notes, Tokens, named
 from shard_tools.look.show.data.reading import Wanted, read_all
 from shard_tools.look.show.data.trees import Node, tree_of
-from shard_tools.look.show.data.workers import MOST_BYTES
+from shard_tools.look.show.data.turns import ChatTurn, turns_in
+from shard_tools.look.show.decoding.workers import MOST_BYTES, MOST_MEDIA_BYTES
 from shard_tools.look.stats.kinds import UNKNOWN, kind_of, kind_of_value
 from streaming.build.decode.values import unpacked_head
 from streaming.common.arguments import format_bytes, unpacked_name
@@ -55,11 +56,12 @@ class FieldShown:
         kind: Kind, as in ``stats``.
         num_bytes: Its size.
         start: Its first byte in the shard.
-        form: ``image``, ``audio``, ``video``, ``text``, ``tree``, ``tokens``, ``tensor`` or ``none``.
+        form: ``image``, ``audio``, ``video``, ``text``, ``tree``, ``turns``, ``tokens``, ``tensor`` or ``none``.
         text: Text, or why nothing is displayed.
         is_cut: The display is incomplete.
         tree: JSON.
         tokens: Tokens.
+        turns: Turns of a conversation.
         class_name: Name of the class with this number.
         small: Address of a small picture.
         large: Address of a larger picture.
@@ -77,6 +79,7 @@ class FieldShown:
     tree: Node | None = None
     content: object = field(default=None, repr=False)
     tokens: tuple[TokenPiece, ...] = ()
+    turns: tuple[ChatTurn, ...] = ()
     class_name: str = ""
     small: str = ""
     large: str = ""
@@ -93,7 +96,7 @@ class FieldShown:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
         values: dict[str, Any] = {"bytes": self.num_bytes, "kind": self.kind}
-        if self.form in {"text", "tree", "tokens"}:
+        if self.form in {"text", "tree", "turns", "tokens"}:
             values |= {"text": self.text, "cut": self.is_cut}
         if self.class_name:
             values["class"] = self.class_name
@@ -139,7 +142,9 @@ def _of(notes: Notes, within: SampleSet, place: SamplePlace) -> Notes:
     return notes.of_shard(str(within.source.shards.shown_urls[place.shard])) if notes.by_set else notes
 
 
-_ORDER = {name: place for place, name in enumerate(("image", "video", "audio", "tokens", "text", "tensor", "tree"))}
+_ORDER = {
+    name: place for place, name in enumerate(("image", "video", "audio", "turns", "tokens", "text", "tensor", "tree"))
+}
 
 
 def _kind(name: str, notes: Notes) -> str:
@@ -178,7 +183,7 @@ def _shown(
     if kind in _PICTURES:
         return _pictured(common, kind, where)
     if kind in {"audio", "video"} and unpacked_name(name) is None:  # a browser plays the stored bytes
-        return FieldShown(**common, form=kind)
+        return FieldShown(**common, form=kind, **({} if num_bytes > MOST_MEDIA_BYTES else _addresses(name, where)))
     is_cut = len(head) < num_bytes
     if head and unpacked_name(name) is not None:
         try:
@@ -195,8 +200,12 @@ def _shown(
 def _pictured(common: dict[str, Any], kind: str, where: dict[str, Any]) -> FieldShown:
     if common["num_bytes"] > MOST_BYTES:
         return FieldShown(**common, form="none", text=f"{format_bytes(common['num_bytes'])}: too large to decode here")
-    small, large = (address("/value", **where, field=common["name"], view=view) for view in ("small", "large"))
-    return FieldShown(**common, form=_PICTURES[kind], small=small, large=large)
+    return FieldShown(**common, form=_PICTURES[kind], **_addresses(common["name"], where))
+
+
+def _addresses(name: str, where: dict[str, Any]) -> dict[str, str]:
+    """Return the addresses of a value's pictures, by size."""
+    return {view: address("/value", **where, field=name, view=view) for view in ("small", "large")}
 
 
 def _untold(common: dict[str, Any], head: bytes, notes: Notes, amount: Amount, is_cut: bool) -> FieldShown:  # noqa: FBT001, ARG001
@@ -237,6 +246,9 @@ def _json(common: dict[str, Any], head: bytes, notes: Notes, amount: Amount, is_
         tree = tree_of(content) if amount.in_full else None
     except (ValueError, RecursionError):
         return FieldShown(**common, form="text", text=text)
+    turns = turns_in(content)
+    if turns:
+        return FieldShown(**common, form="turns", text=text, turns=turns, tree=tree, content=content)
     return FieldShown(**common, form="tree", text=" ".join(text.split()), tree=tree, content=content)
 
 

@@ -33,7 +33,7 @@ class SampleCheck(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture(Report):
-    """A worker's facts about an image or an array, and the boxes in it from other fields."""
+    """A worker's facts about an image, an array, a sound or a video, and the boxes in an image from other fields."""
 
     facts: Mapping[str, Any]
     boxes: tuple[Box, ...] = ()
@@ -140,7 +140,7 @@ def _pictures(
     found: dict[str, Picture] = {}
     contents = [one.content for one in fields if one.content is not None]
     for one in fields:
-        if one.form not in {"image", "tensor"}:
+        if not one.large:
             continue
         try:
             facts = decoded(subject, within, place, one.name, located.fields[one.name], PIXELS["large"]).facts

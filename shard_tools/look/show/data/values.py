@@ -9,14 +9,14 @@ from typing import Final
 from shard_tools.look.show.base.page import Content, Query
 from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.data.workers import Decoded, DecodingWorkers
+from shard_tools.look.show.decoding.workers import Decoded, DecodingWorkers
 from shard_tools.look.stats.kinds import kind_of
 from streaming.common.arguments import unpacked_name
 from streaming.errors import ConfigError, NotFoundError
 
 ASKS = ("source", "number", "field", "view")
 PIXELS: Final = {"small": 384, "large": 1600}
-_DECODED: Final = {"image": "image", "tensor": "tensor"}
+_DECODED: Final = {"image": "image", "tensor": "tensor", "audio": "audio", "video": "video"}
 _PLAYED: Final = {
     "wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg", "opus": "audio/ogg",
     "m4a": "audio/mp4", "aac": "audio/aac", "mp4": "video/mp4", "m4v": "video/mp4", "webm": "video/webm",
@@ -90,7 +90,7 @@ def decoded(
     kind = _DECODED.get(kind_of(name))
     if kind is None:
         raise NotFoundError(
-            f"view: there are pictures of images and arrays, not of the field {name!r}; view=raw has it"
+            f"view: there are pictures of images, arrays, sounds and videos, not of the field {name!r}; view=raw has it"
         )
     workers: DecodingWorkers = subject.keep("workers", DecodingWorkers)
     url = within.source.urls[place.shard]

@@ -189,9 +189,11 @@ class StepPage:
 
     def document(self, row: RowShown, at: int) -> str:
         """Return the address of a document of a pack."""
-        name = self.set_name(row)
-        number = self._numbers[name, row.shard_number, row.documents[at].number]
-        return self._sample(name, number)
+        return self._sample(self.set_name(row), self.document_number(row, at))
+
+    def document_number(self, row: RowShown, at: int) -> int:
+        """Return the number of a document of a pack in its set."""
+        return self._numbers[self.set_name(row), row.shard_number, row.documents[at].number]
 
     @property
     def form(self) -> list[tuple[str, str, str]]:

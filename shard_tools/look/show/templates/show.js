@@ -40,6 +40,15 @@
     else image.addEventListener("error", () => broken(image), { once: true });
   }
 
+  const posters = new IntersectionObserver((seen) => { // a poster is asked for when its video comes into view
+    for (const { target, isIntersecting } of seen) {
+      if (!isIntersecting) continue;
+      target.poster = target.dataset.poster;
+      posters.unobserve(target);
+    }
+  }, { rootMargin: "200px" });
+  for (const video of document.querySelectorAll("video[data-poster]")) posters.observe(video);
+
   for (const form of document.querySelectorAll("form[method=get]")) {  // addresses without empty parameters
     form.addEventListener("submit", () => {
       for (const input of form.elements) if (input.name && !input.value) input.disabled = true;

@@ -207,10 +207,24 @@ class Texts:
         return {"pieces": [one[:_MOST_WORDS] for one in found]}, b""
 
 
+def _drawn(kind: str, data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
+    """Return facts about a sound or a video, and its picture.
+
+    Raises:
+        Exception: The data is damaged, or of a kind that is not read; the error may come from any library.
+    """
+    from shard_tools.look.show.decoding import media  # noqa: PLC0415  pictures need no library of sounds or videos
+
+    facts, picture = media.waveform(data, pixels) if kind == "audio" else media.poster(data, pixels)
+    return facts, _encoded(picture, exactly=picture.mode == "RGBA")
+
+
 _TEXTS = Texts()
 _WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], bytes]]]] = {
     "image": lambda data, request: shrink(data, request["pixels"]),
     "tensor": lambda data, request: arrays(data, request["pixels"]),
+    "audio": lambda data, request: _drawn("audio", data, request["pixels"]),
+    "video": lambda data, request: _drawn("video", data, request["pixels"]),
     "tokenizer": _TEXTS.open,
     "tokens": _TEXTS.pieces,
 }

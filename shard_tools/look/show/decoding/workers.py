@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from shard_tools.look.show.data.decoding import HEADER
+from shard_tools.look.show.decoding.process import HEADER
 from shard_tools.make.tokens.adapters import Ids
 from shard_tools.make.tokens.tokenizer import TokenizerFile
 from streaming.common.arguments import format_bytes
@@ -26,6 +26,8 @@ SECONDS: Final = 10.0
 """Time limit per value: the largest image that is decoded at all takes two seconds."""
 MOST_BYTES: Final = 64 << 20
 """Size limit of a value to decode."""
+MOST_MEDIA_BYTES: Final = 16 << 20
+"""Size limit of a sound or a video to draw, which is read whole for it; a player reads only what it plays."""
 _OPEN_SECONDS = 30.0  # to open a tokenizer; the largest in use take three
 _MOST_WORKERS = 4
 _MOST_PICTURE_BYTES = 32 << 20
@@ -36,7 +38,7 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL"
 """Variables that a process receives. It gets no others, such as keys of stores: decoding needs none of them."""
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from shard_tools.look.show.data.decoding import main; main()"
+    "from shard_tools.look.show.decoding.process import main; main()"
 )
 
 

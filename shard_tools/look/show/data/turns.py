@@ -1,0 +1,69 @@
+"""Find the turns of a conversation in JSON: the shapes of chat data that ``convert --tokenizer`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+_LISTS: Final = ("messages", "conversations", "conversation", "turns")
+_ROLES: Final = ("role", "from", "speaker")
+_TEXTS: Final = ("content", "value", "text")
+_NAMES: Final = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+_MOST_TURNS: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn:
+    """One turn of a conversation.
+
+    Attributes:
+        role: Who speaks, such as ``user``.
+        text: What is said, with its line breaks.
+        parts: Parts that are no text, such as ``image``.
+    """
+
+    role: str
+    text: str
+    parts: tuple[str, ...] = ()
+
+
+def turns_in(content: object) -> tuple[ChatTurn, ...]:
+    """Return the turns of a conversation, at most 200; (): the JSON is none.
+
+    Args:
+        content: Decoded JSON: a list of turns, or an object with such a list under a usual name.
+    """
+    if isinstance(content, Mapping):
+        content = next((content[name] for name in _LISTS if isinstance(content.get(name), list)), None)
+    if not isinstance(content, list) or not content:
+        return ()
+    found = [_turn(one) for one in content[:_MOST_TURNS]]
+    return tuple(one for one in found if one is not None) if all(found) else ()
+
+
+def _turn(one: object) -> ChatTurn | None:
+    if not isinstance(one, Mapping):
+        return None
+    role = next((one[name] for name in _ROLES if isinstance(one.get(name), str)), None)
+    text = next((one[name] for name in _TEXTS if isinstance(one.get(name), (str, list))), None)
+    if role is None or text is None:
+        return None
+    if isinstance(text, str):
+        return ChatTurn(role=_NAMES.get(role, role), text=text)
+    return _of_parts(_NAMES.get(role, role), text)
+
+
+def _of_parts(role: str, parts: Sequence[Any]) -> ChatTurn | None:
+    """Return a turn of parts: texts, and others by their type."""
+    texts, others = [], []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, Mapping):
+            others.append(str(part.get("type", "part"))[:40])
+        else:
+            return None
+    return ChatTurn(role=role, text="\n".join(texts), parts=tuple(others))

@@ -1,0 +1,213 @@
+"""Show what rows look like: samples as tiles, packs by the text of their documents; epochs and sets side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shard_tools.look.show.base.page import Query, address
+from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.data.gallery import GalleryRow, rows_of
+from shard_tools.look.show.data.previews import FieldShown
+from shard_tools.look.show.order.pages import STEP_ASKS, StepPage, step_page
+from streaming.errors import ConfigError, ShardstreamError
+from streaming.storage import redact_text
+
+BESIDE_ASKS = ("epochs", "sources", "page", *(name for name in STEP_ASKS if name not in ("epoch", "first")))
+_TILES: Final = 24
+_PACKS: Final = 6
+_DOCUMENTS: Final = 4
+"""Documents of a pack whose beginnings are shown."""
+_SIDES: Final = 4
+_BESIDE: Final = 12
+"""Rows of each side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLook:
+    """A pack: its name, and the beginnings of its first documents, by key; and the number of the others."""
+
+    name: str
+    documents: tuple[tuple[str, FieldShown], ...]
+    others: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looks:
+    """What rows look like.
+
+    Attributes:
+        tiles: Rows that are samples.
+        packs: Rows that are packs.
+        others: Number of rows that are not shown here.
+        problem: Why they cannot be shown; "": they can.
+        beside: Address of the same step beside that of the next epoch; "": none.
+    """
+
+    tiles: tuple[GalleryRow, ...] = ()
+    packs: tuple[PackLook, ...] = ()
+    others: int = 0
+    problem: str = ""
+    beside: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form: the rows themselves are in that of the page."""
+        return {"problem": self.problem} if self.problem else {}
+
+
+def looks_of(subject: Subject, query: Query, page: StepPage) -> Looks:
+    """Return what the first rows of a step page look like; nothing for JSON, which reads no sample."""
+    if query.text("format") == "json":
+        return Looks()
+    at = page.step.at
+    kept = {name: value for name, value in query.given.items() if name in BESIDE_ASKS}
+    following = at.run.steps.count(at.epoch + 1)
+    beside = address("/beside", **{**kept, "epochs": f"{at.epoch},{at.epoch + 1}", "step": str(at.batch)})
+    try:
+        return _looks(subject, page, _TILES, _PACKS, beside if following is None or at.batch < following else "")
+    except ShardstreamError as error:
+        return Looks(problem=redact_text(str(error)))
+
+
+def _looks(subject: Subject, page: StepPage, tiles: int, packs: int, beside: str = "") -> Looks:
+    rows = page.step.rows
+    if any(row.documents for row in rows):
+        shown = rows[:packs]
+        wanted: dict[str, list[int]] = {}
+        for row in shown:
+            numbers = [page.document_number(row, at) for at in range(min(len(row.documents), _DOCUMENTS))]
+            wanted.setdefault(page.set_name(row), []).extend(numbers)
+        found = _by_number(subject, wanted)
+        listed = (_pack(page, row, found) for row in shown)
+        return Looks(
+            packs=tuple(one for one in listed if one.documents), others=len(rows) - len(shown), beside=beside
+        )
+    shown = rows[:tiles]
+    wanted = {}
+    for row in shown:
+        wanted.setdefault(page.set_name(row), []).append(row.sample)
+    found = _by_number(subject, wanted)
+    return Looks(
+        tiles=tuple(found[page.set_name(row), row.sample] for row in shown), others=len(rows) - len(shown),
+        beside=beside,
+    )  # fmt: skip
+
+
+def _by_number(subject: Subject, wanted: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], GalleryRow]:
+    """Return samples by set and number; those of a set are read together."""
+    return {
+        (name, one.number): one
+        for name, numbers in wanted.items() if numbers
+        for one in rows_of(subject, name, sorted({*numbers}))
+    }  # fmt: skip
+
+
+def _pack(page: StepPage, row: Any, found: Mapping[tuple[str, int], GalleryRow]) -> PackLook:
+    listed = []
+    for at, piece in enumerate(row.documents[:_DOCUMENTS]):
+        sample = found[page.set_name(row), page.document_number(row, at)]
+        texts = [one for one in sample.fields.values() if one.form in {"tokens", "turns", "text"} and not one.is_short]
+        if texts and not piece.first:  # a later piece begins elsewhere
+            listed.append((sample.key, texts[0]))
+    return PackLook(name=row.name, documents=tuple(listed), others=len(row.documents) - len(listed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSide:
+    """One of several things that are compared: its name, its address, and what it looks like."""
+
+    name: str
+    link: str
+    looks: Looks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Steps of several epochs, or samples of several sets, side by side.
+
+    Attributes:
+        sides: The sides.
+        what: What they are.
+        before: Address of the previous ones; "": there are none.
+        after: Address of the next ones; "": there are none.
+    """
+
+    sides: tuple[ShownSide, ...]
+    what: str
+    before: str = ""
+    after: str = ""
+    shared: int = field(default=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form: the keys of each side."""
+        return {
+            "sides": [
+                {"name": one.name, "keys": [row.key for row in one.looks.tiles] or [p.name for p in one.looks.packs]}
+                for one in self.sides
+            ],
+            "shared": self.shared,
+        }
+
+
+def beside(subject: Subject, query: Query) -> Beside:
+    """Return a step of several epochs, or a page of several sets, side by side.
+
+    Raises:
+        ConfigError: The address names neither, both, too many, or what does not exist.
+    """
+    epochs, sources = _listed(query, "epochs"), _listed(query, "sources")
+    if not epochs and not sources:
+        names = [name for name in subject.sets if name]
+        sources, epochs = (names[:_SIDES], []) if len(names) > 1 else ([], ["0", "1"])
+    if epochs and sources:
+        raise ConfigError("/beside: give epochs, such as 0,1, or sources, such as web,code, and leave the other out")
+    return _of_epochs(subject, query, epochs) if epochs else _of_sets(subject, query, sources)
+
+
+def _listed(query: Query, name: str) -> list[str]:
+    found = [one.strip() for one in query.text(name).split(",") if one.strip()]
+    if found and not 2 <= len(found) <= _SIDES:
+        raise ConfigError(f"{name}: expected 2 to {_SIDES} of them, separated by commas, got {len(found)}")
+    return found
+
+
+def _of_epochs(subject: Subject, query: Query, epochs: list[str]) -> Beside:
+    kept = {name: value for name, value in query.given.items() if name in STEP_ASKS}
+    pages = [step_page(subject, Query({**kept, "epoch": epoch})) for epoch in epochs]
+    sides = tuple(
+        ShownSide(
+            name=f"epoch {page.step.at.epoch:,}", link=page.to(epoch=page.step.at.epoch, step=page.step.at.batch),
+            looks=_looks(subject, page, _BESIDE, _PACKS),
+        )
+        for page in pages
+    )  # fmt: skip
+    keys = [{row.name for row in page.step.rows} for page in pages]
+    step = pages[0].step.at.batch
+    counts = [page.step.at.num_batches for page in pages]
+    is_last = any(count is not None and step + 1 >= count for count in counts)
+    given = {name: value for name, value in query.given.items() if name in BESIDE_ASKS}
+    to = {
+        move: address("/beside", **{**given, "epochs": ",".join(epochs), "step": str(step + move)}) for move in (-1, 1)
+    }
+    return Beside(
+        sides=sides, what=f"Step {step:,} of {len(sides)} epochs", before=to[-1] if step else "",
+        after="" if is_last else to[1], shared=len(set.intersection(*keys)),
+    )  # fmt: skip
+
+
+def _of_sets(subject: Subject, query: Query, sources: list[str]) -> Beside:
+    page = query.number("page", 0)
+    sides, more = [], False
+    for name in sources:
+        within = subject.set_of(name)
+        numbers = list(range(page * _BESIDE, min(page * _BESIDE + _BESIDE, within.total)))
+        more |= within.total > (page + 1) * _BESIDE
+        tiles = tuple(rows_of(subject, name, numbers)) if numbers else ()
+        sides.append(ShownSide(name=name, link=address("/", source=name, page=str(page)), looks=Looks(tiles=tiles)))
+    named = {"sources": ",".join(sources)}
+    return Beside(
+        sides=tuple(sides), what=f"{len(sides)} sets",
+        before=address("/beside", **named, page=str(page - 1)) if page else "",
+        after=address("/beside", **named, page=str(page + 1)) if more else "",
+    )  # fmt: skip
