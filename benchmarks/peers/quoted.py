@@ -87,7 +87,9 @@ def best(results: Mapping[str, Any], known: Rates) -> str:
 def fastest(known: Rates, *, ours: bool) -> Case | None:
     """The fastest case of ours, or of the peers; None: none was measured. Rows cut when written are no packing."""
     found = [
-        case for case in known if (PEERS[case.peer].home == OURS) is ours and case.peer not in {LIMIT, "shardstream_cut"}
+        case
+        for case in known
+        if (PEERS[case.peer].home == OURS) is ours and case.peer not in {LIMIT, "shardstream_cut"}
     ]
     return max(found, key=lambda case: known[case], default=None)
 
@@ -126,8 +128,9 @@ def caption(results: Mapping[str, Any], known: Rates) -> str:
     packing = {PEERS[case.peer].home for case in known if case.set in packs} - {OURS}
     remote = {PEERS[case.peer].home for case in known if case.where == "s3"} - {OURS}
     return (
-        f"Samples per second, shuffled, delivered to the training process, {machine}, {when.day} {when:%B %Y}; against\n"
-        f"the fastest of {NUMBERS[len(single)]} peers (packs: {NUMBERS[len(packing)]}, S3: {NUMBERS[len(remote)]})"
+        f"Samples per second, shuffled, delivered to the training process, {machine}, {when.day} {when:%B %Y};\n"
+        f"against the fastest of {NUMBERS[len(single)]} peers (packs: {NUMBERS[len(packing)]}, "
+        f"S3: {NUMBERS[len(remote)]})"
     )
 
 

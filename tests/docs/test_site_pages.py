@@ -64,7 +64,9 @@ def write_inputs(folder: Path) -> None:
             table.write(json.dumps({"text": f"text {number}", "tokens": number}) + "\n")
     write_speech(folder)
     rows = [{"id": f"{n:04d}", "image": jpeg(n), "label": n % 10} for n in range(128)]
-    steps = [{"index": n, "episode_index": n // 32, "observation.state": [n / 7, 1.0], "action": [1.0]} for n in range(128)]
+    steps = [
+        {"index": n, "episode_index": n // 32, "observation.state": [n / 7, 1.0], "action": [1.0]} for n in range(128)
+    ]
     for name, table_rows in (("rows/000000.parquet", rows), ("robot/data/chunk-000/file-000.parquet", steps)):
         (folder / name).parent.mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(table_rows), folder / name)
@@ -78,18 +80,22 @@ def write_speech(folder: Path) -> None:
         out.writeframes(bytes(3200))
     (folder / "shar").mkdir()
     (folder / "nemo").mkdir()
-    cuts, manifest = gzip.open(folder / "shar/cuts.000000.jsonl.gz", "wt"), io.StringIO()
+    manifest = io.StringIO()
     with (
-        cuts, tarfile.open(folder / "shar/recording.000000.tar", "w") as shar,
+        gzip.open(folder / "shar/cuts.000000.jsonl.gz", "wt") as cuts,
+        tarfile.open(folder / "shar/recording.000000.tar", "w") as shar,
         tarfile.open(folder / "nemo/audio_0.tar", "w") as nemo,
     ):  # fmt: skip
         for number in range(128):
             key = f"cut-{number:04d}"
             supervision = {"id": key, "text": f"words {number}"}
             cuts.write(json.dumps({"id": key, "duration": 0.1, "supervisions": [supervision]}) + "\n")
-            manifest.write(json.dumps({"audio_filepath": f"{key}.wav", "duration": 0.1, "text": f"words {number}"}) + "\n")
+            manifest.write(
+                json.dumps({"audio_filepath": f"{key}.wav", "duration": 0.1, "text": f"words {number}"}) + "\n"
+            )
+            heard = sound.getvalue()
             for tar, name, content in (
-                (shar, f"{key}.wav", sound.getvalue()), (shar, f"{key}.json", b"{}"), (nemo, f"{key}.wav", sound.getvalue()),
+                (shar, f"{key}.wav", heard), (shar, f"{key}.json", b"{}"), (nemo, f"{key}.wav", heard),
             ):  # fmt: skip
                 member = tarfile.TarInfo(name)
                 member.size = len(content)

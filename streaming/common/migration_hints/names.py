@@ -282,8 +282,8 @@ LIBRARIES = (
         names={
             "connect": "streaming.StreamingDataset opens a set by its URL",
             "open_table": "streaming.StreamingDataset opens a set by its URL",
-            "LanceDataset": "streaming.StreamingDataset reads shards; `shard_tools convert --from parquet` makes them",
-            "SafeLanceDataset": "streaming.StreamingDataset reads shards; `shard_tools convert --from parquet` makes them",
+            "LanceDataset": _PARQUET,
+            "SafeLanceDataset": _PARQUET,
             "Permutation": "streaming.StreamingDataset shuffles; dataset[[17, 4]] reads rows by number",
         },
     ),
