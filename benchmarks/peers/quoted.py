@@ -67,12 +67,36 @@ def rates(results: Mapping[str, Any]) -> dict[Case, float]:
 
 
 def best(results: Mapping[str, Any], known: Rates) -> str:
-    """The table of README: each contestant with the number of workers at which it is fastest."""
-    lines = ["| | disk | S3 server on the same cores |", "|---|---|---|"]
+    """The table of README: our fastest way and the fastest peer, each with its best number of workers."""
+    lines = ["| | shardstream | fastest peer | ratio | ratio from S3 |", "|---|--:|--:|--:|--:|"]
     for name, row in ROWS.items():
-        cells = [cell(name, select(known, set=name, where=where)) for where in ("disk", "s3")]
-        lines.append(f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |"))
-    return f"{caption(results, known)}, each with the number of workers at\nwhich it is fastest.\n\n" + "\n".join(lines)
+        disk, s3 = (select(known, set=name, where=where) for where in ("disk", "s3"))
+        ours, peer = fastest(disk, ours=True), fastest(disk, ours=False)
+        if ours is None or peer is None:
+            continue
+        scale = 1e6 if SETS[name].length else 1
+        there, other = fastest(s3, ours=True), fastest(s3, ours=False)
+        from_s3 = "" if there is None or other is None else f"{ratio(s3[there] / s3[other])} x"
+        lines.append(
+            f"| {row} | {number(disk[ours] / scale)}{way_of(ours)} | {number(disk[peer] / scale)}, {title(peer)} "
+            f"| **{ratio(disk[ours] / disk[peer])} x** | {from_s3} |".replace("|  |", "| |")
+        )
+    return f"{caption(results, known)}.\n\n" + "\n".join(lines)
+
+
+def fastest(known: Rates, *, ours: bool) -> Case | None:
+    """The fastest case of ours, or of the peers; None: none was measured. Rows cut when written are no packing."""
+    found = [
+        case
+        for case in known
+        if (PEERS[case.peer].home == OURS) is ours and case.peer not in {LIMIT, "shardstream_cut"}
+    ]
+    return max(found, key=lambda case: known[case], default=None)
+
+
+def way_of(case: Case) -> str:
+    """What one of ours does less than its default: views are not copied."""
+    return " (views)" if case.peer == "shardstream_views" else ""
 
 
 def by_workers(results: Mapping[str, Any], known: Rates) -> str:
@@ -90,13 +114,13 @@ def by_workers(results: Mapping[str, Any], known: Rates) -> str:
         if (found := best_ratio(select(known, set=name, where="disk")))
     ]
     return (
-        f"{caption(results, known)}, with as many workers.\n\n" + "\n".join(lines)
+        f"{caption(results, known)}, with as many workers; ratios to it in parentheses.\n\n" + "\n".join(lines)
         + f"\n\nBest against best from disk, whatever the number of workers: {'; '.join(against)}."
     )  # fmt: skip
 
 
 def caption(results: Mapping[str, Any], known: Rates) -> str:
-    """Machine and date, and how many peers there are to compare with."""
+    """What was measured, on which machine, when, and how many peers there are to compare with."""
     day, machine = results["machine"].split(", ")[:2]
     when = date.fromisoformat(day)
     packs = {name for name, one in SETS.items() if one.length}
@@ -104,8 +128,8 @@ def caption(results: Mapping[str, Any], known: Rates) -> str:
     packing = {PEERS[case.peer].home for case in known if case.set in packs} - {OURS}
     remote = {PEERS[case.peer].home for case in known if case.where == "s3"} - {OURS}
     return (
-        f"Samples per second, shuffled, delivered to the training process, {machine}, {when.day} {when:%B %Y}; in\n"
-        f"parentheses the ratio to the fastest of {NUMBERS[len(single)]} peers (packs: {NUMBERS[len(packing)]}, "
+        f"Samples per second, shuffled, delivered to the training process, {machine}, {when.day} {when:%B %Y};\n"
+        f"against the fastest of {NUMBERS[len(single)]} peers (packs: {NUMBERS[len(packing)]}, "
         f"S3: {NUMBERS[len(remote)]})"
     )
 

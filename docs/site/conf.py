@@ -45,6 +45,7 @@ html_favicon = str(HERE / "static" / "icon.svg")
 html_static_path = [str(HERE / "static")]
 html_css_files = ["site.css"]
 html_js_files = ["find.js"]
+html_search_scorer = "static/scorer.js"
 html_show_search_summary = False  # it would fetch every page that is found, which files do not allow
 html_show_sphinx = False
 html_show_sourcelink = False

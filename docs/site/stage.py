@@ -29,7 +29,7 @@ MADE: dict[str, Callable[[], tables.Made]] = {
 """What takes the place of ``<!-- site: NAME -->`` in a page, with the pages below it."""
 
 NAVIGATION: dict[str, tuple[str, ...]] = {
-    "Start": ("docs/tutorial", "examples/README", "docs/guide", "docs/faq"),
+    "Start": ("docs/tutorial", "examples/README", "docs/guide", "docs/faq", "docs/when-not"),
     "How to": (
         "docs/trainers",
         "docs/launchers",
@@ -59,6 +59,11 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/coming-from/energon",
         "docs/coming-from/torch",
         "docs/coming-from/datasets",
+        "docs/coming-from/dali",
+        "docs/coming-from/lancedb",
+        "docs/coming-from/webshart",
+        "docs/coming-from/lhotse",
+        "docs/coming-from/lerobot",
     ),
     "When it fails or waits": (
         "docs/troubleshooting",

@@ -151,7 +151,8 @@ def here(folder: Path) -> dict[str, str]:
 
 def program(page: str, section: str, **changed: str) -> str:
     """The Python of a section, with other addresses and numbers."""
-    text = (ROOT / "docs" / page).read_text().split(f"\n## {section}\n")[1].partition("\n## ")[0]
+    text = re.split(rf"\n##+ {section}\n", (ROOT / "docs" / page).read_text())[1]
+    text = re.split(r"\n##+ ", text)[0]
     code = "\n".join(block for _, language, block in _FENCED.findall(text) if language == "python")
     for old, new in changed.items():
         assert old in code, old

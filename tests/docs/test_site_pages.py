@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import tarfile
+import wave
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -50,13 +55,52 @@ class Pairs:
 
 
 def write_inputs(folder: Path) -> None:
-    """Four shards of images with classes, and a table of texts."""
+    """Four shards of images with classes, a table of texts, and what other libraries keep beside or instead of them."""
     with shard_tools.ShardWriter(f"{folder}/train/{{:06d}}.tar", max_samples=32) as writer:
         for number in range(128):
             writer.write({"__key__": f"{number:06d}", "jpg": jpeg(number), "cls": number % 10})
     with (folder / "table.jsonl").open("w") as table:
         for number in range(100):
             table.write(json.dumps({"text": f"text {number}", "tokens": number}) + "\n")
+    write_speech(folder)
+    rows = [{"id": f"{n:04d}", "image": jpeg(n), "label": n % 10} for n in range(128)]
+    steps = [
+        {"index": n, "episode_index": n // 32, "observation.state": [n / 7, 1.0], "action": [1.0]} for n in range(128)
+    ]
+    for name, table_rows in (("rows/000000.parquet", rows), ("robot/data/chunk-000/file-000.parquet", steps)):
+        (folder / name).parent.mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(table_rows), folder / name)
+
+
+def write_speech(folder: Path) -> None:
+    """Sounds in tars with their texts beside them, as Lhotse's Shar and NeMo lay them out."""
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as out:
+        out.setparams((1, 2, 16_000, 0, "NONE", ""))
+        out.writeframes(bytes(3200))
+    (folder / "shar").mkdir()
+    (folder / "nemo").mkdir()
+    manifest = io.StringIO()
+    with (
+        gzip.open(folder / "shar/cuts.000000.jsonl.gz", "wt") as cuts,
+        tarfile.open(folder / "shar/recording.000000.tar", "w") as shar,
+        tarfile.open(folder / "nemo/audio_0.tar", "w") as nemo,
+    ):  # fmt: skip
+        for number in range(128):
+            key = f"cut-{number:04d}"
+            supervision = {"id": key, "text": f"words {number}"}
+            cuts.write(json.dumps({"id": key, "duration": 0.1, "supervisions": [supervision]}) + "\n")
+            manifest.write(
+                json.dumps({"audio_filepath": f"{key}.wav", "duration": 0.1, "text": f"words {number}"}) + "\n"
+            )
+            heard = sound.getvalue()
+            for tar, name, content in (
+                (shar, f"{key}.wav", heard), (shar, f"{key}.json", b"{}"), (nemo, f"{key}.wav", heard),
+            ):  # fmt: skip
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    (folder / "nemo/tarred_audio_manifest.json").write_text(manifest.getvalue())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the peers
@@ -89,7 +133,9 @@ def test_both_columns_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_all_peers_have_a_page() -> None:
-    assert {page.stem for page in COMING_FROM} == {*PEERS, "mosaic", "litdata", "energon"}
+    assert {page.stem for page in COMING_FROM} == {
+        *PEERS, "mosaic", "litdata", "energon", "dali", "lancedb", "webshart", "lhotse", "lerobot",
+    }  # fmt: skip
     for page in COMING_FROM:
         assert "\n## Traps\n" in page.read_text(), page
         assert page.read_text().count("\n|") > 10, page

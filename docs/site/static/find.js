@@ -66,10 +66,12 @@
     return found.slice(0, most);
   }
 
+  // Shows the messages that a text is; returns whether one of them is there whole.
   function show(target, root, text) {
     target.replaceChildren();
-    if (words(text).length < 2) return;
-    for (const { entry, part, score, whole } of find(text)) {
+    if (words(text).length < 2) return false;
+    const found = find(text);
+    for (const { entry, part, score, whole } of found) {
       if (!whole && (score < 3 || part < 0.4)) continue;
       const line = document.createElement("p");
       const link = document.createElement("a");
@@ -78,6 +80,7 @@
       line.append(link);
       target.append(line);
     }
+    return found.some(({ whole }) => whole);
   }
 
   function load(root, then) {
@@ -99,8 +102,10 @@
       box.addEventListener("input", () => load(root, () => show(shown, root, box.value)));
     } else if (results) {
       const asked = new URLSearchParams(window.location.search).get("q") || "";
-      results.before(shown);
-      load(root, () => show(shown, root, asked));
+      load(root, () => {
+        if (show(shown, root, asked)) results.before(shown); // a message was pasted
+        else results.after(shown); // words were asked for: pages come first
+      });
     }
   });
   // Sphinx would mark every word of a pasted message on the page that is found, and stumbles over titles of icons.

@@ -265,6 +265,64 @@ LIBRARIES = (
             "set_format": "leave it out: arrays come as tensors; decode=… says more",
         },
     ),
+    Library(
+        name="DALI",
+        page="dali",
+        names={
+            "pipeline_def": _ONE_SET,
+            "DALIGenericIterator": _LOADER,
+            "DALIClassificationIterator": _LOADER,
+            "LastBatchPolicy": 'write DataLoader(last_batch="drop", "pad" or "partial")',
+            "wds2idx": "`shard_tools index` does so; `shard_tools export --to dali` writes the files of DALI's reader",
+        },
+    ),
+    Library(
+        name="LanceDB",
+        page="lancedb",
+        names={
+            "connect": "streaming.StreamingDataset opens a set by its URL",
+            "open_table": "streaming.StreamingDataset opens a set by its URL",
+            "LanceDataset": _PARQUET,
+            "SafeLanceDataset": _PARQUET,
+            "Permutation": "streaming.StreamingDataset shuffles; dataset[[17, 4]] reads rows by number",
+        },
+    ),
+    Library(
+        name="webshart",
+        page="webshart",
+        names={
+            "discover_dataset": _ONE_SET,
+            "DiscoveredDataset": _ONE_SET,
+            "TarDataLoader": _LOADER,
+            "BucketDataLoader": "streaming.Packed(alike=…) batches images of one size",
+            "BucketSamplingStrategy": "write streaming.StreamingDataset(shuffle=ShuffleConfig(window=…))",
+            "read_files_batch": "write dataset[[17, 4]]",
+        },
+    ),
+    Library(
+        name="Lhotse",
+        page="lhotse",
+        names={
+            "CutSet": _ONE_SET,
+            "SharWriter": _WRITER,
+            "DynamicBucketingSampler": "streaming.Packed(padded=True) makes batches of similar length under a budget",
+            "SimpleCutSampler": _BATCHES,
+            "RoundRobinSampler": _MIX,
+            "IterableDatasetWrapper": "leave it out: streaming.DataLoader makes batches",
+            "K2SpeechRecognitionDataset": "give a function to collate_fn of streaming.DataLoader",
+        },
+    ),
+    Library(
+        name="LeRobot",
+        page="lerobot",
+        names={
+            "LeRobotDataset": "`shard_tools convert --from parquet` makes shards of steps; windows are not there yet",
+            "StreamingLeRobotDataset": "`shard_tools convert --from parquet` makes shards of steps",
+            "MultiLeRobotDataset": _MIX,
+            "LeRobotDatasetMetadata": "`shard_tools info` and `shard_tools stats` say what a set holds",
+            "EpisodeAwareSampler": "leave it out: streaming.DataLoader deals samples to ranks and workers",
+        },
+    ),
 )
 
 
