@@ -434,7 +434,7 @@ def test_each_micro_batch_names_its_step_and_its_place_in_it(places: Places, wor
                     states.append(source.state_dict())
                     assert (part["__step__"], part["__micro__"]) == due[len(states) - 1]
             assert numbers == list(range(len(loader.steps())))
-    for done in (0, 1, 4):
+    for done in range(len(states) - 1):
         with loader_of(places, world - 1, world, global_batch_size=size) as loader:
             loader.load_state_dict(states[done])
             assert [(part["__step__"], part["__micro__"]) for part in loader] == due[done + 1 :]
