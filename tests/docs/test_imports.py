@@ -32,6 +32,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "TableDataset",
         "TorchIterable",
         "Video",
+        "as_torch",
+        "one_behind",
     ),
     "streaming.metrics": ("prometheus", "opentelemetry", "flat", "headspace", "serve"),
     "streaming.contracts": ("Adapter", "CustomSource", "Decoder", "RowKind", "Orders", "Source"),
