@@ -420,8 +420,10 @@ def test_rows_of_a_step_are_not_known_where_ranks_mask_what_they_cannot_read(pla
 @pytest.mark.parametrize("size", [8, Schedule.steps({0: 8, 20: 5})])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("world", [1, 3])
-def test_each_micro_batch_names_its_step_and_its_place_in_it(places: Places, world: int, *, ahead: bool, size: Any) -> None:
-    """The number in the epoch, on any number of ranks, also after a resume, in a second epoch and under a prefetcher."""
+def test_each_micro_batch_names_its_step_and_its_place_in_it(
+    places: Places, world: int, *, ahead: bool, size: Any
+) -> None:
+    """The number in the epoch, on any number of ranks, after a resume, in a second epoch and under a prefetcher."""
     with loader_of(places, world - 1, world, global_batch_size=size) as loader:
         source: Any = DevicePrefetcher(loader, "cpu") if ahead else loader
         for _ in range(2):
