@@ -197,6 +197,7 @@ def test_states_of_other_loaders_are_refused_and_an_empty_one_is_new(
         own.load_state_dict({"dp_rank_0": b"", "world_size": 1})
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
 @releases
 def test_its_state_survives_checkpoints_that_take_dicts_apart(
     folder: Path, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
