@@ -217,7 +217,7 @@ class _Rows:
         ids, positions, labels = ids.flatten(), positions.flatten(), labels.flatten()
         if rest:
             ids, labels = pad(ids, (0, rest)), pad(labels, (0, rest), value=IGNORE_INDEX)
-            positions = torch.cat([positions, torch.arange(rest)])
+            positions = torch.cat([positions, torch.arange(rest, device=positions.device)])
         return {"input": ids, "positions": positions}, labels
 
 
