@@ -221,7 +221,7 @@ class _Rows:
         return {"input": ids, "positions": positions}, labels
 
 
-def _sizes(rows_of_step: int | None, count: int, dp_world_size: int) -> dict[str, int]:
+def _sizes(rows_of_step: int | None, count: int, dp_world_size: int) -> dict[str, Any]:
     """Return the loader's options for sizes: batches of ``count`` rows on each rank.
 
     Raises:
