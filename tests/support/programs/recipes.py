@@ -135,7 +135,7 @@ class Recipe:
 
     @property
     def stub(self) -> Path:
-        words = [self.name, *self.part.lower().split(), "stub"]
+        words = [self.name.replace("-", "_"), *self.part.lower().split(), "stub"]
         return PROGRAMS / f"{'_'.join(words)}.py"
 
     def patch(self) -> list[str]:
