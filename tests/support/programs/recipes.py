@@ -196,7 +196,17 @@ class Player:
         self._forked, self._recipe, self._bucket, self._steps = forked, recipe, bucket, steps
 
     def play(self, legs: Sequence[Leg], folder: Path, *, own: bool = False) -> list[Step]:
-        """Return the steps as they were trained, over all legs; each leg continues where the one before was killed."""
+        """Return the steps as they were trained, over all legs.
+
+        Args:
+            legs: Each continues where the one before was killed.
+            folder: A folder that is not there yet.
+            own: Run the stub as it is, without the patch.
+        """
+        return [step for steps in self.legs(legs, folder, own=own) for step in steps]
+
+    def legs(self, legs: Sequence[Leg], folder: Path, *, own: bool = False) -> list[list[Step]]:
+        """Return the steps of each leg that a checkpoint has kept; see ``play``."""
         folder.mkdir(parents=True)
         script, at, found = folder / "program.py", 0, []
         script.write_text(self._recipe.own() if own else self._recipe.program(self._bucket))
@@ -204,7 +214,7 @@ class Player:
             steps = self._leg(leg, script, folder, number)
             end = self._steps if leg.kill is None else leg.kill[0]
             assert min(steps) == at, f"leg {number}: begins with step {min(steps)}, not with {at}"
-            found += [steps[step] for step in range(at, end)]
+            found.append([steps[step] for step in range(at, end)])
             at = end
         return found
 
