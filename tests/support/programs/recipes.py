@@ -126,12 +126,12 @@ class Recipe:
     Attributes:
         name: Of the page; the stub is NAME_stub.py.
         part: For a page of several programs: the heading; the stub is then NAME_PART_stub.py, in small letters.
-        renamed: What else stands for something in the patch, such as sizes: by the text on the page.
+        renamed: Pairs of texts of the page, such as sizes, and what stands for them in the test.
     """
 
     name: str
     part: str = ""
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def stub(self) -> Path:
@@ -159,7 +159,7 @@ class Recipe:
 
         text = _PLACE.sub(place, self.stub.read_text())
         assert next(parts, None) is None, f"{self.stub.name} has fewer places than the page has blocks"
-        for old, new in {BUCKET: str(bucket), **self.renamed}.items():
+        for old, new in ((BUCKET, str(bucket)), *self.renamed):
             assert old in text, f"{self.name}: {old!r} is not in the patch"
             text = text.replace(old, new)
         return text
