@@ -16,12 +16,8 @@ from torch.nn.functional import pad
 from torchtitan.components.loss import IGNORE_INDEX
 
 from infra import DeviceMesh
+from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.loader import DataLoader
-from streaming.sets.datasets.dataset import StreamingDataset
-from streaming.sets.datasets.face import DataSet
-from streaming.sets.datasets.mixture import Mixture
-from streaming.sets.datasets.packed import Packed
 
 try:
     from torchtitan.components.data.loader import BaseDataLoader
@@ -106,8 +102,10 @@ class ShardLoader(BaseDataLoader):  # type: ignore[misc]  # TorchTitan is no dep
         self._rows = _Rows.of(given)
         self._is_endless = config.infinite and config.repeat
         mesh = DeviceMesh.from_sizes(dp_size=dp_world_size, rank=dp_rank)
+        dataset = self.make_dataset(config, self._rows.length)
+        _check_labels(dataset)
         self.loader: DataLoader[Any] = DataLoader(
-            self.make_dataset(config, self._rows.length),
+            dataset,
             device_mesh=mesh,
             num_workers=config.num_workers,
             memory_limit=config.memory_limit,
@@ -117,7 +115,7 @@ class ShardLoader(BaseDataLoader):  # type: ignore[misc]  # TorchTitan is no dep
         if not self._is_endless:
             _check_ends(self.loader)
 
-    def make_dataset(self, config: Config, length: int) -> DataSet[Any]:
+    def make_dataset(self, config: Config, length: int) -> Any:
         """Return the set of packs of ``length`` tokens; override it for data of another kind.
 
         Raises:
@@ -238,6 +236,22 @@ def _sizes(rows_of_step: int | None, count: int, dp_world_size: int) -> dict[str
             f"rows of a batch on {dp_world_size} ranks; TorchTitan accumulates whole batches"
         )
     return {"global_batch_size": rows_of_step, "micro_batch_size": count}
+
+
+def _check_labels(dataset: Any) -> None:
+    """Check that the labels of packs are those that TorchTitan's loss expects.
+
+    Raises:
+        ConfigError: They are not shifted, or other labels than TorchTitan's are left out.
+    """
+    shape = getattr(dataset.source.items, "shape", None)
+    if shape is not None and not (shape.shift_labels and shape.ignore_id == IGNORE_INDEX):
+        raise ConfigError(
+            f"ShardLoader: TorchTitan compares labels position by position, and leaves out the label {IGNORE_INDEX}; the "
+            f"packs of this set have shift_labels={shape.shift_labels} and ignore_id={shape.ignore_id}. Write "
+            f'"packed": {{"shift_labels": true, "ignore_id": {IGNORE_INDEX}, …}} in the mixture.json, or '
+            f"Packed(…, shift_labels=True, ignore_id={IGNORE_INDEX})"
+        )
 
 
 def _check_ends(loader: DataLoader[Any]) -> None:
