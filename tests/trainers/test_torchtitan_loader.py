@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from shard_tools import ShardWriter
 from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError, StateError
 from tests.support.processes.played_ranks import Play, played
@@ -191,15 +190,13 @@ def test_sets_that_the_loss_would_misread_are_refused(
 
 @releases
 def test_states_of_other_loaders_are_refused_and_an_empty_one_is_new(
-    folder: Path, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(release=release, length=LENGTH, rows=2)
     own = training.build(loader_class(release, monkeypatch).Config(dataset_path=f"{folder}/"), 0, 1)
     own.load_state_dict({})
     with pytest.raises(StateError, match=r"expected a state with the key 'shardstream', got \['dp_rank_0'"):
         own.load_state_dict({"dp_rank_0": b"", "world_size": 1})
-    with ShardWriter(str(tmp_path / "{:d}.tar")) as writer:
-        writer.write({"__key__": "0", "txt": "no tokens"})
 
 
 @releases
