@@ -2,7 +2,7 @@
 
 What prompts meet there:
 
-- The trainer sends the data set, pickled, to the process that generates. That numbers the rows it takes from 0, repeats
+- The trainer sends the data set, pickled as training begins, to the process that generates. That numbers the rows it takes from 0, repeats
   each ``num_generations`` times, and begins the set anew at its end.
 - Generations end in any order. A group of them is scored when it is complete; its rows then go into a queue.
 - Rank 0 takes rows from the queue, leaves out those that are stale, and deals a micro-batch to all ranks. It collates
@@ -68,10 +68,11 @@ class Worker:
     """Stands for the process that generates: it has a copy of the rows, and a queue."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = pickle.loads(pickle.dumps(dataset))
+        self._dataset = dataset
         self.rollout_buffer: queue.Queue[tuple[int, str]] = queue.Queue(maxsize=16)
 
     def start(self) -> None:
+        self._dataset = pickle.loads(pickle.dumps(self._dataset))
         threading.Thread(target=self._generate, daemon=True).start()
 
     def _prompts(self) -> Iterator[tuple[int, dict[str, Any]]]:
