@@ -23,7 +23,7 @@ STEPS, STEPS_PER_EPOCH = 9, 5
 COUNTS_FROM = {NANOCHAT: 0, OLMO_CORE: 1}
 """The first epoch, of the programs that count and save it; others count steps alone."""
 LEGS = (
-    (Leg(2, (3, 1)), Leg(3)),
+    (Leg(2, (3, 1)), Leg(2, (6, 1)), Leg(3)),  # a place inside a step counts on as many ranks only
     (Leg(3, (1, 1)), Leg(2, (5, 1)), Leg(6, (7, 1)), Leg(1)),
     (Leg(1, (5, 1)), Leg(2, (5, 1)), Leg(3)),
 )
