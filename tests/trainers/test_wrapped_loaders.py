@@ -1,4 +1,4 @@
-"""``as_torch`` and ``one_behind``: loaders in programs that ask for torch's class, or fetch a batch before they save."""
+"""``as_torch`` and ``one_behind``: in programs that ask for torch's class, or fetch the next batch before they save."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Loaders:
 
     def make(self, kind: str) -> Any:
         def own(**more: Any) -> DataLoader:
-            return DataLoader(self.samples.open(seed=5, decode=None, fields=("cls",)), num_threads=0, **OPTIONS | more)
+            return DataLoader(self.samples.open(seed=5, fields=("cls",)), **OPTIONS | {"num_threads": 0} | more)
 
         halves = {"low": self.samples.open(subset=(0, 19)), "high": self.samples.open(subset=(19, 40))}
         makers: dict[str, Callable[[], Any]] = {
@@ -165,7 +165,7 @@ def as_accelerate(loader: Any, number: int) -> list[Any]:
     """Prepares the loader beside the model."""
     accelerator = Accelerator(cpu=True)
     prepared = as_torch(prepare_loader(accelerator, loader))
-    model, given = accelerator.prepare(torch.nn.Linear(1, 1), prepared)
+    _, given = accelerator.prepare(torch.nn.Linear(1, 1), prepared)
     assert given is prepared
     return rows_behind(given, number)
 
@@ -249,7 +249,7 @@ def test_a_program_that_takes_it_apart_is_refused(loaders: Loaders) -> None:
                 next(iter(apart))
         with pytest.raises(ConfigError, match="gives no indices"):
             next(iter(wrapped.sampler))
-        with pytest.raises(ConfigError, match="already split over the ranks|would be split again"):
+        with pytest.raises(ConfigError, match="would be split again"):
             DataLoader(wrapped, 4)
 
 
@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[Loaders], Any], str]] = {
     ),
     "tickets": (lambda loaders: Tickets(loaders.make("DataLoader")), "until it is settled"),
     "a set": (lambda loaders: loaders.samples.open(), r"DataLoader\(dataset, batch_size=…\)"),
-    "steps": (lambda loaders: loaders.make("micro-batches").steps(), "expected a streaming.DataLoader"),
+    "steps": (lambda loaders: loaders.make("micro-batches").steps(), "got a .*TrainingSteps"),
     "a list": (lambda _: [1, 2], "got a builtins.list"),
 }  # fmt: skip
 
@@ -421,10 +421,10 @@ def test_what_cannot_be_one_behind_is_refused(loaders: Loaders) -> None:
     foreign = DevicePrefetcher(torch.utils.data.DataLoader(list(range(8)), 4), "cpu")
     with pytest.raises(ConfigError, match=r"cannot be held back; iterate prefetcher.with_state\(\)"):
         one_behind(foreign)
+    batches: Any = iter(foreign)
+    next(batches)
     with pytest.raises(ConfigError, match="whose position nobody can hold back"):
-        batches = iter(foreign)
-        next(batches)
-        batches.hold_back(1)  # type: ignore[attr-defined]
+        batches.hold_back(1)
     assert [batch.tolist() for batch in as_torch(foreign)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
