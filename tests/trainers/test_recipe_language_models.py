@@ -1,4 +1,4 @@
-"""The recipes for programs that pretrain language models: the same rows a step, killed anywhere, on any number of ranks.
+"""The recipes for programs that pretrain language models: the same rows a step, killed anywhere, on any ranks.
 
 A step of each program has 24 rows of 64 tokens, in micro-batches of two rows where the program accumulates.
 """

@@ -2,8 +2,8 @@
 
 What prompts meet there:
 
-- The trainer sends the data set, pickled as training begins, to the process that generates. That numbers the rows it takes from 0, repeats
-  each ``num_generations`` times, and begins the set anew at its end.
+- The trainer sends the data set, pickled as training begins, to the process that generates. That numbers the rows it
+  takes from 0, repeats each ``num_generations`` times, and begins the set anew at its end.
 - Generations end in any order. A group of them is scored when it is complete; its rows then go into a queue.
 - Rank 0 takes rows from the queue, leaves out those that are stale, and deals a micro-batch to all ranks. It collates
   one micro-batch ahead of training, and notes the numbers of its rows in ``_trained_groups`` as it does.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint  # noqa: F401  for the patch
 
 from tests.support.programs.recipes import Rank, names_of
 
