@@ -14,6 +14,7 @@ What prompts meet there:
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import queue
 import random
@@ -21,6 +22,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -160,27 +162,29 @@ class AsyncGRPOTrainer:
 
     def _save(self) -> None:
         if rank.rank == 0:
-            folder = rank.folder / f"checkpoint-{self.state.global_step}"
-            folder.mkdir()
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            part = folder.with_name("part")
+            part.mkdir(parents=True)
             exported = {type(one).__name__: one.state() for one in self._callbacks if isinstance(one, ExportableState)}
             text = json.dumps({"global_step": self.state.global_step, "stateful_callbacks": exported})
-            (folder / "trainer_state.json").write_text(text)
-            (rank.folder / "last.part").write_text(str(folder))
-            (rank.folder / "last.part").rename(rank.folder / "last")
+            (part / "trainer_state.json").write_text(text)
+            part.rename(folder)
         rank.reduce()
         self._call("on_save")
 
 
-def get_last_checkpoint(folder: Any) -> str | None:
-    return (folder / "last").read_text() if (folder / "last").exists() else None
+def get_last_checkpoint(folder: str) -> str | None:
+    """As that of transformers, which expects the folder to be there."""
+    numbers = [int(name.partition("-")[2]) for name in os.listdir(folder) if name.startswith("checkpoint-")]
+    return f"{folder}/checkpoint-{max(numbers)}" if numbers else None
 
 
 def load_dataset() -> list[dict[str, Any]]:
     return [{"prompt": f"prompt {number}"} for number in range(40)]
 
 
-output_dir = rank.folder
-config = SimpleNamespace(num_generations=GENERATIONS, ignore_data_skip=True, output_dir=str(output_dir))
+output_dir = str(rank.folder / "out")
+config = SimpleNamespace(num_generations=GENERATIONS, ignore_data_skip=True, output_dir=output_dir)
 # <
 dataset: Any = load_dataset()
 # >

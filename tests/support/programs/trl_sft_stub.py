@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os  # noqa: F401  for the patch
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers.trainer_utils import get_last_checkpoint  # noqa: F401  for th
 from tests.support.programs.recipes import Rank, names_of
 
 rank = Rank()
-Path(rank.folder / "out").mkdir(exist_ok=True)
 ACCUMULATION = 2
 
 
