@@ -1,0 +1,56 @@
+"""The recipe for timm: killed within epochs and on their first batches, on one, two, three and four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.forked import Forked
+from tests.support.programs.recipes import MOST_LINES, Leg, Player, Recipe, check
+from tests.support.sets.recipe_sets import write_rows
+from tests.support.tiers import first_here
+
+RECIPE = Recipe("timm")
+STEPS = 18
+"""Six of them are an epoch."""
+LEGS = (
+    (Leg(2, (9, 1)), Leg(3)),
+    (Leg(3, (6, 1)), Leg(2, (7, 1)), Leg(4, (17, 1)), Leg(1)),
+    (Leg(1, (5, 1)), Leg(2, (5, 1)), Leg(3, (12, 1)), Leg(2)),
+)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bucket")
+    write_rows(folder / "imagenet", ("jpg", "cls"))
+    return folder
+
+
+def test_it_is_short() -> None:
+    assert RECIPE.num_lines() <= MOST_LINES
+
+
+@pytest.mark.parametrize("legs", first_here(LEGS, 1))
+def test_killed_and_resumed_elsewhere(forked: Forked, bucket: Path, tmp_path: Path, legs: tuple[Leg, ...]) -> None:
+    check(Player(forked, RECIPE, bucket, STEPS), legs, tmp_path / "run")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("variables", [{"WORKERS": "2"}, {"MIXES": "1"}], ids=["workers", "mixup"])
+def test_with_options(
+    forked: Forked, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    """Crops in worker processes; pairs that are mixed, which are the same on as many ranks."""
+    named = {f'os.environ.get("{name}"': f'{{"{name}": "{value}"}}.get("{name}"' for name, value in variables.items()}
+    recipe = Recipe("timm", renamed=named)
+    player = Player(forked, recipe, bucket, STEPS)
+    whole = player.play([Leg(2)], tmp_path / "whole")
+    found = player.play([Leg(2, (9, 1)), Leg(2, (12, 1)), Leg(2)], tmp_path / "legs")
+    assert [step.rows for step in found] == [step.rows for step in whole]
+
+
+@pytest.mark.thorough
+def test_the_program_runs_as_it_is(forked: Forked, bucket: Path, tmp_path: Path) -> None:
+    assert len(Player(forked, RECIPE, bucket, STEPS).play([Leg(2)], tmp_path / "own", own=True)) == STEPS
