@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from streaming.sets.datasets.packed import Packed
     from streaming.sets.datasets.table_file import TableDataset
     from streaming.torch_view import TorchIterable
+    from streaming.wrappers import as_torch, one_behind
 
 _HOMES = {
     "Balanced": "streaming.sets.datasets.balanced",
@@ -83,6 +84,8 @@ _HOMES = {
     "Tickets": "streaming.run.tickets.tickets",
     "TorchIterable": "streaming.torch_view",
     "Video": "streaming.build.decode.video",
+    "as_torch": "streaming.wrappers",
+    "one_behind": "streaming.wrappers",
 }
 
 __all__ = [
@@ -111,6 +114,8 @@ __all__ = [
     "Tickets",
     "TorchIterable",
     "Video",
+    "as_torch",
+    "one_behind",
 ]
 
 

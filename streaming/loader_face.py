@@ -385,6 +385,11 @@ class LoaderFace(Closable, Generic[BatchT]):
         self._tracing = Recorder(metrics, number, partial(_place_of, weakref.ref(self._core)), file.write)
         weakref.finalize(self, self._tracing.close)
 
+    @property
+    def _was_loaded(self) -> bool:
+        """Whether this loader began, or goes on, from a state."""
+        return self._core.was_loaded
+
     def _is_iterated(self) -> bool:
         """Return whether a loop over this loader is in progress, which another iterator would end."""
         return self._loop.position.is_iterated

@@ -68,6 +68,7 @@ class LoopCore:
         opened = self._opens(self._given, self.options, shape, mesh)
         self._given, self.dataset, self.check = opened.given, opened.dataset, opened.check
         self.shape, self.loop = shape, opened.loop
+        self.loop.as_tuple = self.options.as_tuple
         if opened.announces:
             self.loop.announce = Announcer(self.dataset, self.loop, self.finder)
 
@@ -100,6 +101,11 @@ class LoopCore:
         """
         self.loop.load(self.loop.state_type.from_dict(state))
         self._loaded = state
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether a state was loaded."""
+        return self._loaded is not None
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """Build batches in page-locked memory from now on, even in a mesh that is found later; None turns this off."""

@@ -52,6 +52,15 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/show",
         "docs/extending",
     ),
+    "Recipes": (
+        "docs/recipes/index",
+        "docs/recipes/nanogpt",
+        "docs/recipes/nanochat",
+        "docs/recipes/torchtitan",
+        "docs/recipes/olmo-core",
+        "docs/recipes/litgpt",
+        "docs/recipes/trl",
+    ),
     "Coming from": (
         "docs/coming-from/webdataset",
         "docs/coming-from/mosaic",

@@ -15,17 +15,20 @@ from accelerate.utils import send_to_device
 from streaming.common.arguments import checked_count
 from streaming.errors import ConfigError
 from streaming.integrations.batch_numbers import begin_at
-from streaming.integrations.loader_check import check_worlds, expect_loader, of_wrapped
+from streaming.integrations.loader_check import check_worlds, expect_loader
 from streaming.loader import DataLoader
 from streaming.run.device.prefetcher import DevicePrefetcher
 from streaming.run.epochs.position import calling_line
+from streaming.wrappers import AsTorch, OneBehind, WrappedLoader, loader_below
 
 __all__ = ["count_all_ranks", "prepare_loader", "skip_first_batches"]
 
 _log = logging.getLogger(__name__)
 
 
-def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher | CountedLoader) -> PreparedLoader:
+def prepare_loader(
+    accelerator: Accelerator, loader: DataLoader | DevicePrefetcher | CountedLoader | OneBehind | AsTorch
+) -> PreparedLoader:
     """Prepare ``loader`` as ``accelerator.prepare`` does for torch's: device placement, gradient steps, checkpoints.
 
     ``accelerator.prepare`` itself leaves a ``streaming.DataLoader`` alone, so it is never sharded twice. ::
@@ -33,6 +36,9 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
         loader = prepare_loader(accelerator, DataLoader(dataset, batch_size=32))
         for batch in loader:
             with accelerator.accumulate(model): ...
+
+    A script that asks ``isinstance(loader, torch.utils.data.DataLoader)``, or whose ``accelerator.prepare`` gets the
+    loader too, is given ``as_torch(prepare_loader(accelerator, loader))``.
 
     Returns:
         The loader, with three changes. Batches are on the accelerator's device. In the last step of an epoch
@@ -47,8 +53,8 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
             its batches to other ranks than the accelerator's.
     """
     is_counted_whole = isinstance(loader, CountedLoader)
-    given = loader._loader if isinstance(loader, CountedLoader) else loader
-    expect_loader("prepare_loader(accelerator, loader)", given, DevicePrefetcher)
+    given: Any = loader._loader if isinstance(loader, (CountedLoader, AsTorch)) else loader
+    expect_loader("prepare_loader(accelerator, loader)", given, DevicePrefetcher, OneBehind)
     own = _streaming_loader(given)
     if own is not None:
         check_worlds("prepare_loader(accelerator, loader)", own, accelerator)
@@ -91,7 +97,7 @@ def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, n
             continues at another batch.
     """
     inner = loader._loader if isinstance(loader, PreparedLoader) else loader
-    expect_loader("skip_first_batches(loader, num_batches)", inner, DevicePrefetcher)
+    expect_loader("skip_first_batches(loader, num_batches)", inner, DevicePrefetcher, OneBehind)
     own = _streaming_loader(inner)
     if own is None:
         raise ConfigError(
@@ -101,20 +107,19 @@ def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, n
     return SkippingLoader(loader, own, num_batches)
 
 
-class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
+class PreparedLoader(WrappedLoader, DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
     """The result of ``prepare_loader``. All other attributes are those of the loader."""
 
+    _is_accelerate_prepared = True  # `accelerator.prepare` leaves it alone, also below `as_torch`
     _drop_last = True  # every row counts, so `gather_for_metrics` must not cut rows
 
     def __init__(
         self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator, *, is_counted_whole: bool = False
     ) -> None:
-        self._loader, self._accelerator = loader, accelerator
+        super().__init__(loader)
+        self._accelerator = accelerator
         self._is_told = is_counted_whole
         self.gradient_state = GradientState()
-
-    def __getattr__(self, name: str) -> Any:
-        return of_wrapped(self, name)
 
     def __len__(self) -> int:
         number = len(self._loader)
@@ -143,14 +148,12 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
             self.end()
 
 
-class CountedLoader:
+class CountedLoader(WrappedLoader):
     """The result of ``count_all_ranks``. All other attributes are those of the loader."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator) -> None:
-        self._loader, self._accelerator = loader, accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return of_wrapped(self, name)
+        super().__init__(loader)
+        self._accelerator = accelerator
 
     def __len__(self) -> int:
         return len(self._loader) * _steps_of_schedule(self._accelerator)
@@ -169,17 +172,15 @@ class CountedLoader:
     with_state = __iter__
 
 
-class SkippingLoader:
+class SkippingLoader(WrappedLoader):
     """The result of ``skip_first_batches``. All other attributes are those of the loader."""
 
     def __init__(
         self, loader: DataLoader | DevicePrefetcher | PreparedLoader, own: DataLoader, num_batches: int
     ) -> None:
-        self._loader, self._own = loader, own
+        super().__init__(loader)
+        self._own = own
         self._to_skip: int | None = checked_count("skip_first_batches: num_batches", num_batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return of_wrapped(self, name)
 
     def __len__(self) -> int:
         return len(self._loader) - (self._to_skip or 0)
@@ -200,9 +201,9 @@ class SkippingLoader:
         return 0 if number is None else begin_at(self._own, number)
 
 
-def _streaming_loader(given: DataLoader | DevicePrefetcher) -> DataLoader | None:
+def _streaming_loader(given: Any) -> DataLoader | None:
     """Return the ``streaming.DataLoader`` below a prefetcher; None if it has another loader."""
-    loader = given.loader if isinstance(given, DevicePrefetcher) else given
+    loader = loader_below(given)
     return loader if isinstance(loader, DataLoader) else None
 
 

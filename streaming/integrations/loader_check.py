@@ -8,7 +8,7 @@ from typing import Any
 from streaming.errors import ConfigError
 from streaming.loader import DataLoader
 
-__all__ = ["check_worlds", "expect_loader", "of_wrapped"]
+__all__ = ["check_worlds", "expect_loader"]
 
 _SAME_DATA = ("tp", "cp", "sp")
 """Axes of Accelerate's mesh along which ranks get the same batch."""
@@ -47,14 +47,3 @@ def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
         f"its batches to {mesh.data_world_size} in {mesh.world_size}: {loader!r}. Leave device_mesh= out, or give the "
         f"loader device_mesh=DeviceMesh.from_sizes(dp_size={num_shares}, rank=…)"
     )
-
-
-def of_wrapped(wrapper: Any, name: str) -> Any:
-    """Return an attribute of the loader that ``wrapper`` keeps as ``_loader``.
-
-    Raises:
-        AttributeError: There is no such attribute, or ``wrapper`` is being copied and has no loader yet.
-    """
-    if "_loader" not in vars(wrapper):
-        raise AttributeError(name)
-    return getattr(wrapper._loader, name)

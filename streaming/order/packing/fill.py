@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.common.arrays import sums
-from streaming.order.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
+from streaming.order.packing.layout import NO_DOCUMENT, PackRows, PackShape
 from streaming.order.packing.rules import rounded
 from streaming.types import Int64Array
 
@@ -236,28 +236,28 @@ class Filler:
             The number of labels that contribute to the loss.
         """
         low, high = self._span(low, high)
-        shape, segments = self._shape, self._segments
+        shape, segments, ignored = self._shape, self._segments, self._shape.ignore_id
         shift = int(shape.shift_labels)  # all labels below are written this many positions earlier
         labels = out[: max(len(out) - shift, 0)]
         labels[:] = input_ids[shift:]
         if masks is not None:
             found = masks if isinstance(masks, FoundItems) else self.find(masks, np.dtype(np.uint8))
-            labels[self._items(found, low, high)[shift:] == 0] = IGNORED
-        self._fill_gaps(out, IGNORED, low, high, shift)
+            labels[self._items(found, low, high)[shift:] == 0] = ignored
+        self._fill_gaps(out, ignored, low, high, shift)
         before = segments.places[low] + shift
         alone = slice(self._alone_splits[low], self._alone_splits[high])
-        out[self._alone[alone] - before] = IGNORED  # with a shift, position -1, the end of a row, has no loss
+        out[self._alone[alone] - before] = ignored  # with a shift, position -1, the end of a row, has no loss
         if shape.stale:
             span = self._pieces_of(low, high)
             counts = self._stale_counts[span]
             begins = self._piece_begins[span] - before + counts - np.cumsum(counts)
-            out[begins.repeat(counts) + np.arange(counts.sum())] = IGNORED
+            out[begins.repeat(counts) + np.arange(counts.sum())] = ignored
         if shape.labels_across and shift and shape.multiple > 1:
             self._lead_over_gaps(out, low, high)
         if shift and high > low:
-            out.reshape(high - low, -1)[:, -1] = IGNORED
+            out.reshape(high - low, -1)[:, -1] = ignored
         if masks is not None or shape.stale:
-            return int(np.count_nonzero(out != IGNORED))
+            return int(np.count_nonzero(out != ignored))
         return segments.tokens[high] - segments.tokens[low] - (alone.stop - alone.start)
 
     def _lead_over_gaps(self, out: npt.NDArray[np.int64], low: int, high: int) -> None:
@@ -269,7 +269,7 @@ class Filler:
         later = later[begins[later] > ends[later - 1]]
         at = begins[later] - 1
         out[ends[later - 1] - 1] = out[at]
-        out[at] = IGNORED
+        out[at] = self._shape.ignore_id
 
     def _pieces_of(self, low: int, high: int) -> slice:
         return slice(self._segments.pieces[low], self._segments.pieces[high])

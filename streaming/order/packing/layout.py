@@ -13,7 +13,7 @@ from streaming.order.packing.balance import BalanceRules, Costs, pack_costs
 from streaming.types import Int64Array
 
 IGNORED = -100
-"""Label of a token that is excluded from the loss: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
+"""Default label of a token without loss: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 NO_DOCUMENT = -1
 """``document_ids`` of padding."""
 
@@ -33,6 +33,7 @@ class PackShape:
         pad_id: ``input_ids`` of padding.
         max_docs: Maximum number of documents in a pack, so that ``cu_seqlens`` has a static shape; None: no maximum.
         multiple: The space of each document is rounded up to a multiple of this.
+        ignore_id: Label of padding and of tokens without loss, less than 0.
         stale: Number of tokens that a window shares with the previous window of its document and that have no loss
             there; 0: they have loss, or windows do not overlap.
     """
@@ -46,6 +47,7 @@ class PackShape:
     pad_id: int = 0
     max_docs: int | None = None
     multiple: int = 1
+    ignore_id: int = IGNORED
     stale: int = 0
 
     @property

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from streaming.common.counters import Metrics
+from streaming.errors import ConfigError
 from streaming.run.epochs.iterator import Batches
 
 
@@ -29,6 +30,13 @@ class BatchAccount(Protocol):
             IteratorEndedError: The loader was moved or closed meanwhile.
         """
 
+    def hold_back(self, change: int) -> None:
+        """See ``Batches.hold_back``; on behalf of a wrapper that keeps what the consumer got.
+
+        Raises:
+            ConfigError: The loader is not one of ours.
+        """
+
 
 class HeldBack:
     """Report the batches held back to our own loader's iterator, so that the loader knows the consumer's position."""
@@ -44,6 +52,10 @@ class HeldBack:
     def handed_out(self) -> None:
         """See ``BatchAccount``."""
         self._batches.hold_back(-1)
+
+    def hold_back(self, change: int) -> None:
+        """See ``BatchAccount``."""
+        self._batches.hold_back(change)
 
 
 class Noted:
@@ -68,6 +80,13 @@ class Noted:
     def handed_out(self) -> None:
         """See ``BatchAccount``."""
         self.state, self.epoch = self._ahead.popleft()
+
+    def hold_back(self, change: int) -> None:  # noqa: ARG002  as those of ours have it
+        """See ``BatchAccount``."""
+        raise ConfigError(
+            f"hold_back: this DevicePrefetcher copies the batches of a {type(self._loader).__name__}, whose position "
+            "nobody can hold back; iterate prefetcher.with_state(), which yields each batch with the state after it"
+        )
 
     def seed(self, seed: Any) -> None:
         """Note a new seed, set on the loader while it was ahead."""

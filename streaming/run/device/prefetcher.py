@@ -572,6 +572,21 @@ class _DeviceBatches(Generic[BatchT]):
         self._end()
         raise StopIteration
 
+    def hold_back(self, change: int) -> None:
+        """See ``Batches.hold_back``: batches that this iterator has handed out, and training has not received.
+
+        Raises:
+            ConfigError: The loader is not one of ours.
+            IteratorEndedError: The loader was moved or closed meanwhile.
+        """
+        self._turn.check()
+        self._flight.account.hold_back(change)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the iterator was superseded, or its loader was moved or closed."""
+        return self._turn.has_ended
+
     def close(self) -> None:
         """End this iteration. The loader continues with the next epoch."""
         self._is_over = True

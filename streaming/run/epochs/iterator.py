@@ -34,6 +34,7 @@ from streaming.run.epochs.interrupts import is_interrupt
 from streaming.run.epochs.micro_batches import MicroRun, Within
 from streaming.run.epochs.position import Place, Position
 from streaming.run.epochs.run import Run
+from streaming.run.epochs.tuples import tuple_of
 from streaming.run.epochs.watch import Watchdog
 from streaming.types import BatchT
 from streaming.watch.tracing.ranges import ProfilerRanges
@@ -82,6 +83,7 @@ class Loop(ABC):
         metrics: Counters and times.
         running: The run that currently produces batches, if any.
         announce: Called with the place at which an iteration begins.
+        as_tuple: Entries of a batch that are handed out as a tuple; None: batches are handed out as they are.
         samples_per_epoch: Number of samples of an epoch, over all ranks; only if ``is_counted``.
     """
 
@@ -111,6 +113,7 @@ class Loop(ABC):
         self.shape = shape
         self.running: Run | None = None
         self.announce: Callable[[Loop, Place], None] | None = None
+        self.as_tuple: tuple[str, ...] | None = None
         self._watchdog: Watchdog | None = None
 
     @abstractmethod
@@ -127,7 +130,12 @@ class Loop(ABC):
         if self.shape.micro_batch_size is None:
             return self.start(place, seed)
         steps = self.start(replace(place, micro_batches=0), seed)
-        return MicroRun(steps, place, self.rows_of_step, lambda here: self.after_batch(here, None))
+        return MicroRun(steps, place, self)
+
+    def number_of(self, place: Place) -> int:
+        """Return the number of the batch at a place in its epoch, from 0."""
+        first = self.row_of(replace(place, samples_seen=0))
+        return self.shape.sizes.batches(first, place.samples_seen, "partial")
 
     def rows_of_step(self, place: Place) -> int | None:
         """Return rows of the batch at a place over all ranks, padding not counted; None: one rank does not know."""
@@ -493,6 +501,8 @@ class Batches(Generic[BatchT]):
     def _next(self) -> BatchT:
         place, run = self._reading()
         batch = self._taken(run, partial(next, run))
+        if self._loop.as_tuple is not None:
+            batch = tuple_of(batch, self._loop.as_tuple)
         self._was = place
         after = self._place = self._loop.after(place, run)
         self._is_over = self._turn.is_over = after.is_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ class StepFacts:
     """What is known of a step when it begins.
 
     Attributes:
+        number: Its number in its epoch, from 0.
         num_rows: Its rows over all ranks, padding not counted; None: that is not known on one rank.
         num_micro_batches: How many micro-batches it has, the same on every rank.
         counts: Sums of the counts in its micro-batches on this rank.
     """
 
+    number: int
     num_rows: int | None
     num_micro_batches: int
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -46,29 +49,43 @@ class Within:
 
 _COUNTS = ("num_labels", "num_tokens")
 """Entries of packs that count their contents."""
+STEP, MICRO = "__step__", "__micro__"
+"""Entries of a micro-batch: the number of its step, and its own number in it with that of all of them."""
+
+
+class StepPlaces(Protocol):
+    """Know the steps of a run by their places."""
+
+    def number_of(self, place: Place) -> int:
+        """Return the number of the step at a place in its epoch, from 0."""
+
+    def rows_of_step(self, place: Place) -> int | None:
+        """Return rows of the step at a place over all ranks, padding not counted; None: one rank does not know."""
+
+    def after_batch(self, place: Place, run: Any) -> Place:
+        """Return the place after the step at a place."""
 
 
 class MicroRun(RunOver):
     """Hand out the micro-batches of a run of steps one by one. For one thread, except ``close`` and ``describe``.
 
+    Micro-batches that are dicts get two entries, ``__step__`` and ``__micro__``.
+
     Args:
         run: Produces, for each step, the list of its micro-batches.
         place: Place of the first step. Micro-batches of the step before the place are not delivered again.
-        num_rows: Says how many rows the step at a place has over all ranks; None: one rank does not know.
-        after: Returns the place after the step at a place.
+        steps: Knows the steps.
 
     Attributes:
         within: Place of the last delivered micro-batch in its step; None: none was delivered.
     """
 
-    def __init__(
-        self, run: Run, place: Place, num_rows: Callable[[Place], int | None], after: Callable[[Place], Place]
-    ) -> None:
+    def __init__(self, run: Run, place: Place, steps: StepPlaces) -> None:
         super().__init__(run)
-        self._num_rows, self._after = num_rows, after
+        self._steps = steps
         self._next, self._skip = place, place.micro_batches
         self._left: deque[Any] = deque()
-        self._facts = StepFacts(num_rows=None, num_micro_batches=0)
+        self._facts = StepFacts(number=0, num_rows=None, num_micro_batches=0)
         self.within: Within | None = None
 
     def upcoming(self) -> Within:
@@ -81,21 +98,42 @@ class MicroRun(RunOver):
             step: Sequence[Any] = next(self._run)
             place = self._next
             self._facts = StepFacts(
-                num_rows=self._num_rows(place), num_micro_batches=len(step), counts=_counted(step)
+                number=self._steps.number_of(place), num_rows=self._steps.rows_of_step(place),
+                num_micro_batches=len(step), counts=_counted(step),
             )  # fmt: skip
-            self._next, skip, self._skip = self._after(place), self._skip, 0
+            self._next, skip, self._skip = self._steps.after_batch(place, None), self._skip, 0
             self._left.extend(step[skip:])
         return Within(self._facts, self._facts.num_micro_batches - len(self._left))
 
     def __next__(self) -> Any:
         """Return the next micro-batch."""
         self.within = self.upcoming()
-        return self._left.popleft()
+        return _marked(self._left.popleft(), self.within)
 
     @property
     def is_inside(self) -> bool:
         """Whether more of the step follows the last delivered micro-batch."""
         return bool(self._left)
+
+
+def _marked(batch: Any, within: Within) -> Any:
+    """Return a micro-batch that names its place; unchanged if it is no dict.
+
+    Raises:
+        ConfigError: It has such an entry already.
+    """
+    if not isinstance(batch, dict):
+        return batch
+    for name in (STEP, MICRO):
+        if name in batch:
+            raise ConfigError(
+                f"micro_batch_size: batches have an entry {name!r} already, but that name says where a micro-batch is: "
+                "the number of its step, or (number, of how many). Give the field, or the entry that collate_fn "
+                "returns, another name"
+            )
+    marked = copy.copy(batch)  # a function may return one dict again and again
+    marked[STEP], marked[MICRO] = within.facts.number, (within.index, within.facts.num_micro_batches)
+    return marked
 
 
 def _counted(step: Sequence[Any]) -> dict[str, int]:
@@ -131,6 +169,7 @@ class TrainingStep(Generic[BatchT]):
     ``len(step)`` is the number that are left to take.
 
     Attributes:
+        number: Number of the step in its epoch, from 0, as in ``batch["__step__"]``; also after a resume.
         num_micro_batches: Micro-batches of the step, the same on every rank; also those before the state from which a
             run resumed inside the step.
     """
@@ -138,6 +177,7 @@ class TrainingStep(Generic[BatchT]):
     def __init__(self, begins: Within, batches: MicroBatches) -> None:
         self._facts, self._batches = begins.facts, batches
         self._left = begins.facts.num_micro_batches - begins.index
+        self.number = begins.facts.number
         self.num_micro_batches = begins.facts.num_micro_batches
 
     @property

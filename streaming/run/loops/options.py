@@ -191,6 +191,6 @@ def refuse_rebuilding(name: str) -> None:
             "than this one: its batches are split over the ranks already, and it resumes from a state by itself. Give "
             "the program the loader itself, without accelerate's prepare_data_loader and skip_first_batches. "
             "streaming.integrations has what to use: accelerate.prepare_loader(accelerator, loader) and "
-            "accelerate.skip_first_batches(loader, number), transformers.use_loader(trainer, loader), "
-            "lightning.for_fabric(loader)"
+            "accelerate.skip_first_batches(loader, number), transformers.use_loader(trainer, loader); Fabric takes "
+            "streaming.as_torch(loader)"
         )

@@ -26,6 +26,7 @@ from streaming.errors import ConfigError
 from streaming.order.packing.balance import Balance, BalanceRules, Cost
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import Shape
+from streaming.run.epochs.tuples import checked_names
 from streaming.run.epochs.watch import STALL_REPORT_S
 from streaming.run.options.remote_group import RemoteGroup, as_remote_group
 from streaming.run.replicas.options import Broadcast, Replicas
@@ -114,6 +115,14 @@ _ONE_OBJECT = (
 )
 
 
+_NO_TUPLE = {
+    "collate_fn": "the function makes the batch, and can return a tuple itself; leave one of them out. (With "
+    "batch_size=None the items of the data set are the batches.)",
+    "stage_fields": "stages get different entries, and those in between none; leave as_tuple out, and take the entries "
+    "in the training loop",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions(Generic[BatchT]):
     """Hold the options of a loader, as given or by default.
@@ -146,6 +155,11 @@ class LoaderOptions(Generic[BatchT]):
     last_batch: str = "drop"
     epoch_size: int | None = None
     collate_fn: Callable[[list[Any]], BatchT] | None = field(default=None, metadata=_rule(_function))
+    as_tuple: Sequence[str] | None = field(default=None, metadata=_rule(
+        checked_names, samples=_OF_BATCHES, actors=NoEffect(
+            "not with remote_group, whose handles stand for batches; take the entries of what BatchHandle.get() returns"
+        )
+    ))  # fmt: skip
     jagged: Sequence[str] | Mapping[str, Form] | None = None
     prefetch_factor: int | None = field(
         default=_PREFETCH_FACTOR, metadata=_rule(_or_none(MACHINERY["prefetch_factor"]))
@@ -242,9 +256,20 @@ class LoaderOptions(Generic[BatchT]):
         for name, rule in RULES.items():
             if rule.check is not None:
                 keep(name, rule.check(name, getattr(self, name)))
+        self._check_as_tuple()
         if self.remote_group is not None:
             keep("device_mesh", as_device_mesh(self.device_mesh))
         _ = self.replicas, self.balance_rules  # they check themselves
+
+    def _check_as_tuple(self) -> None:
+        """Refuse options that decide themselves what a batch is.
+
+        Raises:
+            ConfigError: One was given.
+        """
+        for name, why in _NO_TUPLE.items():
+            if self.as_tuple is not None and getattr(self, name) is not None:
+                raise ConfigError(f"as_tuple={self.as_tuple} with {name}=: {why}")
 
     def refuse(self, where: Where, dataset: object = None) -> None:
         """Refuse options that have no effect somewhere, unless their value requests what happens there anyway.

@@ -46,12 +46,12 @@ class Packed(DataSet[PackedDocuments]):
     A batch of B packs of length T is a dict of
 
     - ``input_ids``, ``labels``, ``position_ids``, ``document_ids``: int64 [B, T]. Positions restart at 0 in each
-      document; document ids count the documents of a pack from 0 and are -1 at padding. Labels are -100 at padding and
-      where the loss mask is 0;
+      document; document ids count the documents of a pack from 0 and are -1 at padding. Labels are ``ignore_id`` at
+      padding and where the loss mask is 0;
     - ``cu_seqlens``: int32 [n + 1], the offsets at which the n documents start in the batch flattened to [B * T], and
       its end; padding at the end of a pack is a sequence of its own. ``max_seqlen``: the length of the longest, an int;
-    - ``num_tokens``, ``num_labels``: the number of tokens without padding, and of labels that are not -100, ints. Packs
-      that fill the last batch (``last_batch="pad"``) have only the label -100, and neither number counts them;
+    - ``num_tokens``, ``num_labels``: the number of tokens without padding, and of labels that carry loss, ints. Packs
+      that fill the last batch (``last_batch="pad"``) have only the label ``ignore_id``, and neither number counts them;
     - ``__key__``: for each pack, the list of its documents' keys; ``__url__``: the shard of each pack;
     - in a mixture also ``__source__``, and ``source_ids`` int64 [B]: the same as indices into the sorted names.
 
@@ -96,9 +96,12 @@ class Packed(DataSet[PackedDocuments]):
         shift_labels: False: ``labels[t]`` is ``input_ids[t]``, for models that shift labels themselves (Hugging Face).
             True: ``labels[t]`` is token t + 1, for losses that compare position by position (Megatron, TorchTitan).
         labels_across: Whether the first token of a document is predicted from the last token of the document before it.
-            If False, its label is -100 (with ``shift_labels``: the label of that last token), as it always is for the
-            first token of a pack. With ``multiple``, this needs ``shift_labels``.
+            If False, its label is ``ignore_id`` (with ``shift_labels``: the label of that last token), as it always is
+            for the first token of a pack. With ``multiple``, this needs ``shift_labels``.
         pad_id: Value of ``input_ids`` at padding.
+        ignore_id: Value of ``labels`` where there is no loss: at padding, where the mask is 0, and at first tokens. A
+            negative integer, since other labels are tokens, and the ``ignore_index`` of the loss: -100 in torch and
+            Hugging Face, -1 in nanoGPT and nanochat.
         max_docs: Maximum number of documents per pack. ``cu_seqlens`` then always has the shape int32 [B * (max_docs +
             1) + 1], filled up with B * T, and ``max_seqlen`` is T: static shapes for compiled models and CUDA graphs.
         multiple: Round the space of each document up to a multiple of this many tokens: 2 * cp for context parallelism,
@@ -109,7 +112,7 @@ class Packed(DataSet[PackedDocuments]):
             by T - ``stride``; None: pieces that do not overlap. Tokens in an overlap are delivered, and counted, more
             than once.
         overlap_labels: Whether a token contributes to the loss in every window that holds it. False: only in the first,
-            so that each counts once; in later windows it is context, with the label -100.
+            so that each counts once; in later windows it is context, with the label ``ignore_id``.
         budgets: Further limits per pack: a maximum for each column named, such as ``{"image_tokens": 4096}``. Documents
             that exceed a budget, or T, are dropped.
         alike: For padded packs: columns of integers that are equal for all documents of a batch, such as ``("height",
@@ -137,6 +140,7 @@ class Packed(DataSet[PackedDocuments]):
         shift_labels: bool = False,
         labels_across: bool = False,
         pad_id: int = 0,
+        ignore_id: int = -100,
         max_docs: int | None = None,
         multiple: int = 1,
         padded: bool = False,
@@ -148,9 +152,9 @@ class Packed(DataSet[PackedDocuments]):
         _check_documents(documents)
         self._source = PackedDocuments(
             documents.source, length, column=column, field=field, dtype=dtype, overlong=overlong, mask_field=mask_field,
-            shift_labels=shift_labels, labels_across=labels_across, pad_id=pad_id, max_docs=max_docs,
-            multiple=multiple, padded=padded, stride=stride, overlap_labels=overlap_labels, budgets=budgets,
-            alike=alike,
+            shift_labels=shift_labels, labels_across=labels_across, pad_id=pad_id, ignore_id=ignore_id,
+            max_docs=max_docs, multiple=multiple, padded=padded, stride=stride, overlap_labels=overlap_labels,
+            budgets=budgets, alike=alike,
         )  # fmt: skip
         self._documents = documents
 

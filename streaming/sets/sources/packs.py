@@ -107,6 +107,7 @@ class PackedDocuments(PackedSource):
         shift_labels: bool,
         labels_across: bool,
         pad_id: int,
+        ignore_id: int,
         max_docs: int | None,
         multiple: int,
         padded: bool,
@@ -119,7 +120,8 @@ class PackedDocuments(PackedSource):
         rules, self.items = checked_items(
             {"length": length, "overlong": overlong, "multiple": multiple, "max_docs": max_docs, "padded": padded,
              "stride": stride, "budgets": tuple(limits.values()), "alike": len(kinds)},
-            {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id},
+            {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id,
+             "ignore_id": ignore_id},
             column=column, field=field, dtype=dtype, overlap_labels=overlap_labels,
         )  # fmt: skip
         fields = self.items.fields

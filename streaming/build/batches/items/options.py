@@ -8,13 +8,15 @@ from typing import Any
 from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
 from streaming.build.batches.items.pieces import PieceItems
 from streaming.build.batches.items.whole import WholeSamples
-from streaming.common.arguments import checked_flag, checked_int, is_list
+from streaming.common.arguments import checked_flag, checked_int, is_list, is_whole
 from streaming.errors import ConfigError
-from streaming.order.packing.layout import PackShape
+from streaming.order.packing.layout import IGNORED, PackShape
 from streaming.order.packing.rules import MAX_LENGTH, PackRules
 from streaming.order.plan.sizes import Steps, steps_of
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_UNSET = {"ignore_id": IGNORED}
+"""Defaults of options of tokens, where they are not None, False or 0."""
 _ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safetensors", "sft", "gz"))
 
 
@@ -61,9 +63,26 @@ def checked_items(
     shape = PackShape(
         length=rules.length, field=field, dtype="", multiple=rules.multiple, max_docs=rules.max_docs,
         stale=0 if overlap_labels or rules.stride is None else rules.length - rules.stride,
-        **{**of_tokens, "pad_id": checked_int("pad_id", of_tokens["pad_id"], 0, 2**32 - 1)},
+        **{
+            **of_tokens, "pad_id": checked_int("pad_id", of_tokens["pad_id"], 0, 2**32 - 1),
+            "ignore_id": _checked_ignore_id(of_tokens["ignore_id"]),
+        },
     )  # fmt: skip
     return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape, parts=parts)
+
+
+def _checked_ignore_id(ignore_id: Any) -> int:
+    """Return the label of tokens without loss, which no token has.
+
+    Raises:
+        ConfigError: It is no integer, or a token may have it.
+    """
+    if is_whole(ignore_id) and ignore_id >= 0:
+        raise ConfigError(
+            f"ignore_id={ignore_id}: expected a negative integer, such as -100 or -1, since labels from 0 on are "
+            "tokens: those with this id would have no loss. Give the loss function the same number as its ignore_index"
+        )
+    return checked_int("ignore_id", ignore_id, -(2**31), -1)
 
 
 def _check_can_be_cut(of_packs: Mapping[str, Any]) -> None:
@@ -118,7 +137,7 @@ def _check_whole(of_tokens: Mapping[str, Any], of_packs: Mapping[str, Any]) -> N
     if overlong not in (None, "drop"):
         raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')
     for option, value in of_tokens.items():
-        if value is not None and value != 0:
+        if value is not None and value != _UNSET.get(option, 0):
             raise ConfigError(
                 f"{option}={value!r} with field=None: it applies to tokens, and there are none; leave it out"
             )

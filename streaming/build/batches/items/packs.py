@@ -33,7 +33,7 @@ from streaming.build.batches.sequence import SequenceSlice
 from streaming.common.platforms import later
 from streaming.errors import ConfigError, DecodeError
 from streaming.order.packing.balance import BalanceRules, order_local
-from streaming.order.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
+from streaming.order.packing.layout import NO_DOCUMENT, PackRows, PackShape
 from streaming.order.packing.shorter import shorter
 from streaming.order.plan.sizes import Steps
 from streaming.order.plan.state import LoaderState
@@ -177,13 +177,13 @@ class TokenPacks(PieceItems):
         return self._laid_out(recipe, rows, packs, packs.lengths, allocate)
 
     def exclude(self, batch: Batch, valid: npt.NDArray[np.bool_]) -> None:
-        """See ``RowKind``: excluded rows get labels of -100 and are not counted; their other entries stay."""
+        """See ``RowKind``: excluded rows have no labels and are not counted; their other entries stay."""
         if valid.all():
             return
-        counts, labels = torch.from_numpy(valid), batch["labels"]
-        labels[~counts] = IGNORED  # type: ignore[index]
+        counts, labels, ignored = torch.from_numpy(valid), batch["labels"], self.shape.ignore_id
+        labels[~counts] = ignored  # type: ignore[index]
         batch["num_tokens"] = int(self._is_token(batch)[counts].sum())
-        batch["num_labels"] = int((labels != IGNORED).sum())  # type: ignore[attr-defined]
+        batch["num_labels"] = int((labels != ignored).sum())  # type: ignore[attr-defined]
 
     @override
     def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
@@ -303,7 +303,7 @@ class TokenPacks(PieceItems):
 
     def joined(self, rows: Sequence[Batch], allocate: Allocate | None = None) -> Batch:
         """See ``ExchangedRows``."""
-        return join_packs(rows, self.shape.max_docs, allocate)
+        return join_packs(rows, self.shape, allocate)
 
     # --- options ---
 

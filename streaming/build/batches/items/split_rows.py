@@ -9,7 +9,7 @@ import numpy as np
 
 from streaming.build.batches.jagged import Allocate, fresh
 from streaming.common.platforms import later
-from streaming.order.packing.layout import IGNORED, NO_DOCUMENT
+from streaming.order.packing.layout import NO_DOCUMENT, PackShape
 from streaming.types import Batch
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ def split_packs(batch: Batch) -> list[Batch]:
     return rows
 
 
-def join_packs(rows: Sequence[Batch], max_docs: int | None, allocate: Allocate | None = None) -> Batch:
+def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | None = None) -> Batch:
     """Join rows from :func:`split_packs` into a batch; fields of tokens lie in memory from ``allocate``."""
     batch: Batch = {}
+    max_docs = shape.max_docs
     length = len(rows[0]["input_ids"])  # type: ignore[arg-type]
     for name, first in rows[0].items():
         values: list[Any] = [row[name] for row in rows]
@@ -65,7 +66,7 @@ def join_packs(rows: Sequence[Batch], max_docs: int | None, allocate: Allocate |
     documents: Any = batch["document_ids"]
     return batch | {
         "cu_seqlens": torch.from_numpy(borders.astype(np.int32)), "max_seqlen": longest,
-        "num_tokens": int((documents != NO_DOCUMENT).sum()), "num_labels": int((labels != IGNORED).sum()),
+        "num_tokens": int((documents != NO_DOCUMENT).sum()), "num_labels": int((labels != shape.ignore_id).sum()),
     }  # fmt: skip
 
 

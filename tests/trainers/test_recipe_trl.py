@@ -1,0 +1,98 @@
+"""The recipes for TRL: SFT step for step, asynchronous GRPO prompt for prompt."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shard_tools import ShardWriter
+from streaming import DataLoader, StreamingDataset, Tickets
+from tests.support.processes.forked import Forked
+from tests.support.programs.recipes import MOST_LINES, Leg, Player, Recipe, check
+from tests.support.sets.packed_sets import write
+from tests.support.tiers import first_here
+
+SFT, GRPO = Recipe("trl", "SFT"), Recipe("trl", "Asynchronous GRPO")
+NUM_PROMPTS, GENERATIONS = 40, 4
+EPOCHS = 2
+"""What comes after a run is read up to the end of the second epoch."""
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bucket")
+    write(folder / "chat", num_docs=300)
+    with ShardWriter(f"{folder}/prompts/{{:02d}}.tar", max_samples=8) as writer:
+        for number in range(NUM_PROMPTS):
+            row = {"prompt": f"prompt {number}", "solution": str(number)}
+            writer.write({"__key__": f"{number:03d}", "json": row})
+    return folder
+
+
+@pytest.mark.parametrize("recipe", [SFT, GRPO], ids=lambda one: one.part)
+def test_it_is_short(recipe: Recipe) -> None:
+    assert recipe.num_lines() <= MOST_LINES
+
+
+@pytest.fixture(scope="module")
+def with_transformers(forked: Forked) -> Iterator[Forked]:
+    environ = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with Forked("transformers.trainer", "datasets", "streaming.loader", environ=environ, base=forked) as ranks:
+        yield ranks
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("legs", [(Leg(2, (3, 2)), Leg(3, (5, 1)), Leg(1)), (Leg(1, (8, 1)), Leg(4))])
+def test_sft_killed_and_resumed_elsewhere(
+    with_transformers: Forked, bucket: Path, tmp_path: Path, legs: tuple[Leg, ...]
+) -> None:
+    check(Player(with_transformers, SFT, bucket, steps=12), legs, tmp_path / "run")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", [SFT, GRPO], ids=lambda one: one.part)
+def test_the_program_runs_as_it_is(with_transformers: Forked, bucket: Path, tmp_path: Path, recipe: Recipe) -> None:
+    assert len(Player(with_transformers, recipe, bucket, steps=4).play([Leg(2)], tmp_path / "own", own=True)) == 4
+
+
+def complete(leg: list[Any]) -> Counter[str]:
+    """The prompts of a run whose rollouts were all trained on."""
+    rows = sum((step.rows for step in leg), Counter())
+    return Counter(name.partition(":")[2] for name, count in rows.items() if count == GENERATIONS)
+
+
+def to_come(bucket: Path, folder: Path) -> Counter[str]:
+    """The prompts that the last checkpoint has not settled, up to the end of the second epoch."""
+    saved = json.loads((Path((folder / "last").read_text()) / "trainer_state.json").read_text())
+    (position,) = saved["stateful_callbacks"].values()
+    dataset = StreamingDataset(str(bucket / "prompts"), decode="auto")
+    with Tickets(DataLoader(dataset, 8, last_batch="partial")) as tickets:
+        tickets.load_state_dict(position["attributes"]["tickets"])
+        found: Counter[str] = Counter()
+        while tickets.epoch < EPOCHS:
+            found.update(sample["json"]["prompt"] for _, sample in tickets)
+        return found
+
+
+GRPO_LEGS = (
+    (Leg(2, (5, 2)), Leg(3, (9, 1)), Leg(1, None)),
+    (Leg(1, (3, 3)), Leg(4, (4, 1)), Leg(2, (9, 3)), Leg(3, None)),
+    (Leg(3, (1, 1)), Leg(3, (2, 2)), Leg(2, None)),
+)
+
+
+@pytest.mark.parametrize("legs", first_here(GRPO_LEGS, 1))
+def test_each_prompt_is_trained_on_once_an_epoch(
+    forked: Forked, bucket: Path, tmp_path: Path, legs: tuple[Leg, ...]
+) -> None:
+    """Prompts that are complete, and those that come after the last checkpoint: all of two epochs, none twice."""
+    player = Player(forked, GRPO, bucket, steps=14)
+    trained = [complete(leg) for leg in player.legs(legs, tmp_path / "run")]
+    assert all(trained)
+    everything = sum(trained, Counter()) + to_come(bucket, tmp_path / "run")
+    assert everything == Counter({f"prompt {number}": EPOCHS for number in range(NUM_PROMPTS)})
