@@ -218,8 +218,8 @@ def one_behind(loader: Any) -> OneBehind:
         raise ConfigError("one_behind(loader): got such an iterator already, whose state is one batch behind; use it")
     if isinstance(loader, WrappedLoader):
         raise ConfigError(
-            f"one_behind(loader): got a {type(loader).__name__}, which does not say what it holds back. Wrap the loader "
-            "first, and give the result to the program's function: prepare_loader(accelerator, one_behind(loader))"
+            f"one_behind(loader): got a {type(loader).__name__}, which does not say what it holds back. Wrap the "
+            "loader first, and give the result to the program's function: prepare_loader(accelerator, one_behind(loader))"
         )
     if not isinstance(loader, (LoaderFace, DevicePrefetcher, AsTorch)):
         raise _unfit("one_behind(loader)", loader)
@@ -368,8 +368,8 @@ def _unfit(what: str, given: Any) -> ConfigError:
         why = "torch's own loaders go to the program unchanged, and their positions cannot be held back"
     elif isinstance(given, torch.utils.data.Sampler):
         why = (
-            "a sampler gives indices: torch.utils.data.DataLoader(dataset, batch_sampler=sampler) is torch's loader, and "
-            "sampler.follow(loader) yields its batches with an exact position"
+            "a sampler gives indices: torch.utils.data.DataLoader(dataset, batch_sampler=sampler) is torch's loader, "
+            "and sampler.follow(loader) yields its batches with an exact position"
         )
     elif hasattr(given, "ack") and hasattr(given, "requeue"):
         why = (

@@ -42,6 +42,15 @@ def check_worlds(what: str, loader: DataLoader, accelerator: Any) -> None:
     num_shares = num_processes // prod(same)
     if num_shares == mesh.data_world_size or num_processes == mesh.world_size:  # the latter with other axes
         return
+    finder = loader._core.finder
+    if num_processes == 1 and finder.found_by != "given":
+        raise ConfigError(
+            f"{what}: the trainer takes this process for the only one, but {finder.found_by} says that it is rank "
+            f"{mesh.rank} of {mesh.world_size}. Each would train a model of its own, on its share of the data. Let the "
+            "trainer join the others: start the script with `accelerate launch` or `torchrun`, and make the "
+            "Accelerator, or TrainingArguments, before anything else. To train alone on purpose, give the loader "
+            "device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0)"
+        )
     raise ConfigError(
         f"{what}: the trainer has {num_shares} data-parallel ranks in {num_processes} processes, but this loader deals "
         f"its batches to {mesh.data_world_size} in {mesh.world_size}: {loader!r}. Leave device_mesh= out, or give the "

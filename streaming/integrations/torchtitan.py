@@ -16,12 +16,8 @@ from torch.nn.functional import pad
 from torchtitan.components.loss import IGNORE_INDEX
 
 from infra import DeviceMesh
+from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.loader import DataLoader
-from streaming.sets.datasets.dataset import StreamingDataset
-from streaming.sets.datasets.face import DataSet
-from streaming.sets.datasets.mixture import Mixture
-from streaming.sets.datasets.packed import Packed
 
 try:
     from torchtitan.components.data.loader import BaseDataLoader
@@ -106,8 +102,10 @@ class ShardLoader(BaseDataLoader):  # type: ignore[misc]  # TorchTitan is no dep
         self._rows = _Rows.of(given)
         self._is_endless = config.infinite and config.repeat
         mesh = DeviceMesh.from_sizes(dp_size=dp_world_size, rank=dp_rank)
+        dataset = self.make_dataset(config, self._rows.length)
+        _check_labels(dataset)
         self.loader: DataLoader[Any] = DataLoader(
-            self.make_dataset(config, self._rows.length),
+            dataset,
             device_mesh=mesh,
             num_workers=config.num_workers,
             memory_limit=config.memory_limit,
@@ -117,7 +115,7 @@ class ShardLoader(BaseDataLoader):  # type: ignore[misc]  # TorchTitan is no dep
         if not self._is_endless:
             _check_ends(self.loader)
 
-    def make_dataset(self, config: Config, length: int) -> DataSet[Any]:
+    def make_dataset(self, config: Config, length: int) -> Any:
         """Return the set of packs of ``length`` tokens; override it for data of another kind.
 
         Raises:
@@ -160,7 +158,7 @@ class ShardLoader(BaseDataLoader):  # type: ignore[misc]  # TorchTitan is no dep
         if _STATE not in state_dict:
             raise StateError(
                 f"ShardLoader: expected a state with the key {_STATE!r}, got {sorted(map(str, state_dict))}: another "
-                "loader saved it. Leave the dataloader out of what is loaded: --checkpoint.exclude_from_loading dataloader"
+                "loader saved it. Leave its part out of what is loaded: --checkpoint.exclude_from_loading dataloader"
             )
         self.loader.load_state_dict(json.loads(state_dict[_STATE]))
 
@@ -210,8 +208,8 @@ class _Rows:
         ids, positions, labels = (batch[name] for name in ("input_ids", "position_ids", "labels"))
         if ids.shape[1] != self.length:
             raise ConfigError(
-                f"ShardLoader: the training has rows of {self.length} tokens, but those of this set have {ids.shape[1]}; "
-                "give its packs this length"
+                f"ShardLoader: the training has rows of {self.length} tokens, but those of this set have "
+                f"{ids.shape[1]}; give its packs this length"
             )
         if self.flat is None:
             return {"input": ids, "positions": positions}, labels
@@ -234,10 +232,26 @@ def _sizes(rows_of_step: int | None, count: int, dp_world_size: int) -> dict[str
         return {"global_batch_size": at_once}
     if rows_of_step < 1 or rows_of_step % at_once:
         raise ConfigError(
-            f"ShardLoader.Config: global_batch_size={rows_of_step}: expected a multiple of {at_once}, which are {count} "
-            f"rows of a batch on {dp_world_size} ranks; TorchTitan accumulates whole batches"
+            f"ShardLoader.Config: global_batch_size={rows_of_step}: expected a multiple of {at_once}, which are "
+            f"{count} rows of a batch on {dp_world_size} ranks; TorchTitan accumulates whole batches"
         )
     return {"global_batch_size": rows_of_step, "micro_batch_size": count}
+
+
+def _check_labels(dataset: Any) -> None:
+    """Check that the labels of packs are those that TorchTitan's loss expects.
+
+    Raises:
+        ConfigError: They are not shifted, or other labels than TorchTitan's are left out.
+    """
+    shape = getattr(dataset.source.items, "shape", None)
+    if shape is not None and not (shape.shift_labels and shape.ignore_id == IGNORE_INDEX):
+        raise ConfigError(
+            f"ShardLoader: TorchTitan compares labels position by position, and leaves out the label {IGNORE_INDEX}; "
+            f"the packs of this set have shift_labels={shape.shift_labels} and ignore_id={shape.ignore_id}. Write "
+            f'"packed": {{"shift_labels": true, "ignore_id": {IGNORE_INDEX}, …}} in the mixture.json, or '
+            f"Packed(…, shift_labels=True, ignore_id={IGNORE_INDEX})"
+        )
 
 
 def _check_ends(loader: DataLoader[Any]) -> None:
@@ -250,6 +264,6 @@ def _check_ends(loader: DataLoader[Any]) -> None:
         len(loader)
     except TypeError as error:
         raise ConfigError(
-            "ShardLoader.Config: infinite=False (repeat=False): the mixture of dataset_path has no end; leave its weights "
-            "out, so that each source is read once, or validate a number of steps"
+            "ShardLoader.Config: infinite=False (repeat=False): the mixture of dataset_path has no end; leave its "
+            "weights out, so that each source is read once, or validate a number of steps"
         ) from error

@@ -32,6 +32,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "TableDataset",
         "TorchIterable",
         "Video",
+        "as_torch",
+        "one_behind",
     ),
     "streaming.metrics": ("prometheus", "opentelemetry", "flat", "headspace", "serve"),
     "streaming.contracts": ("Adapter", "CustomSource", "Decoder", "RowKind", "Orders", "Source"),
@@ -52,7 +54,7 @@ class Library(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.__dict__.setdefault(name, type(name, (), {}))
+        return self.__dict__.setdefault(name, type(name, (), {"Config": type("Config", (), {})}))
 
 sys.modules.update({name: Library(name) for name in %(stubs)r})
 

@@ -63,6 +63,7 @@ def rows_of(kind: str, batch: Any) -> list[str]:
     count = len(batch["__key__"])
     marks = batch["__valid__"].tolist() if "__valid__" in batch else [True] * count
     wide = {name: value for name, value in batch.items() if hasattr(value, "__len__") and len(value) == count}
+    wide.pop("__micro__", None)
     each = [{name: value[i] for name, value in wide.items() if name != "cu_seqlens"} for i in range(count)]
     return [row for one, counts in zip(each, marks, strict=True) for row in one_row(one | {"__valid__": counts})]
 
@@ -70,7 +71,8 @@ def rows_of(kind: str, batch: Any) -> list[str]:
 def one_row(row: Any) -> list[str]:
     """A row as text, or nothing if it does not count."""
     valid = row.get("__valid__", True)
-    content = {name: value for name, value in row.items() if name not in ("__valid__", "cu_seqlens", "max_seqlen")}
+    of_batch = ("__valid__", "cu_seqlens", "max_seqlen", "__step__", "__micro__")
+    content = {name: value for name, value in row.items() if name not in of_batch}
     counts = valid if isinstance(valid, bool) else bool(valid.all())
     return [json.dumps(plain(content), default=str)] if counts else []
 
@@ -320,8 +322,10 @@ def test_a_micro_batch_is_what_a_batch_of_its_rows_would_be(places: Places, name
         with loader_of(places, **whole) as loader:
             form = next(iter(loader))
         for part in parts:
-            assert part.keys() == form.keys()
+            assert part.keys() == {*form, "__step__", "__micro__"}
             for entry, value in part.items():
+                if entry in ("__step__", "__micro__"):
+                    continue
                 assert type(value) is type(form[entry])
                 if isinstance(value, torch.Tensor) and not value.is_nested:
                     assert (value.dtype, value.shape[1:]) == (form[entry].dtype, form[entry].shape[1:])
@@ -411,6 +415,49 @@ def test_rows_of_a_step_are_not_known_where_ranks_mask_what_they_cannot_read(pla
         with pytest.raises(ConfigError, match=r"on_error=\"skip\".*Sum batch"):
             _ = step.num_rows
         assert [part["__valid__"].shape for part in step] == [(2,), (3,), (3,)]
+
+
+@pytest.mark.parametrize("size", [8, Schedule.steps({0: 8, 20: 5})])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_micro_batch_names_its_step_and_its_place_in_it(places: Places, world: int, *, ahead: bool, size: Any) -> None:
+    """The number in the epoch, on any number of ranks, also after a resume, in a second epoch and under a prefetcher."""
+    with loader_of(places, world - 1, world, global_batch_size=size) as loader:
+        source: Any = DevicePrefetcher(loader, "cpu") if ahead else loader
+        for _ in range(2):
+            due, states, numbers = [], [], []
+            for number, step in enumerate(source.steps()):
+                assert step.number == number
+                numbers.append(number)
+                due += [(number, (micro, step.num_micro_batches)) for micro in range(step.num_micro_batches)]
+                for part in step:
+                    states.append(source.state_dict())
+                    assert (part["__step__"], part["__micro__"]) == due[len(states) - 1]
+            assert numbers == list(range(len(loader.steps())))
+    for done in range(len(states) - 1):
+        with loader_of(places, world - 1, world, global_batch_size=size) as loader:
+            loader.load_state_dict(states[done])
+            assert [(part["__step__"], part["__micro__"]) for part in loader] == due[done + 1 :]
+
+
+def test_only_dicts_name_their_step_and_an_entry_of_that_name_is_refused(places: Places) -> None:
+    whole = {"x": torch.zeros(3)}
+    same: dict[str, Any] = {"collate_fn": lambda _: whole}
+    for options in ({"collate_fn": list}, {"collate_fn": tuple}, {"as_tuple": ("cls",)}):
+        with loader_of(places, **options) as loader:
+            assert all(isinstance(part, (list, tuple)) for part in loader)
+            assert [step.number for step in loader.steps() if list(step)] == [0, 1, 2]
+    with loader_of(places, **same) as loader:
+        assert [part["__step__"] for part in loader] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert whole.keys() == {"x"}, "a dict that a function returns again and again stays what it is"
+    with loader_of(places, as_tuple=("cls", "__micro__")) as loader:
+        assert [micro for _, micro in loader][:3] == [(0, 3), (1, 3), (2, 3)]
+    for name in ("__step__", "__micro__"):
+        with (
+            loader_of(places, collate_fn=lambda _, name=name: {name: 1}) as loader,
+            pytest.raises(ConfigError, match=rf"have an entry '{name}' already.*another name"),
+        ):
+            next(iter(loader))
 
 
 def test_a_loop_that_leaves_a_step_early_must_say_so(places: Places) -> None:

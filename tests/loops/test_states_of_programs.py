@@ -25,7 +25,16 @@ from tests.support.contracts.loop_kinds import (
     makers,
     rows_of,
 )
-from tests.support.contracts.program_kinds import EPOCHS, PROGRAMS, STEPS, Checkpoint, Program, reads_ahead, run
+from tests.support.contracts.program_kinds import (
+    EPOCHS,
+    FETCHING,
+    PROGRAMS,
+    STEPS,
+    Checkpoint,
+    Program,
+    reads_ahead,
+    run,
+)
 from tests.support.processes.played_ranks import read_here
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents
@@ -119,6 +128,8 @@ def chosen(saved: list[Checkpoint], *, every: bool) -> list[Checkpoint]:
 
 
 NOT_CHOSEN = {("step", 1), ("step", 3)}
+NEVER_BEHIND = {"sampler", "retry", "follow", "prefetcher, foreign"}
+"""Kinds whose position nobody can hold back."""
 
 
 @every_kind
@@ -129,6 +140,10 @@ def test_every_program_goes_on_with_the_next_batch(
     loader = made[kind]()
     if program is reads_ahead and not hasattr(loader, "with_state"):
         pytest.skip("samplers have no batches of their own")
+    if program in FETCHING and kind in NEVER_BEHIND:
+        with pytest.raises(ConfigError, match=r"^one_behind\(loader\): "):
+            run(program, loader)
+        return
     job = run(program, loader)
     close(loader)
     assert job.trained == truth[kind]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streaming.order.packing.fill import Filler, Segments, segments_of
-from streaming.order.packing.layout import IGNORED, PackRows, PackShape
+from streaming.order.packing.layout import PackRows, PackShape
 
 CHOICES = list(product((False, True), (False, True), (1, 4), (False, True)))
 
@@ -30,14 +30,16 @@ def test_counts_labels(shift: bool, across: bool, multiple: int, masked: bool) -
     mask = np.arange(lengths.sum()).astype(np.uint8) % 3
     before = np.cumsum(lengths) - lengths
     rows = packs_of([0, 1, 4, 5, 7], [0] * 7, lengths.tolist(), lengths.tolist())
-    shape = PackShape(length=16, field="tok", dtype="<u2", shift_labels=shift, labels_across=across, multiple=multiple)
+    shape = PackShape(
+        length=16, field="tok", dtype="<u2", shift_labels=shift, labels_across=across, multiple=multiple, ignore_id=-1
+    )
     available = lengths.copy()
     available[[1, 4]] = 0  # cannot be read: one of a pack's documents, and all that a pack has
     filler = Filler(memoryview(tokens.tobytes() + mask.tobytes()), rows, segments_of(rows, available, shape), shape)
     input_ids, labels = np.empty(64, np.int64), np.empty(64, np.int64)
     filler.input_ids(2 * before, input_ids)
     count = filler.labels(input_ids, tokens.nbytes + before if masked else None, labels)
-    assert count == np.count_nonzero(labels != IGNORED)
+    assert count == np.count_nonzero(labels != -1)
     assert 0 < count <= available.sum()
 
 
@@ -67,7 +69,7 @@ WRITTEN = {
 def test_writes_what_a_loop_writes(case: str, shift: bool) -> None:
     """All packs at once and each alone; windows behind their first one bear no loss where they overlap."""
     packs, available, options = WRITTEN[case]
-    shape = PackShape(field="tok", dtype="<u2", shift_labels=shift, **options)
+    shape = PackShape(field="tok", dtype="<u2", shift_labels=shift, ignore_id=-1 if shift else -100, **options)
     tokens = [(1000 * n + np.arange(count)) % 2**16 for n, count in enumerate(available)]
     memory = b"?" + b"".join(one.astype("<u2").tobytes() for one in tokens)
     begins = 1 + 2 * (np.cumsum(available) - available)
@@ -87,7 +89,7 @@ def test_writes_what_a_loop_writes(case: str, shift: bool) -> None:
         filler.document_ids(got["document_ids"], low, high)
         for name, written in expected["arrays"].items():
             assert got[name].tolist() == written, name
-        assert count == np.count_nonzero(got["labels"] != IGNORED)
+        assert count == np.count_nonzero(got["labels"] != shape.ignore_id)
         assert _borders(segments, low, high, shape) == (expected["cu_seqlens"], max(np.diff(expected["cu_seqlens"])))
 
 
@@ -113,19 +115,19 @@ def _written(packs: list[Any], tokens: list[Any], shape: PackShape) -> dict[str,
             gap = room - len(said)
             ids += said + [shape.pad_id] * gap
             first = max(1, shape.stale if start else 0)  # nothing predicts the first token of a document
-            labels += [IGNORED] * min(first, len(said)) + said[first:] + [IGNORED] * gap
+            labels += [shape.ignore_id] * min(first, len(said)) + said[first:] + [shape.ignore_id] * gap
             positions += [*range(len(said)), *range(gap)]
             documents += [there] * len(said) + [-1] * gap
             there, used = there + 1, used + room
             borders.append(used)
         rest = (number + 1) * shape.length - used
         ids += [shape.pad_id] * rest
-        labels += [IGNORED] * rest
+        labels += [shape.ignore_id] * rest
         positions += range(rest)
         documents += [-1] * rest
         borders += [used + rest] if rest else []
     if shape.shift_labels:
         rows = [labels[row * shape.length : (row + 1) * shape.length] for row in range(len(packs))]
-        labels = [label for row in rows for label in [*row[1:], IGNORED]]
+        labels = [label for row in rows for label in [*row[1:], shape.ignore_id]]
     arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_ids": documents}
     return {"arrays": arrays, "cu_seqlens": borders}

@@ -21,7 +21,7 @@ from streaming import DataLoader, Mixture, Packed, StreamingDataset, TorchIterab
 from streaming.errors import ConfigError
 from tests.support.sets.packed_sets import LENGTH, document_lengths, write
 
-NUM_DOCS, PAD, IGNORED = 150, 7_000_000, -100
+NUM_DOCS, PAD = 150, 7_000_000
 ENTRIES = ("input_ids", "labels", "position_ids", "document_ids")
 
 
@@ -62,7 +62,7 @@ def loop_over(pieces: list[list[int]], seen_before: list[int], options: dict[str
         ids, positions, numbers = ids + [PAD] * gap, [*positions, *range(gap)], numbers + [-1] * gap
     rest = LENGTH - len(ids)
     ids, positions, numbers = ids + [PAD] * rest, [*positions, *range(rest)], numbers + [-1] * rest
-    return [ids, [labels.get(place, IGNORED) for place in range(LENGTH)], positions, numbers]
+    return [ids, [labels.get(place, options["ignore_id"]) for place in range(LENGTH)], positions, numbers]
 
 
 def checked_row(pack: Any, keys: list[str], options: dict[str, Any], *, counts: bool) -> Counter[int]:
@@ -79,7 +79,7 @@ def checked_row(pack: Any, keys: list[str], options: dict[str, Any], *, counts: 
         seen.append(LENGTH - options["stride"] if options["stride"] and start else 0)
     expected = loop_over(pieces, seen, options)
     if not counts:
-        expected[1] = [IGNORED] * LENGTH
+        expected[1] = [options["ignore_id"]] * LENGTH
     assert got == expected
     return Counter(token for piece in pieces for token in piece if counts)
 
@@ -103,6 +103,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "multiple": draw(st.sampled_from([1, 4, 16])), "mask_field": draw(st.sampled_from([None, "mask"])),
         "overlong": draw(st.sampled_from(["split", "truncate", "drop"])),
         "max_docs": draw(st.sampled_from([None, 1, 4])), "stride": None, "overlap_labels": True,
+        "ignore_id": draw(st.sampled_from([-100, -1, -(2**31)])),
     }  # fmt: skip
     if options["overlong"] == "split" and draw(st.booleans()):
         options |= {"stride": draw(st.sampled_from([16, 48])), "overlap_labels": draw(st.booleans())}
@@ -139,10 +140,39 @@ def test_labels_are_those_of_a_loop_over_tokens(
                     for row, (keys, counts) in enumerate(zip(batch["__key__"], valid, strict=True)):
                         tokens += checked_row({n: batch[n][row] for n in ENTRIES}, keys, options, counts=counts)
                 assert batch["num_tokens"] == tokens.total()
-                assert batch["num_labels"] == (batch["labels"] != IGNORED).sum()
+                assert batch["num_labels"] == (batch["labels"] != options["ignore_id"]).sum()
                 found += tokens
     assert found == expected_tokens(options)
     assert found.total() == packs.num_tokens
+
+
+# ------------------------------------------------------------------------------------------- the label of no loss
+
+
+@pytest.mark.parametrize("wrong", [0, 7, 2**31, 1.5, "-1", None, -(2**31) - 1])
+def test_a_label_that_a_token_may_have_is_refused(folder: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^ignore_id"):
+        Packed(StreamingDataset(folder), LENGTH, ignore_id=wrong)
+
+
+def test_a_mixture_of_packs_has_one_label_of_no_loss(folder: Path) -> None:
+    packs = {"a": Packed(StreamingDataset(folder), LENGTH), "b": Packed(StreamingDataset(folder), LENGTH, ignore_id=-1)}
+    with pytest.raises(ConfigError, match="ignore_id"):
+        Mixture(packs)
+
+
+def test_a_run_goes_on_with_another_label_of_no_loss(folder: Path) -> None:
+    """It marks the same tokens, like ``pad_id``: packs, order and state stay what they are."""
+    with DataLoader(Packed(StreamingDataset(folder), LENGTH), 3) as loader:
+        batches = list(loader)
+    with DataLoader(Packed(StreamingDataset(folder), LENGTH), 3) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with DataLoader(Packed(StreamingDataset(folder), LENGTH, ignore_id=-1), 3) as loader:
+        loader.load_state_dict(state)
+        for was, now in zip(batches[1:], loader, strict=True):
+            assert torch.equal(was["labels"], now["labels"].where(now["labels"] != -1, -100))
+            assert was["num_labels"] == now["num_labels"]
 
 
 # ------------------------------------------------------------------------------------------------- rows of padding
@@ -155,21 +185,24 @@ def packs_of_rank(dataset: Any, rank: int, world: int, **options: Any) -> Iterat
             yield from batch if isinstance(batch, list) else [batch]
 
 
+@pytest.mark.parametrize("ignored", [-100, -1])
 @pytest.mark.parametrize("collate_fn", [None, list])
 @pytest.mark.parametrize("shift", [False, True])
-def test_padding_of_padded_packs_is_not_counted(folder: Path, collate_fn: Any, *, shift: bool) -> None:
-    packed = Packed(StreamingDataset(folder), 4 * LENGTH, padded=True, shift_labels=shift, overlong="drop")
+def test_padding_of_padded_packs_is_not_counted(folder: Path, collate_fn: Any, ignored: int, *, shift: bool) -> None:
+    packed = Packed(
+        StreamingDataset(folder), 4 * LENGTH, padded=True, shift_labels=shift, overlong="drop", ignore_id=ignored
+    )
     world = next(n for n in range(2, 9) if len(packed) % n)
     found, num_labels, repeats = Counter[int](), 0, 0
     for rank in range(world):
         for batch in packs_of_rank(packed, rank, world, batch_size=1, collate_fn=collate_fn):
             valid = torch.as_tensor(batch["__valid__"]).expand(len(batch["labels"]))
             repeats += int((~valid).sum())
-            assert (batch["labels"][~valid] == IGNORED).all()
+            assert (batch["labels"][~valid] == ignored).all()
             assert (batch["attention_mask"].sum(1) > 0).all(), "a model computes on rows of padding as on others"
             tokens = batch["input_ids"][valid][batch["attention_mask"][valid] == 1].tolist()
             assert batch["num_tokens"] == len(tokens)
-            assert batch["num_labels"] == (batch["labels"] != IGNORED).sum()
+            assert batch["num_labels"] == (batch["labels"] != ignored).sum()
             num_labels += batch["num_labels"]
             found.update(tokens)
     assert repeats

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer_names import FOLDER, QUIET
 
-from streaming import DataLoader, DevicePrefetcher
+from streaming import DataLoader, DevicePrefetcher, as_torch
 from streaming.errors import ConfigError
-from streaming.integrations.lightning import for_fabric, prepare_loader
+from streaming.integrations.lightning import prepare_loader
 
 
 class Numbers(torch.utils.data.IterableDataset[dict[str, int]]):
@@ -89,9 +89,10 @@ assert prepare_loader(ahead) is ahead
 with pytest.raises(ConfigError, match=r"prepare_loader\(loader\): expected a streaming.DataLoader, got a .*Trainer;"):
     prepare_loader(lightning.Trainer(**QUIET))  # type: ignore[arg-type]
 endless = DevicePrefetcher(DataLoader(Numbers(), global_batch_size=12), "cpu")
-with pytest.raises(ConfigError, match=r"a DevicePrefetcher without a length; give its loader"):
-    prepare_loader(endless)
-prepare_loader(endless.loader)
+for given in (endless, endless.loader):
+    prepared = prepare_loader(given)
+    with pytest.raises(ConfigError, match=r"prepare_loader\(loader\): expected a streaming.DataLoader, got .*OneBehind"):
+        prepare_loader(prepared)  # type: ignore[arg-type]
 
 
 def under_fabric(num_batches: int, loaded: str | None) -> list[list[int]]:
@@ -100,7 +101,7 @@ def under_fabric(num_batches: int, loaded: str | None) -> list[list[int]]:
     loader = DataLoader(list(range(20)), 4)
     with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
         fabric.setup_dataloaders(loader)
-    train = fabric.setup_dataloaders(for_fabric(loader))
+    train = fabric.setup_dataloaders(as_torch(loader))
     assert len(train) == 5
     state = {"train": train}
     if loaded:
@@ -115,8 +116,8 @@ whole = under_fabric(12, None)
 assert all(sorted(chain(*whole[at : at + 5])) == list(range(20)) for at in (0, 5))
 assert under_fabric(7, None) + under_fabric(5, f"{FOLDER}/fabric.ckpt") == whole
 with pytest.raises(
-    ConfigError, match=r"for_fabric\(loader\): expected a streaming.DataLoader, got a .*_FabricDataLoader"
+    ConfigError, match=r"as_torch\(loader\): expected a streaming.DataLoader.*got a .*_FabricDataLoader"
 ):
-    for_fabric(lightning.Fabric(accelerator="cpu").setup_dataloaders(for_fabric(sized)))  # type: ignore[arg-type]
+    as_torch(lightning.Fabric(accelerator="cpu").setup_dataloaders(as_torch(sized)))  # type: ignore[arg-type]
 with pytest.raises(ConfigError, match="its batches are shares of the ranks already"):  # as Accelerate does
-    next(iter(torch.utils.data.DataLoader(for_fabric(sized).dataset, batch_size=None)))
+    next(iter(torch.utils.data.DataLoader(as_torch(sized).dataset, batch_size=None)))

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, default_collate
 
 from infra import DeviceMesh
-from streaming import DataLoader, DevicePrefetcher, TorchIterable
+from streaming import DataLoader, DevicePrefetcher, TorchIterable, as_torch, one_behind
 from streaming.errors import ConfigError
-from streaming.integrations.lightning import OneBehind
 from tests.support.sets.data_sets import SampleSet, write_set
 
 pytestmark = pytest.mark.thorough
@@ -60,7 +59,7 @@ def test_what_has_dealt_its_samples_out_is_no_data_set(samples: SampleSet) -> No
     """It was taken for an iterable data set: on several ranks, whose shares were cut into shares once more."""
     loader = DataLoader(samples.open(), 4)
     of_torch = torch.utils.data.DataLoader(list(range(8)), 4)
-    for wrong in (loader, DevicePrefetcher(loader, device="cpu"), OneBehind(loader), of_torch, lambda: loader):
+    for wrong in (loader, DevicePrefetcher(loader, device="cpu"), one_behind(loader), as_torch(loader), of_torch, lambda: loader):
         with pytest.raises(
             ConfigError,
             match=r"split over the ranks and would be split again. Give its data set: DataLoader\(loader.dataset",

@@ -34,10 +34,11 @@ from streaming import (
     Schedule,
     ShuffleConfig,
     StreamingDataset,
+    as_torch,
+    one_behind,
 )
 from streaming.errors import ConfigError
 from streaming.integrations.accelerate import count_all_ranks, prepare_loader, skip_first_batches
-from streaming.integrations.lightning import OneBehind, for_fabric
 from streaming.integrations.loader_check import check_worlds
 from tests.support.processes.played_ranks import read_here
 from tests.support.sets.data_sets import SampleSet, write_set
@@ -207,7 +208,7 @@ WRAPPERS: dict[str, Callable[[DataLoader], Any]] = {
     "prepared": lambda loader: prepare_loader(accelerator(loader.device_mesh.world_size), loader),
     "counted": lambda loader: count_all_ranks(accelerator(), loader),
     "skipped": lambda loader: skip_first_batches(loader, 1),
-    "OneBehind": OneBehind,
+    "one_behind": one_behind,
 }
 CELLS = [
     pytest.param(kind, ranks, wrapper, id=f"{kind}-{ranks}-{wrapper}")
@@ -237,8 +238,8 @@ def test_a_loader_inside_torchs_is_refused(kinds: Kinds, kind: str) -> None:
             with pytest.raises(ConfigError, match=r"which makes batches itself; iterate over it directly"):
                 next(iter(of_torch))
         for taken_apart in (
-            accelerate.skip_first_batches(for_fabric(loader), 1),
-            prepare_data_loader(for_fabric(loader)),
+            accelerate.skip_first_batches(as_torch(loader), 1),
+            prepare_data_loader(as_torch(loader)),
         ):
             with pytest.raises(ConfigError, match=r"takes the loader apart to shard it"):
                 next(iter(taken_apart))
@@ -266,7 +267,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", first_here([kind for kind in KINDS if kind not in {"Ray", "own iterator"}], 4))
 def test_a_copy_reads_what_the_loader_would(kinds: Kinds, kind: str, how: str) -> None:
     (expected,) = epochs_of(kinds.loader(kind), 1)
-    for wrap in (WRAPPERS["bare"], *([] if how == "copy" else [OneBehind])):  # a copy of a wrapper has the same loader
+    for wrap in (WRAPPERS["bare"], *([] if how == "copy" else [one_behind])):  # a copy of a wrapper has the same loader
         with kinds.loader(kind) as loader:
             batches = iter(loader)
             for _ in range(2):
@@ -495,6 +496,32 @@ def test_a_trainer_of_another_world_is_refused(kinds: Kinds, case: str) -> None:
             prepare_loader(own, loader)
 
 
+LAUNCHED = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "2"},
+    "openmpi": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    "mpich": {"PMI_RANK": "1", "PMI_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_a_trainer_that_takes_its_process_for_the_only_one_is_refused(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process trained a model of its own, on its share, and nothing said so."""
+    for name, value in LAUNCHED[launcher].items():
+        monkeypatch.setenv(name, value)
+    words = rf"takes this process for the only one, but {launcher} says that it is rank 1 of 2.*accelerate launch"
+    with DataLoader(Squares(), 2) as loader:
+        for given in (loader, DevicePrefetcher(loader, "cpu"), as_torch(loader), one_behind(loader)):
+            with pytest.raises(ConfigError, match=words):
+                prepare_loader(accelerator(1), given)
+        with pytest.raises(ConfigError, match=words):
+            check_worlds("use_loader(trainer, loader)", loader, accelerator(1))
+        prepare_loader(accelerator(2), loader)
+    with DataLoader(Squares(), 2, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0)) as alone:
+        prepare_loader(accelerator(1), alone)
+
+
 # ----------------------------------------------------------------------------------------------- epochs of trainers
 
 
@@ -519,7 +546,7 @@ def fit(loader: Any, epochs: int) -> list[list[list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("wrap", [WRAPPERS["bare"], OneBehind], ids=["bare", "OneBehind"])
+@pytest.mark.parametrize("wrap", [WRAPPERS["bare"], one_behind], ids=["bare", "one_behind"])
 @pytest.mark.parametrize("kind", ["iterable", "dispatch"])
 def test_a_second_fit_goes_on_with_the_next_epoch(kinds: Kinds, kind: str, wrap: Any) -> None:
     """It ended in IteratorSupersededError at its first step."""
@@ -543,9 +570,9 @@ def test_a_fit_after_a_look_reads_a_whole_epoch(kinds: Kinds, kind: str, looks: 
             next(look)
         assert fit(loader, 2) == expected[1:]
     with kinds.loader(kind) as loader:  # of a loader with its position held, the look was none
-        look = iter(OneBehind(loader))
+        look = iter(one_behind(loader))
         next(look)
-        assert fit(OneBehind(loader), 2) == expected[:2]
+        assert fit(one_behind(loader), 2) == expected[:2]
 
 
 def test_an_epoch_set_between_iterations_is_the_loaders(kinds: Kinds) -> None:

@@ -12,9 +12,8 @@ import torch
 from accelerate.state import PartialState
 
 from infra import DeviceMesh
-from streaming import DataLoader, DevicePrefetcher
+from streaming import DataLoader, DevicePrefetcher, as_torch, one_behind
 from streaming.integrations.accelerate import prepare_loader, skip_first_batches
-from streaming.integrations.lightning import for_fabric
 from tests.support.sets.torch_sets import ITERABLES, MAPS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("one_fork_server")]
@@ -29,7 +28,8 @@ ACCELERATOR = SimpleNamespace(
 TRAINERS: dict[str, Callable[[Any], Any]] = {
     "Accelerate": lambda loader: prepare_loader(ACCELERATOR, loader),
     "Accelerate, prefetcher": lambda loader: prepare_loader(ACCELERATOR, DevicePrefetcher(loader, device="cpu")),
-    "Lightning": for_fabric,
+    "Fabric": as_torch,
+    "one behind": one_behind,
 }
 
 

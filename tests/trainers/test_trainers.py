@@ -92,6 +92,7 @@ PROGRAMS = (
     Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
     Program("Accelerate", legs("fork")),
     Program("Stateful and torch.distributed.checkpoint", legs("fork")),
+    Program("Programs that fetch the next batch", legs("fork")),
     Program("FSDP2 and tensor parallel", (Leg(4, 9), Leg(2, 13), Leg(4, None)), replicas=2),
 )
 

@@ -31,9 +31,10 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     # Users of these import the module that needs them by name; nobody else does.
     "accelerate": ("streaming.integrations.accelerate",),
     "transformers": ("streaming.integrations.transformers",),
+    "torchtitan": ("streaming.integrations.torchtitan",),
     "pytest": ("streaming.testing",),
 }
-NOT_DECLARED = ("accelerate", "transformers", "pytest")
+NOT_DECLARED = ("accelerate", "transformers", "torchtitan", "olmo_core", "pytest")
 NEVER_RUN = ("typing_extensions",)  # type checkers bring it
 # Extras: one module of each of our packages knows one, and imports it when it is used.
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from streaming import one_behind
 from tests.support.contracts.loop_kinds import NUM_BATCHES, rows_of
 
 EPOCHS = 3
@@ -219,7 +220,41 @@ def _train_on(job: Job, kept: deque[tuple[Any, dict[str, Any]]], epoch: int) -> 
     job.save("step", epoch, state)
 
 
+# --- programs that fetch the next batch before they save ---
+
+
+def fetches_the_next(loader: Any, own: Any, job: Job) -> None:
+    """As nanochat, over an endless generator."""
+    ahead = one_behind(loader)
+
+    def forever() -> Iterator[Any]:
+        while True:
+            yield from ahead
+
+    batches = forever()
+    batch = next(batches)
+    for step in range(own or 0, STEPS):
+        job.train(batch)
+        batch = next(batches)
+        job.save("step", step + 1)
+
+
+def looks_for_the_end(loader: Any, own: Any, job: Job) -> None:
+    """It knows whether a batch is the last one of its epoch, and counts epochs."""
+    for epoch in range(own or 0, EPOCHS):
+        job.save("before", epoch)
+        batches = iter(one_behind(loader))
+        batch = next(batches, None)
+        while batch is not None:
+            job.train(batch)
+            batch = next(batches, None)
+            job.save("step", epoch + (batch is None))
+
+
 PROGRAMS: tuple[Program, ...] = (
     counts_epochs, asks_the_loader, tells_the_loader, asks_and_tells, tells_late, tells_by_steps, counts_to_the_length,
-    leaves_after_the_last, counts_steps, asks_again_when_it_ends, cycles, reads_ahead,
+    leaves_after_the_last, counts_steps, asks_again_when_it_ends, cycles, reads_ahead, fetches_the_next,
+    looks_for_the_end,
 )  # fmt: skip
+FETCHING = (fetches_the_next, looks_for_the_end)
+"""Those whose loader is one batch behind."""

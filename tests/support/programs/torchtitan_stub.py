@@ -14,46 +14,24 @@ What a loader meets there:
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.programs.recipes import Rank, names_of
+from tests.support.programs.titan_like import IGNORED, home_of, modules
 
 rank = Rank()
-IGNORE_INDEX = -100
 NO_DIST = {"no_dist": rank.world_size == 1}
 
 
-class BaseDataLoader(ABC):
-    @dataclass(kw_only=True, slots=True)
-    class Config:
-        """Options; ``build`` makes the class in which this one stands."""
-
-        def build(self, **given: Any) -> Any:
-            return self._owner(self, **given)  # type: ignore[attr-defined]
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        cls.Config._owner = cls  # type: ignore[attr-defined]
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
-    @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
-for name in ("", ".components", ".components.data", ".components.data.loader", ".components.loss"):
-    sys.modules[f"torchtitan{name}"] = ModuleType(f"torchtitan{name}")
-sys.modules["torchtitan.components.loss"].IGNORE_INDEX = IGNORE_INDEX  # type: ignore[attr-defined]
-sys.modules["torchtitan.components.data.loader"].BaseDataLoader = BaseDataLoader  # type: ignore[attr-defined]
+sys.modules.update(modules("2026-08"))
+BaseDataLoader: Any = import_module(home_of("2026-08")).BaseDataLoader
 
 
 class OwnLoader(BaseDataLoader):
@@ -113,7 +91,7 @@ while train_state.step < rank.steps:
         ids, positions = inputs["input"], inputs["positions"]
         assert ids.shape == positions.shape == labels.shape == (rows_of_micro_batch * length,)
         assert ids.dtype == labels.dtype == torch.int64
-        is_label = labels != IGNORE_INDEX
+        is_label = labels != IGNORED
         valid += int(is_label.sum())
         assert torch.equal(labels[:-1][is_label[:-1]], ids[1:][is_label[:-1]])
         rank.received(train_state.step, names_of(ids.view(rows_of_micro_batch, length)))

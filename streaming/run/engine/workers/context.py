@@ -38,7 +38,7 @@ from streaming.run.engine.workers import portable
 from streaming.run.engine.workers.channel import Channel, ChannelClosedError
 from streaming.run.engine.workers.fork_server import SHARED, ForkServer
 from streaming.run.engine.workers.main import Descriptor
-from streaming.run.engine.workers.portable import SentOnce
+from streaming.run.engine.workers.portable import SentOnce, cure_of
 from streaming.run.engine.workers.surroundings import Surroundings
 from streaming.run.engine.workers.transport import error_from_wire
 
@@ -275,7 +275,7 @@ class _Popen:
         cause = error_from_wire(blobs)
         error = ConfigError(
             f"the data set, collate_fn or worker_init_fn does not load in a worker process: {type(cause).__name__}: "
-            f"{cause}. Import what it needs inside it, or use num_workers=0"
+            f"{cause}. {cure_of(cause)}"
         )
         error.__cause__ = cause
         return error

@@ -45,7 +45,7 @@ from streaming.common.platforms import trim_heap
 from streaming.errors import ConfigError
 from streaming.run.engine.workers.channel import Channel, ChannelClosedError
 from streaming.run.engine.workers.in_progress import STACK_SIGNAL
-from streaming.run.engine.workers.portable import received
+from streaming.run.engine.workers.portable import cure_of, received
 from streaming.run.engine.workers.ring import Slot, SlotWriter
 from streaming.run.engine.workers.surroundings import lay
 from streaming.run.engine.workers.transport import Parcel, WireRows, error_to_wire, pack, rows_from_wire
@@ -281,7 +281,7 @@ class _Worker:
         except Exception as error:  # noqa: BLE001  process boundary: the parent gets it with the first batch
             self._broken = ConfigError(
                 f"decode, transform or collate_fn does not load in a worker process: {type(error).__name__}: {error}. "
-                f"Import what it needs inside it, or use num_workers=0"
+                f"{cure_of(error)}"
             )
             self._broken.__cause__ = error
         problems += [one for one in lay(settings) if one not in problems]  # imports may have changed settings

@@ -55,6 +55,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return super().reducer_override(obj)
 
 
+def cure_of(error: BaseException) -> str:
+    """Return what to do about an error while functions of the user are loaded in a worker process."""
+    name = error.name if isinstance(error, ImportError) else None
+    if name is None:
+        return "Import what it needs inside it, or use num_workers=0"
+    return (
+        f"Append the folder that holds {name.partition('.')[0]!r} to sys.path before the loader is made, import what the "
+        "function needs inside it, or use num_workers=0"
+    )
+
+
 def dumps(thing: Any) -> bytes:
     """Pickle ``thing`` for ``pickle.loads`` in another process.
 
