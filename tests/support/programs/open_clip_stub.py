@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ def get_data(args: Any, rank: Rank) -> dict[str, DataInfo]:
 
 def main() -> None:
     rank = Rank()
-    args = SimpleNamespace(
+    args = Namespace(
         train_data="s3://bucket/pairs/{000000..000002}.tar", batch_size=12 // rank.world_size, train_num_samples=36,
         workers=int(os.environ.get("WORKERS", "0")),
     )  # fmt: skip

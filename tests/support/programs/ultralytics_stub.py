@@ -49,17 +49,22 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"img": torch.stack([row["img"] for row in rows]), "im_file": [row["im_file"] for row in rows]}
 
 
+def prepare() -> None:
+    """Write the files."""
+    # <
+    for kind in ("images", "labels"):
+        Path(f"yolo/{kind}/train").mkdir(parents=True, exist_ok=True)
+    for number in range(72):
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(f"yolo/images/train/{number}.jpg")
+        Path(f"yolo/labels/train/{number}.txt").write_text("0 0.5 0.5 1 1")
+    # >
+
+
 def main() -> None:
     rank = Rank()
     os.chdir(rank.folder)
     if rank.rank == 0:
-        # <
-        for kind in ("images", "labels"):
-            Path(f"yolo/{kind}/train").mkdir(parents=True, exist_ok=True)
-        for number in range(72):
-            Image.new("RGB", (16, 16), (number, 0, 0)).save(f"yolo/images/train/{number}.jpg")
-            Path(f"yolo/labels/train/{number}.txt").write_text("0 0.5 0.5 1 1")
-        # >
+        prepare()
     rank.reduce()
     dataset = Images("yolo/images/train")
     sampler = torch.utils.data.DistributedSampler(dataset, rank.world_size, rank.rank)
