@@ -65,7 +65,10 @@ OPEN_CLIP = Case(Recipe("open_clip"), "pairs", ("jpg", "txt"), steps_per_epoch=3
 ULTRALYTICS = Case(Recipe("ultralytics"), "detect/train", ("jpg", "boxes"), saves_within=False)
 DIFFUSERS = Case(Recipe("diffusers"), "captions", ("jpg", "txt"), micro_batches=2)
 """With Accelerate itself."""
-CASES = [pytest.param(one, id=one.recipe.name) for one in (TIMM, MAE, SPEECHBRAIN, NANOVLM, OPEN_CLIP, ULTRALYTICS)]
+ALL = (TIMM, MAE, SPEECHBRAIN, NANOVLM, OPEN_CLIP, ULTRALYTICS, DIFFUSERS)
+LATER = {NANOVLM: pytest.mark.thorough, ULTRALYTICS: pytest.mark.thorough}
+"""The first starts worker processes; of the second only the files are ours."""
+CASES = [pytest.param(one, id=one.recipe.name, marks=LATER.get(one, ())) for one in ALL if one is not DIFFUSERS]
 LEGS = (
     (Leg(2, (9, 1)), Leg(3)),
     (Leg(3, (6, 1)), Leg(2, (12, 1)), Leg(1, (17, 1)), Leg(2)),
@@ -76,7 +79,7 @@ LEGS = (
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bucket")
-    for case in (TIMM, SPEECHBRAIN, NANOVLM, OPEN_CLIP, ULTRALYTICS, DIFFUSERS):
+    for case in ALL:
         write_rows(folder / case.folder, case.fields)
     return folder
 
@@ -88,7 +91,7 @@ def with_accelerate(forked: Forked) -> Iterator[Forked]:
         yield ranks
 
 
-@pytest.mark.parametrize("case", [*CASES, pytest.param(DIFFUSERS, id="diffusers")])
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.recipe.name)
 def test_it_is_short(case: Case) -> None:
     assert case.recipe.num_lines() <= MOST_LINES
 

@@ -4,8 +4,8 @@
   turns a batch of rows, a dict of lists, into ``pixel_values`` and ``input_ids``; another one stacks examples.
 - ``accelerator.prepare`` gets the loader with everything else. After it, ``len`` is that of this process; epochs are
   counted by it, and the first epoch of a resumed run is the number of steps divided by it.
-- Checkpoints are folders of ``accelerator.save_state``, made by all processes after some steps, and named by the number of
-  steps. After ``load_state`` the script skips nothing.
+- Checkpoints are folders of ``accelerator.save_state``, made by all processes after some steps, and named by the number
+  of steps. After ``load_state`` the script skips nothing.
 """
 
 from __future__ import annotations

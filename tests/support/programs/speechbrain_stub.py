@@ -1,9 +1,9 @@
 """A program with the contract of SpeechBrain's ``Brain`` (9c826ef of April 2026), and none of its code.
 
-- ``fit`` asks whether the train set is one of torch's loaders; otherwise it makes one of it as a dataset. It asks for its
-  length, and iterates over it once per epoch. It sets no epoch on a loader that was given to it.
-- A batch has ``to(device)``, and attributes: ``sig`` is data, padded, and relative lengths. Its collate function takes a
-  list of dicts.
+- ``fit`` asks whether the train set is one of torch's loaders; otherwise it makes one of it as a dataset. It asks for
+  its length, and iterates over it once per epoch. It sets no epoch on a loader that was given to it.
+- A batch has ``to(device)``, and attributes: ``sig`` is data, padded, and relative lengths. Its collate function takes
+  a list of dicts.
 - A checkpointer holds objects by name, with functions that save and load them: the first on all ranks, but it writes on
   the first; the second gets whether the checkpoint was made at the end of an epoch.
 - The counter of epochs begins with 1. After a checkpoint within an epoch it gives that epoch once more.

@@ -57,7 +57,7 @@ class Mixing:
 
     def __call__(self, rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         images, numbers = stacked(rows)
-        share = np.random.beta(0.8, 0.8) if self.mixup_enabled else 1.0
+        share = np.random.beta(0.8, 0.8) if self.mixup_enabled else 1.0  # noqa: NPY002  as timm draws
         targets = torch.nn.functional.one_hot(numbers, 100).double()
         targets = share * targets + (1 - share) * targets.flip(0)
         return (share * images + (1 - share) * images.flip(0)).round().to(torch.uint8), targets
@@ -152,7 +152,7 @@ def train_one_epoch(rank: Rank, epoch: int, model: Any, loader: Ahead, optimizer
         assert loader.mixup_enabled
         loader.mixup_enabled = False
     last_batch_idx, was_last = len(loader) - 1, False
-    for batch_idx, (input, target) in enumerate(loader):  # noqa: A001, B007, PLW2901  timm's names
+    for batch_idx, (input, target) in enumerate(loader):  # noqa: A001  timm's names
         # <
         # >
         was_last = batch_idx == last_batch_idx
