@@ -60,6 +60,13 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/recipes/olmo-core",
         "docs/recipes/litgpt",
         "docs/recipes/trl",
+        "docs/recipes/timm",
+        "docs/recipes/mae",
+        "docs/recipes/diffusers",
+        "docs/recipes/open_clip",
+        "docs/recipes/nanovlm",
+        "docs/recipes/speechbrain",
+        "docs/recipes/ultralytics",
     ),
     "Coming from": (
         "docs/coming-from/webdataset",

@@ -5,11 +5,12 @@ its row offsets; with ``pin_memory=True`` or a ``DevicePrefetcher`` the buffer i
 the CPU, so pass them batches before they are copied to a device. All results are views without a copy: keep the batch
 until the decoder is done with them.
 
-torchvision's nvJPEG needs none of this: ``decode_jpeg(batch["jpg"].rows(), device="cuda")``.
+nvJPEG needs none of this: ``decode_jpeg(row, device="cuda")`` of ``torchcodec.decoders`` (0.16 or later) takes each of
+``batch["jpg"].rows()``; that of ``torchvision.io``, deprecated since 0.29, takes all of them.
 
-**Upright images.** The decoders of ``streaming.decode`` apply the EXIF orientation. DALI (``adjust_orientation=True``)
-and nvImageCodec (``apply_exif_orientation=True``) do so by default, too; nvJPEG under torchvision does not:
-``upright(images, batch["jpg"])`` turns its results.
+**Upright images.** The decoders of ``streaming.decode`` apply the EXIF orientation. torchcodec, DALI
+(``adjust_orientation=True``) and nvImageCodec (``apply_exif_orientation=True``) do so by default, too; torchvision does
+not: ``upright(images, batch["jpg"])`` turns its results.
 """
 
 from __future__ import annotations
