@@ -300,9 +300,7 @@ class Delivery(ABC):
     def _take_or_close(self, number: int) -> Any:
         try:
             if number == self._first:
-                self._builder.begin(partial(_look_again, weakref.ref(self)))
-                for thread in self._threads:
-                    thread.start()
+                self._set_out()
             return self._take(number)
         except StopIteration as error:  # from a user's function: passed on, it would end the epoch silently
             self.close()
@@ -315,6 +313,17 @@ class Delivery(ABC):
         except BaseException:
             self.close()
             raise
+
+    def _set_out(self) -> None:
+        """Begin to read, and then to build: processes start while the first bytes are on their way."""
+        for thread in self._threads:
+            if thread not in self._builders:
+                thread.start()
+        with self._changed:
+            self._go_on()
+        self._builder.begin(partial(_look_again, weakref.ref(self)))
+        for thread in self._builders:
+            thread.start()
 
     def _take(self, number: int) -> Any:
         """Return the batch from a builder or, if none has begun it, build it in this thread."""
