@@ -62,6 +62,7 @@ TIMES = {
 
 WAITS = {
     "common/job/shared_results.py": {"time.sleep(min(pause_s, left_s))": LOOKS},
+    "common/job/store.py": {"self._store.wait([key], timedelta(seconds=timeout_s or 1))": EVENT},
     "others/torch_datasets/retry.py": {"time.sleep(self._backoff_s * 2 ** attempt * _jitter.random())": FAILED},
     "run/engine/workers/fork_server.py": {
         "self._process.wait(timeout=10)": CLOSING, "threading.Timer(self.linger_s, self._end_lingering)": KEPT,

@@ -322,7 +322,7 @@ class Delivery(ABC):
         with self._changed:
             self._go_on()
         self._builder.begin(partial(_look_again, weakref.ref(self)))
-        for thread in self._builders:
+        for thread in self._builders[:1]:  # one batch at a time, until one shows how large they are
             thread.start()
 
     def _take(self, number: int) -> Any:
@@ -429,8 +429,13 @@ class Delivery(ABC):
         return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
 
     def _build_all(self, place: int) -> None:
+        others = [] if place else self._builders[1:]
         while (number := self._next_to_build(place)) is not None:
             self._deliver(number)
+            # Not by the consumer: a thread that starts needs the interpreter's lock, and its starter waits for that.
+            # A run that ends meanwhile need not wait for these threads: each looks first, and ends.
+            while others:
+                others.pop(0).start()
 
     def _next_to_build(self, place: int) -> int | None:
         """Return the next batch for a builder to begin; wait until there is one. None: the run is over."""
