@@ -1,15 +1,15 @@
 """When the first batch comes: of the first epoch, of later ones, and of a second loader; torch's loader in turns.
 
 Run: ``python benchmarks/bench_first_batch.py [--kinds bytes,pixels,tokens,small,function] [--workers 0,2,4]``
-``[--sources disk,s3] [--rounds 5] [--tree OTHER]``. Each turn is a process of its own that has imported torch. *first*: from
-nothing, the data set and the loader included; *later*: from ``iter`` of an epoch after the first (median of four);
+``[--sources disk,s3] [--rounds 5] [--tree OTHER]``. Each turn is a process of its own that has imported torch. *first*:
+from nothing, the data set and the loader included; *later*: from ``iter`` of an epoch after the first (median of four);
 *again*: as first, of a second loader in the same process. An epoch has eight batches, with 5 ms of training after each.
-Contestants: ours; torch's loader with forked workers, new ones for each epoch; the same with persistent workers. torch's
-data set reads the same samples, from one flat file by ``pread``, or from an S3 server on loopback by ranged requests of our
-client; images are decoded with Pillow. Another tree, such as an older commit's, takes turns with this one: ``--tree``.
+Contestants: ours; torch's loader with forked workers, new ones for each epoch; the same with persistent workers.
+torch's data set reads the same samples, from one flat file by ``pread``, or from an S3 server on loopback by ranged
+requests of our client; images are decoded with Pillow. ``--tree``: another tree, such as an older commit's, takes turns.
 
-``--far``: how many round trips pass until the first batch of 64 images as bytes, from an S3 server whose every answer is a round
-trip late (``--round-trip-ms``); opened by prefix and by names. Connecting is not counted.
+``--far``: how many round trips pass until the first batch of 64 images as bytes, from an S3 server whose every answer
+is a round trip late (``--round-trip-ms``); opened by prefix and by names. Connecting is not counted.
 """
 
 from __future__ import annotations
@@ -198,11 +198,13 @@ def compare(args: argparse.Namespace) -> None:
                     asked = {"kind": kind, "folder": folder, "url": url, "options": options, "contestant": one,
                              "workers": workers}  # fmt: skip
                     found.setdefault(name, []).append(in_a_process(asked, tree))
-            said = "   ".join(
-                f"{name} {' '.join(f'{1e3 * statistics.median(one[moment] for one in rounds):6.1f}' for moment in MOMENTS)}"
-                for name, rounds in found.items()
-            )
+            said = "   ".join(f"{name} {medians(rounds)}" for name, rounds in found.items())
             print(f"{kind:9} {source:5} {workers} workers   {said}", flush=True)
+
+
+def medians(rounds: list[dict[str, float]]) -> str:
+    """Medians of the rounds in ms, of each moment."""
+    return " ".join(f"{1e3 * statistics.median(one[moment] for one in rounds):6.1f}" for moment in MOMENTS)
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips

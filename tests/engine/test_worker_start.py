@@ -151,9 +151,7 @@ def test_the_asking_thread_waits_for_bytes_and_for_no_process(
     assert set(limits) <= {LOOK_UP_S}
 
 
-def test_bytes_are_asked_for_before_processes_start(
-    numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_asked_for_before_processes_start(numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
     fetch, start = ChunkStore._fetched, Processes.start
 
