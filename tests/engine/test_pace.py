@@ -20,6 +20,7 @@ from streaming.run.engine.threads import pace
 from streaming.run.engine.threads.pace import WorkerPace
 from streaming.run.engine.workers.pool import WorkerPool
 from streaming.run.engine.workers.processes import Processes, Worker
+from tests.support.processes.waiting import until
 from tests.support.sets.data_sets import write_set
 
 pytestmark = pytest.mark.thorough
@@ -232,7 +233,7 @@ def read(loader: Any, let_go: threading.Event, epochs: int) -> None:
     for _ in range(6):
         next(batches)
     let_go.set()
-    assert loader._loop._machinery.crew.builder._pool.is_up(60)
+    until(loader._loop._machinery.crew.builder._pool.is_up, "a process is up")
     assert sum(1 for _ in batches) == 4
     for _ in range(1, epochs):
         assert sum(1 for _ in loader) == 10

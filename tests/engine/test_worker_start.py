@@ -20,10 +20,15 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset
+from streaming.common.monitor import Monitor
 from streaming.errors import ConfigError, DecodeError, WorkerDiedError
+from streaming.run.engine.memory.chunk_store import ChunkStore, Unit
+from streaming.run.engine.threads.jobs import LOOK_UP_S
 from streaming.run.engine.workers import inline_builder
+from streaming.run.engine.workers.processes import Processes
+from streaming.shards.fetch.layout import Fetched
 from tests.support.processes.held_workers import Held, pool_of
-from tests.support.processes.waiting import until
+from tests.support.processes.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")  # that it starts is said by each test itself
 
@@ -123,6 +128,46 @@ def test_the_asking_thread_builds_what_does(numbers: Path, held: Held, num_worke
             assert set(batch["pid"].tolist()) == {os.getpid()}
             assert set(batch["thread"].tolist()) == {threading.get_ident()}
         assert {pid for batch in (*later, *again) for pid in batch["pid"].tolist()} <= set(pids(loader))
+
+
+def test_the_asking_thread_waits_for_bytes_and_for_no_process(
+    numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In no epoch, however short: processes take over by an event."""
+    limits: list[float | None] = []
+    wait = Monitor.wait
+
+    def noted(monitor: Monitor, timeout_s: float | None = None, *, when: Any = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            limits.append(timeout_s)
+        return wait(monitor, timeout_s, when=when)
+
+    monkeypatch.setattr(Monitor, "wait", noted)
+    with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+        for _ in range(3):
+            assert len(held.first(iter(loader), 20)) == 20
+        assert loader.metrics()["batches_before_workers"] == 60
+        held.let_go.set()
+    assert set(limits) <= {LOOK_UP_S}
+
+
+def test_bytes_are_asked_for_before_processes_start(numbers: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+    fetch, start = ChunkStore._fetched, Processes.start
+
+    def noted(store: ChunkStore, unit: Unit) -> Fetched:
+        asked.set()
+        return fetch(store, unit)
+
+    def late(processes: Processes) -> None:
+        assert asked.wait(PATIENCE_S)
+        start(processes)
+
+    monkeypatch.setattr(ChunkStore, "_fetched", noted)
+    monkeypatch.setattr(Processes, "start", late)
+    with DataLoader(StreamingDataset(numbers, transform=where), 4, num_workers=1) as loader:
+        held.first(iter(loader), 1)
+        held.let_go.set()
 
 
 def test_no_batch_is_built_here_if_that_is_ruled_out(numbers: Path, held: Held) -> None:

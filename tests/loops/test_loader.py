@@ -94,7 +94,7 @@ def test_metrics_count_what_happened(dataset: StreamingDataset) -> None:
         assert metrics["batches"] == len(loader)
         assert metrics["fetched_bytes"] == data_bytes
         assert metrics["fetched_chunks"] == dataset.source.table.num_chunks
-        assert metrics["first_batch_wait_s"] > 0
+        assert 0 <= metrics["first_batch_wait_s"] <= metrics["first_batch_s"]
         for _ in loader:  # all of it fits into memory_limit: the second epoch reads nothing
             pass
         assert loader.metrics()["fetched_bytes"] == data_bytes

@@ -42,8 +42,6 @@ _PARALLEL_SHARE = 0.9
 """Fraction of a batch's bytes that must be decoded without the GIL, so that threads do not wait for each other."""
 _QUICK_BYTES = 1 << 20
 """Size up to which copying a batch takes less time than waking a thread to do it."""
-PATIENCE_S = 0.1
-"""Time for which the first batch waits for a worker process. With a warm fork server, starting takes a tenth of it."""
 START_AFTER_S = 5.0
 """Time for which threads build alone if they are as fast as processes and the fork server has yet to start: its imports
 take 1.3 s of CPU time (two cores, 2026-11), too much for a pass of three seconds."""
@@ -326,7 +324,7 @@ class WorkerBuilder:
         if self._costs.of(rows).is_copy:
             self._is_trivial = True
             return self._local.build(rows, valid, substitutes, report, seed=seed, batch=batch, watched=False)
-        if self._stands_in and seed is not None and not self._pool.is_up(self._patience_s()):
+        if self._stands_in and seed is not None and not self._pool.is_up():
             if not self._metrics.get("batches_before_workers"):
                 _log.log(
                     self._level,
@@ -377,9 +375,6 @@ class WorkerBuilder:
             here_bytes = int(self._memory_bytes * share_here)
             self._memory.limit(here_bytes)
             self._pool.limit_ring(self._memory_bytes - here_bytes)
-
-    def _patience_s(self) -> float:
-        return max(0.0, self._begun_s + PATIENCE_S - time.monotonic())
 
     def _tell_of_before(self) -> None:
         """Log, when a worker process first gets a batch of a run, the number of batches built without one."""

@@ -300,9 +300,7 @@ class Delivery(ABC):
     def _take_or_close(self, number: int) -> Any:
         try:
             if number == self._first:
-                self._builder.begin(partial(_look_again, weakref.ref(self)))
-                for thread in self._threads:
-                    thread.start()
+                self._set_out()
             return self._take(number)
         except StopIteration as error:  # from a user's function: passed on, it would end the epoch silently
             self.close()
@@ -315,6 +313,18 @@ class Delivery(ABC):
         except BaseException:
             self.close()
             raise
+
+    def _set_out(self) -> None:
+        """Begin to read, and then to build: processes start while the first bytes are on their way."""
+        self._metrics.add("first_batch_wait_s", 0.0)  # known, also if the first bytes come before they are waited for
+        for thread in self._threads:
+            if thread not in self._builders:
+                thread.start()
+        with self._changed:
+            self._go_on()
+        self._builder.begin(partial(_look_again, weakref.ref(self)))
+        for thread in self._builders[:1]:  # one batch at a time, until one shows how large they are
+            thread.start()
 
     def _take(self, number: int) -> Any:
         """Return the batch from a builder or, if none has begun it, build it in this thread."""
@@ -420,8 +430,13 @@ class Delivery(ABC):
         return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
 
     def _build_all(self, place: int) -> None:
+        others = [] if place else self._builders[1:]
         while (number := self._next_to_build(place)) is not None:
             self._deliver(number)
+            # Not by the consumer: a thread that starts needs the interpreter's lock, and its starter waits for that.
+            # A run that ends meanwhile need not wait for these threads: each looks first, and ends.
+            while others:
+                others.pop(0).start()
 
     def _next_to_build(self, place: int) -> int | None:
         """Return the next batch for a builder to begin; wait until there is one. None: the run is over."""

@@ -10,7 +10,7 @@ import pytest
 
 from streaming import DataLoader
 from streaming.run.engine.workers.processes import Processes, Worker
-from tests.support.processes.waiting import PATIENCE_S, is_timed, started, until
+from tests.support.processes.waiting import is_timed, started, until
 
 
 class Held:
@@ -44,7 +44,7 @@ class Held:
         """The rest, once a process is up."""
         self.let_go.set()
         if loader.batches_left < len(loader):
-            assert pool_of(loader).is_up(PATIENCE_S)
+            until(pool_of(loader).is_up, "a process is up")
         return list(batches)
 
 

@@ -35,7 +35,7 @@ from streaming.shards.fetch.read import Apart, FetchRange, ShardReading, UnitKey
 IN_FLIGHT_BYTES = 128 << 20
 """Bytes in flight: 100 ms at 10 Gbit/s. With more, the first chunks from a nearby store arrive later. With half, the
 first batch from a distant store takes 3.5 to 4.5 round trips instead of 2.4 to 2.9
-(``benchmarks/bench_first_batch.py``), because its chunks are no longer all fetched together."""
+(``benchmarks/bench_first_batch.py --far``), because its chunks are no longer all fetched together."""
 LEAST_IN_FLIGHT = 8
 """Minimum number of chunks in flight, whatever their size: one connection to a distant store does not fill the
 network.

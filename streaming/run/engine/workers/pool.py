@@ -221,9 +221,9 @@ class WorkerPool:
         """Return the number of processes that take batches; all if none can start, so that a request raises why."""
         return self._processes.num_up()
 
-    def is_up(self, patience_s: float = 0.0) -> bool:
-        """Wait up to ``patience_s`` until a process is up, or none ever will be. Return whether that is the case."""
-        return self._processes.is_up(patience_s)
+    def is_up(self) -> bool:
+        """Return whether a process is up, or none ever will be."""
+        return self._processes.is_up()
 
     def can_stand_in(self) -> bool:
         """Return whether the calling thread can build, with copies of the functions, the same batches as a process.

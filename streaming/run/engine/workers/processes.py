@@ -191,11 +191,11 @@ class Processes:
             self._tell = None if self._is_up() else tell
             return self._is_up()
 
-    def is_up(self, patience_s: float = 0.0) -> bool:
-        """Wait up to ``patience_s`` until a worker is up, or none will ever be. Return whether that is the case."""
+    def is_up(self) -> bool:
+        """Return whether a worker is up, or none will ever be."""
         with self._changed:
             # The answer was true under the lock; a worker may die at any time after that.
-            return self._changed.wait_for(self._is_up, patience_s)
+            return self._is_up()
 
     def starts_quickly(self) -> bool:
         """Return whether a worker would start in milliseconds, because the fork server is up."""
