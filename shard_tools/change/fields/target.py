@@ -17,7 +17,6 @@ from shard_tools.make.write.keys import check_field
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted, some_names
 from streaming.errors import ConfigError, DataError, shell_place, shell_word
-from streaming.shards.catalog.build import read_schema
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import checked_name, field_table_path, pending_path
 from streaming.shards.index.sample_table import SampleTable
@@ -173,16 +172,16 @@ class FieldTarget:
 
     def _publish(self, late: LateTable) -> int:
         """Let the set have the field; return the number of its version, 0 if it does not live."""
-        if not self.head.lives:
-            change_schema(self.storage, self.home, with_late(read_schema(self.storage, self.home), late))
-            return 0
         now = read_head(self.storage, self.home)
+        if not now.lives:
+            change_schema(self.storage, self.home, with_late(now.schema, late))
+            return 0
         new = late.lacking(now.table)
-        if new:
+        if new or not self.head.lives:  # without a note, a prune may have taken tars for leftovers
+            what = f"{counted(len(new), 'shard')}, first {new[0]!r}, came into this set" if new else "the set has changed"
             raise OvertakenError(
-                f"{redact(self.home)}: {counted(len(new), 'shard')}, first {new[0]!r}, came into this set since "
-                f"version {self.head.number} was read, and have no {self.name!r} yet; run the same command again: it "
-                "goes on with these"
+                f"{redact(self.home)}: {what} since version {self.head.number} was read, so {self.name!r} is not "
+                "published; run the same command again: it goes on with the tars that are there"
             )
         schema = with_late(now.schema, late)
         return now.number if schema == now.schema else publish(self.storage, now, now.table, schema=schema)

@@ -160,18 +160,26 @@ class _Part:
             write_run(self.writer, self.waiting, iter(()), ())
             self.waiting = []
 
-    def finish(self) -> None:
-        """Complete the set.
+    @property
+    def num_samples(self) -> int:
+        """Number of the samples that this run has written."""
+        return 0 if self.writer is None else self.writer.num_samples
+
+    def refuse_empty(self) -> None:
+        """Refuse a share without samples.
 
         Raises:
-            DataError: It has no sample.
+            DataError: No sample is in it.
         """
-        num_samples = 0 if self.writer is None else self.writer.num_samples
-        if not num_samples:
+        if not self.num_samples:
             raise DataError(
                 f"{redact(self.place.directory)}: no sample is in its share; give it a larger one, or another group"
             )
-        save_journal(self.place.directory, replace(self.journal, complete=True, num_samples=num_samples), self.storage)
+
+    def finish(self) -> None:
+        """Complete the set."""
+        whole = replace(self.journal, complete=True, num_samples=self.num_samples)
+        save_journal(self.place.directory, whole, self.storage)
         self.mark.finish()
 
 
@@ -249,6 +257,8 @@ def split(
             )  # fmt: skip
             part.writer = stack.enter_context(pattern.writer(0))
         _deal(reader, parts, options.group_field, progress)
+    for part in parts:  # before any of them can be read
+        part.refuse_empty()
     for part in parts:
         part.finish()
     return _report(parts, storage, shards, begun_s, was_complete=False)
