@@ -162,7 +162,7 @@ def measure_life(folder: Path, num_samples: int) -> None:
     measured("first tag", lambda: tag(home, "v1", storage=storage))
     (folder / "days/1.jsonl").write_bytes(rows(num_samples, NUM_NEW))
     measured(f"append of {NUM_NEW:,}", lambda: append(str(folder / "days"), home))
-    measured(f"append, nothing new", lambda: append(str(folder / "days"), home))
+    measured("append, nothing new", lambda: append(str(folder / "days"), home))
     measured(f"delete of {len(keys)} keys", lambda: delete(home, storage=storage, keys=keys))
     measured("delete where n = 200 (none)", lambda: delete(home, storage=storage, where="n = 200"))
     measured("tag", lambda: tag(home, "v2", storage=storage))
@@ -181,11 +181,11 @@ def measure_field(folder: Path, num_samples: int) -> None:
     convert(str(days), home, options=OPTIONS)
     with ShardWriter(f"{other}/{{:06d}}.tar", max_samples=PER_SHARD) as writer:
         for number in range(num_samples + NUM_NEW):
-            writer.write({"__key__": f"{number:09d}", "score": f"{number % 1000}"})
+            writer.write({"__key__": f"{number:09d}", "score.txt": f"{number % 1000}"})
     tag(home, "v1", storage=storage)
 
     def add() -> Any:
-        return join_field(home, "score", FromSet(url=other, field="score"), storage=storage)
+        return join_field(home, "score.txt", FromSet(url=other, field="score.txt"), storage=storage)
 
     measured(f"field add, {num_samples:,} samples", add)
     (days / "1.jsonl").write_bytes(rows(num_samples, NUM_NEW))
