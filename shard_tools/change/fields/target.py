@@ -211,6 +211,12 @@ class FieldTarget:
     def _publish(self, late: LateTable) -> int:
         """Let the set have the field; return the number of its version, 0 if it does not live."""
         now = read_head(self.storage, self.home)
+        there = now.schema.late_fields.get(self.name)
+        if there not in {self.head.schema.late_fields.get(self.name), late.version}:
+            raise OvertakenError(
+                f"{redact(self.home)}: somebody else has changed field {self.name!r} meanwhile, so this one is not "
+                f"published; see shard_tools field list {shell_place(self.home)}, and run the same command again"
+            )
         if not now.lives:
             change_schema(self.storage, self.home, with_late(now.schema, late))
             return 0

@@ -23,7 +23,7 @@ from streaming import DataLoader, StreamingDataset
 from streaming.errors import IndexMismatchError
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import chunks_path, column_path, samples_path, version_path
-from streaming.shards.versions.publish import schema_of
+from streaming.shards.versions.publish import read_head, schema_of
 from streaming.storage import Storage, StoreWriter, join_url
 
 WRITES = ("put", "put_if", "delete", "open_write")
@@ -318,6 +318,10 @@ class LivingSet:
             versions={1: Version(rows=rows, classes=classes)}, read=frozenset(range(len(self.source.days))),
             records=len(rows),
         )  # fmt: skip
+
+    def lives(self) -> bool:
+        """Return whether its chunk table alone says what it is."""
+        return read_head(self.storage, self.url).lives
 
     def files(self) -> dict[str, bytes]:
         """Return the bytes of all files, by their path in the set."""

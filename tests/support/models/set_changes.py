@@ -32,6 +32,7 @@ from shard_tools.change.sets.copy import copy
 from shard_tools.change.sets.rewrite.reshard import ReshardOptions, reshard
 from shard_tools.change.sets.rewrite.split import SplitOptions, split
 from shard_tools.make.convert.append import append
+from shard_tools.make.convert.journal import TargetNotEmptyError
 from streaming.errors import ConfigError, DataError, ShardstreamError
 from streaming.shards.versions.history import kept_versions
 from streaming.shards.versions.publish import OvertakenError, read_head
@@ -85,7 +86,9 @@ class Step:
         apply: Does it to the model.
         makes: Names of the sets that it makes.
         may_fail: Errors by which it may say that it cannot be done; nothing has changed then.
-        repeats: Whether it can be done again after it was overtaken.
+        repeats: Whether it finds nothing to do if it was done.
+        is_apart: Whether others may come between only before its first write: it changes a set that does not live, or
+            drops versions one by one.
     """
 
     words: str
@@ -95,6 +98,7 @@ class Step:
     makes: tuple[str, ...] = ()
     may_fail: tuple[type[Exception], ...] = ()
     repeats: bool = True
+    is_apart: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -232,13 +236,14 @@ class World:
             self.states = step.applied(before)
             return
         after = step.applied(before)
-        between = pruned_in_part(self, step, before, after) if step.words.startswith("prune") else []
+        between = pruned_in_part(self, step, before, after) if kind_of(step) == "prune" else []
+        if step.makes:  # what is there of them cannot be read
+            between.append({name: state for name, state in before.items() if name not in step.makes})
         self.states = self.matching([after, before, *between], step.names)
-        if between or self.dice.random() < 0.6:
+        is_done = self.states is after
+        if kind_of(step) == "prune" or (self.dice.random() < 0.6 and (step.repeats or not is_done)):
             self.told.append("again")
-            again = step.repeats and self.states is not after
-            if again or not step.makes:
-                self.again(step, is_done=self.states is after)
+            self.again(step, is_done=is_done)
 
     def again(self, step: Step, *, is_done: bool) -> None:
         """Run a step again that was killed: it finishes, or finds nothing to do."""
@@ -246,9 +251,6 @@ class World:
             step.run()
         except step.may_fail:
             self.states = self.matching([self.states], step.names)
-            return
-        except ConfigError as error:  # what it was to drop is gone
-            assert is_done, error
             return
         if not is_done:
             self.states = step.applied(self.states)
@@ -258,14 +260,18 @@ class World:
         before, other, base = self.states, list[Step](), list[States]()
 
         def act() -> None:
-            base.append(self.matching([before, step.applied(before)] if not step.makes else [before], (step.name,)))
+            candidates = [before] if step.makes else [before, step.applied(before)]
+            base.append(self.matching(candidates, (step.name,)))
             other.append(drawn(self, base[0], step.name, makes=False))
             self.told.append(f"meanwhile {other[0].words}")
             other[0].run()
 
         error: ShardstreamError | None = None
+        at, is_before = self.dice.randrange(self.dice.choice([2, 6, 20])), self.dice.random() < 0.7
+        if step.is_apart:
+            at, is_before = 0, True
         try:
-            with interrupted(self.dice.randrange(self.dice.choice([2, 6, 20])), act, before=self.dice.random() < 0.7):
+            with interrupted(at, act, before=is_before):
                 step.run()
         except ShardstreamError as refusal:
             error = refusal
@@ -287,8 +293,12 @@ class World:
         self.check((step.name,))
         if error is not None and step.repeats and not step.makes:
             self.told.append("again")
-            step.run()
-            self.states = step.applied(self.states)
+            try:
+                step.run()
+            except LOSING.get(kind_of(step), ()):
+                self.states = self.matching([self.states], step.names)
+            else:
+                self.states = step.applied(self.states)
 
     def matching(self, candidates: Sequence[States], names: Sequence[str]) -> States:
         """Return the first of these models that is what can be seen of some sets.
@@ -298,17 +308,27 @@ class World:
         """
         seen = {name: self.seen(name) for name in names}
         said = [{name: one[name].shown() if name in one else None for name in names} for one in candidates]
-        for one, shown in zip(candidates, said, strict=True):
-            if shown == seen:
-                return one
-        raise AssertionError(f"{seen}, not one of {said}")
+        alike = [one for one, shown in zip(candidates, said, strict=True) if shown == seen]
+        assert alike, f"{seen}, not one of {said}"
+        for one in alike:
+            for name in {*names} & one.keys():  # a change that did not come to its end may have let it live
+                one[name].lives |= self.sets[name].lives()
+        return next((one for one in alike[:-1] if self.is_like(one, names)), alike[-1])
+
+    def is_like(self, states: States, names: Sequence[str]) -> bool:
+        """Return whether sets are as a model has them, by every byte."""
+        try:
+            for name in {*names} & states.keys():
+                self.sets[name].check(states[name])
+        except AssertionError:
+            return False
+        return True
 
     def seen(self, name: str) -> Seen | None:
         """Return what can be seen of a set; None: it is not there, or not whole, which is an error."""
         try:
             return self.sets[name].shown()
         except ShardstreamError:
-            assert name not in self.states
             return None
 
     def end(self) -> None:
@@ -516,7 +536,7 @@ def pruned(world: World, state: SetState, name: str) -> Step:
         there = {label for version in history(one.url, storage=one.storage).versions for label in version.names}
         prune(one.url, storage=one.storage, keep=keep, drop=[label for label in drop if label in there])
 
-    return Step(words=f"prune {name} keep {keep} drop {drop}", name=name, run=run,
+    return Step(words=f"prune {name} keep {keep} drop {drop}", name=name, run=run, is_apart=True,
                 apply=lambda states: states[name].prune(keep, drop))  # fmt: skip
 
 
@@ -532,7 +552,7 @@ def computed(world: World, state: SetState, name: str) -> Step:
         fill_late(states[name], late, way, lambda row: FUNCTIONS[function]({"__key__": row.key}), overwrite=overwrite)
 
     return Step(
-        words=f"field add {late} to {name} by {function}", name=name, apply=apply,
+        words=f"field add {late} to {name} by {function}", name=name, apply=apply, repeats=not overwrite,
         run=lambda: compute_field(
             one.url, late, f"{__name__}:{function}", storage=one.storage, storage_options=one.options,
             on_missing="skip", overwrite=overwrite, running=HERE,
@@ -559,7 +579,8 @@ def joined(world: World, states: States, name: str) -> Step | None:
         )  # fmt: skip
 
     return Step(
-        words=f"field add {late} to {name} from {chosen}", name=name, apply=apply, repeats=chosen != name,
+        words=f"field add {late} to {name} from {chosen}", name=name, apply=apply,
+        repeats=chosen != name and not overwrite,
         run=lambda: join_field(
             one.url, late, FromSet(url=other.url, field=given), storage=one.storage, storage_options=one.options,
             on_missing="skip", overwrite=overwrite,
@@ -591,7 +612,7 @@ def dropped(world: World, state: SetState, name: str) -> Step | None:
         state = states[name]
         state.say(without_late(state.now, {late}))
 
-    return Step(words=f"field drop {late} of {name}", name=name, apply=apply, repeats=False,
+    return Step(words=f"field drop {late} of {name}", name=name, apply=apply, repeats=False, is_apart=not state.lives,
                 run=lambda: drop_field(one.url, late, storage=one.storage))  # fmt: skip
 
 
@@ -632,7 +653,7 @@ def copied_again(world: World, states: States, name: str) -> Step | None:
         now = without_late(state.now, {*state.now.late})
         states[new] = SetState(versions={1: now})
 
-    return Step(words=f"copy {name} again to {new}", name=name, makes=(new,), apply=apply, may_fail=(DataError, ConfigError),
+    return Step(words=f"copy {name} again to {new}", name=name, makes=(new,), apply=apply, may_fail=(TargetNotEmptyError,),
                 run=lambda: copy(one.url, other.url, storage_options=one.options))  # fmt: skip
 
 
