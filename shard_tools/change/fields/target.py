@@ -218,8 +218,7 @@ class FieldTarget:
                 f"published; see shard_tools field list {shell_place(self.home)}, and run the same command again"
             )
         if not now.lives:
-            change_schema(self.storage, self.home, with_late(now.schema, late))
-            return 0
+            return change_schema(self.storage, self.home, with_late(now.schema, late))
         new = late.lacking(now.table)
         if new or not self.head.lives:  # without a note, a prune may have taken tars for leftovers
             what = f"{counted(len(new), 'shard')}, first {new[0]!r}, came into this set" if new else "the set has changed"

@@ -240,15 +240,23 @@ def write_index(
     publish(storage, head, table, schema=schema)
 
 
-def change_schema(storage: Storage, home: str, schema: Schema) -> None:
-    """Write what a set means that is there already; of one that lives, as its next version."""
+def change_schema(storage: Storage, home: str, schema: Schema) -> int:
+    """Write what a set means that is there already; of one that lives, as its next version.
+
+    One that somebody has begun to let live counts as such, for else one of both changes would be lost unseen.
+
+    Returns:
+        Number of the version that means this; 0 of a set that does not live.
+
+    Raises:
+        OvertakenError: Somebody else changed the set meanwhile.
+    """
     try:
         lives = storage.read_parsed(join_url(home, SCHEMA_FILE), _schema_and_kind, is_sealed)[1]
     except (NotFoundError, AccessDeniedError):
         lives = False
     if not lives:
         storage.put(join_url(home, SCHEMA_FILE), schema.to_bytes())
-        return
-    head = read_head(storage, home)
-    if head.schema != schema:
-        publish(storage, head, head.table, schema=schema)
+        return 0
+    head = revive(storage, read_head(storage, home))  # else its first version would mean what later ones do
+    return head.number if head.schema == schema else publish(storage, head, head.table, schema=schema)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +19,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shard_tools.change.fields.listed import files_held
 from shard_tools.change.life.versions import HistoryReport, history
+from shard_tools.change.sets.rewrite import shard_source
 from shard_tools.make.convert import ConvertOptions, convert
+from shard_tools.running import engine
 from streaming import DataLoader, StreamingDataset
+from streaming.common import threads
 from streaming.errors import IndexMismatchError
+from streaming.run.loops import epoch_loop
+from streaming.shards.catalog import listing
 from streaming.shards.index.chunk_table import ChunkTable
-from streaming.shards.index.layout import chunks_path, column_path, samples_path, version_path
+from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, column_path, samples_path, version_path
+from streaming.shards.late import fields as late_fields
+from streaming.shards.schema.value import is_copy
 from streaming.shards.versions.publish import read_head, schema_of
 from streaming.storage import Storage, StoreWriter, join_url
 
@@ -320,8 +328,11 @@ class LivingSet:
         )  # fmt: skip
 
     def lives(self) -> bool:
-        """Return whether its chunk table alone says what it is."""
-        return read_head(self.storage, self.url).lives
+        """Return whether a change makes a version: it lives, or somebody was killed who had begun to let it live."""
+        if read_head(self.storage, self.url).lives:
+            return True
+        schema = join_url(self.url, SCHEMA_FILE)
+        return self.storage.exists(schema) and is_copy(self.storage.read(schema))
 
     def files(self) -> dict[str, bytes]:
         """Return the bytes of all files, by their path in the set."""
@@ -357,23 +368,20 @@ class LivingSet:
 
     # --- checks ---
 
-    def check(self, state: SetState, *, whole: bool = False, also: int | None = None) -> None:
-        """Compare the set with the model.
+    def check(self, state: SetState, also: Collection[int | str] = ()) -> None:
+        """Compare the set with the model: the files of every version, and what is read of the current one.
 
         Args:
             state: The model.
-            whole: Read every version as training does, not the current one alone.
-            also: Number of one more version that is read.
+            also: Numbers or names of further versions that are read.
         """
         report = history(self.url, storage=self.storage)
         listed = {one.number: one for one in report.versions}
         assert listed.keys() == state.versions.keys()
         assert dict(tags_of(report)) == state.tags
         self._check_held(state)
-        for name in [None, *state.versions, *state.tags]:
+        for name in (None, *also):
             number = state.number if name is None else state.tags.get(str(name), name)
-            if name is not None and not whole and number != also:
-                continue
             classes = listed[int(number)].classes.get("cls", ())
             assert tuple(classes) == state.versions[int(number)].classes
             self._check_version(state.versions[int(number)], name)
@@ -387,8 +395,8 @@ class LivingSet:
             if not state.lives:
                 continue  # what it means is changed in its place
             if number not in self.held:
-                self.held[number] = self._files_of(number, number == state.number, there)
-            for path, data in self.held[number].items():
+                self._hold(number, number == state.number, there)
+            for path, data in self.held.get(number, {}).items():
                 if path:
                     assert there[path] == data, path
                 else:  # its chunk table
@@ -396,13 +404,15 @@ class LivingSet:
                     places = [chunks_path()] if number == state.number else [version_path(name) for name in names]
                     assert data in [there[place] for place in places if place in there]
 
-    def _files_of(self, number: int, is_current: bool, there: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _hold(self, number: int, is_current: bool, there: Mapping[str, bytes]) -> None:  # noqa: FBT001
+        """Note the files of a version; of one that was killed before it lived, what it means may still change."""
         path = chunks_path() if is_current else version_path(str(number))
         data = there[path]
         table = ChunkTable.from_parquet(data, path)
         paths = self.paths_of(table) & there.keys()
         assert {shard.name for shard in table.shards} <= paths
-        return {"": data, **{one: there[one] for one in paths}}
+        if table.version is not None:
+            self.held[number] = {"": data, **{one: there[one] for one in paths}}
 
     def paths_of(self, table: ChunkTable) -> set[str]:
         """Return the paths of the files that a version consists of, but for its chunk table."""
@@ -429,6 +439,8 @@ class LivingSet:
         with DataLoader(dataset, batch_size=5, last_batch="partial", num_threads=0, collate_fn=list) as loader:
             delivered = Counter(sample["__key__"] for batch in loader for sample in batch)
         assert delivered == Counter(wanted.keys)
+        if name is not None:
+            return
         value = wanted.rows[0].label if wanted.classes else wanted.rows[0].n
         where, mine = (f"class = '{value}'", "label") if wanted.classes else (f"n = {value}", "n")
         chosen = self.open(name, fields=("json",), where=where)
@@ -446,3 +458,28 @@ def check_sample(sample: Mapping[str, Any], row: Row, version: Version, left_out
         assert version.classes[int(found.pop("cls"))] == row.label
     late = {name: value for name, value in row.late.items() if value is not None and name not in left_out}
     assert found == {**row.fields, **late}, row.key
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """Do on this thread what is else done on many: a history of small sets takes a fraction of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epoch_loop, "FETCH_THREADS", 1)
+        for module in (threads, listing, late_fields, shard_source, engine):
+            patch.setattr(module, "ThreadPoolExecutor", OnThisThread)
+        yield
+
+
+class OnThisThread(Executor):
+    """Calls at once what is submitted."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

@@ -6,6 +6,7 @@ one of them, or makes others of it. It runs calmly, or is killed at a write, or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -209,7 +210,8 @@ class World:
         for name in names:
             if name in self.states:
                 one, state = self.sets[name], self.states[name]
-                one.check(state, also=self.dice.choice([*state.versions]))
+                earlier = sorted({*state.versions} - {state.number}) + sorted(state.tags)
+                one.check(state, [self.dice.choice(earlier)] if earlier and self.dice.random() < 0.4 else ())
                 check_tars(one, state.now)
 
     def calm(self, step: Step) -> None:
@@ -240,7 +242,7 @@ class World:
         if step.makes:  # what is there of them cannot be read
             between.append({name: state for name, state in before.items() if name not in step.makes})
         self.states = self.matching([after, before, *between], step.names)
-        is_done = self.states is after
+        is_done = self.states is after and {*step.makes} <= after.keys()
         if kind_of(step) == "prune" or (self.dice.random() < 0.6 and (step.repeats or not is_done)):
             self.told.append("again")
             self.again(step, is_done=is_done)
@@ -279,16 +281,17 @@ class World:
             assert error is None or isinstance(error, step.may_fail), error
             self.states = before if error is not None else step.applied(before)
             return
-        after = other[0].applied(base[0])
+        # If the other one came while the set began to live, it has made a version, too.
+        done = [other[0].applied(base[0]), other[0].applied(alive(base[0], step.name))]
         if base[0] is not before:
-            candidates = [after]
+            candidates = done
         elif error is not None:
-            candidates = [after]
+            candidates = done
             is_told = isinstance(error, (OvertakenError, *step.may_fail, *LOSING.get(kind_of(step), ())))
             assert is_told or step.makes, repr(error)
             self.told.append(f"lost: {type(error).__name__}")
         else:
-            candidates = [other[0].applied(step.applied(before)), step.applied(after)]
+            candidates = [*possible(other[0], possible(step, [before])), *possible(step, done)]
         self.states = self.matching(candidates, step.names)
         self.check((step.name,))
         if error is not None and step.repeats and not step.makes:
@@ -338,13 +341,26 @@ class World:
                 assert self.seen(name) is None
                 continue
             state = self.states[name]
-            one.check(state, whole=True)
             left = history(one.url, storage=one.storage).pending
             prune(one.url, storage=one.storage, abandon=[work for work in left if work != "prune"])
             state.prune(0, ())
-            one.check(state, whole=True)
+            one.check(state, [*state.tags])
             if state.lives:
                 check_left(one)
+
+
+def alive(states: States, name: str) -> States:
+    """Return the same models, one of a set that lives."""
+    return {**states, name: replace(states[name].copied(), lives=True)}
+
+
+def possible(step: Step, models: Sequence[States]) -> list[States]:
+    """Return what models become, those that are not refuted by what a step has made."""
+    found = []
+    for states in models:
+        with contextlib.suppress(AssertionError):
+            found.append(step.applied(states))
+    return found
 
 
 LOSING: dict[str, tuple[type[Exception], ...]] = {
@@ -542,20 +558,22 @@ def pruned(world: World, state: SetState, name: str) -> Step:
 
 def computed(world: World, state: SetState, name: str) -> Step:
     one, late = world.sets[name], world.dice.choice(LATE)
-    known = state.now.late.get(late, "").partition("#")[0]
+    there = state.now.late.get(late, "")
+    known = base_of(there)
     function = known if known in FUNCTIONS and world.dice.random() < 0.6 else world.dice.choice([*FUNCTIONS])
     overwrite = bool(known) and function != known
     world.num_ways += 1
     way = f"{function}#{world.num_ways}"
 
     def apply(states: States) -> None:
-        fill_late(states[name], late, way, lambda row: FUNCTIONS[function]({"__key__": row.key}), overwrite=overwrite)
+        fill_late(states[name], late, way, lambda row: FUNCTIONS[function]({"__key__": row.key}),
+                  overwrite=there if overwrite else "")  # fmt: skip
 
     return Step(
         words=f"field add {late} to {name} by {function}", name=name, apply=apply, repeats=not overwrite,
         run=lambda: compute_field(
             one.url, late, f"{__name__}:{function}", storage=one.storage, storage_options=one.options,
-            on_missing="skip", overwrite=overwrite, running=HERE,
+            fields=("json",), on_missing="skip", overwrite=overwrite, running=HERE,
         ),
     )  # fmt: skip
 
@@ -568,32 +586,46 @@ def joined(world: World, states: States, name: str) -> Step | None:
     chosen = world.dice.choice(others)
     other, values = world.sets[chosen], {row.key: row for row in states[chosen].now.rows}
     given = "png" if one.kind == "images" else "json"
-    overwrite = late in state.now.late
+    there = state.now.late.get(late, "")
     world.num_ways += 1
-    way = f"from#{world.num_ways}"
+    way = f"from {chosen}#{world.num_ways}"
 
     def apply(states: States) -> None:
         fill_late(
             states[name], late, way, lambda row: values[row.key].fields[given] if row.key in values else None,
-            overwrite=overwrite,
+            overwrite=there,
         )  # fmt: skip
 
     return Step(
         words=f"field add {late} to {name} from {chosen}", name=name, apply=apply,
-        repeats=chosen != name and not overwrite,
+        repeats=chosen != name and not there,
         run=lambda: join_field(
             one.url, late, FromSet(url=other.url, field=given), storage=one.storage, storage_options=one.options,
-            on_missing="skip", overwrite=overwrite,
+            on_missing="skip", overwrite=bool(there),
         ),
     )  # fmt: skip
 
 
+def base_of(way: str) -> str:
+    return way.partition("#")[0]
+
+
 def fill_late(
-    state: SetState, late: str, way: str, value: Callable[[Row], bytes | None], *, overwrite: bool
+    state: SetState, late: str, way: str, value: Callable[[Row], bytes | None], *, overwrite: str
 ) -> None:  # fmt: skip
-    """Add a late field to the model: all values, or those that are missing."""
+    """Add a late field to the model: all values, or those that are missing.
+
+    Args:
+        state: The model.
+        late: The field.
+        way: How its values are made.
+        value: Returns the value of a row.
+        overwrite: How the values were made that are replaced; "": none are. If somebody else has replaced them in the
+            same way meanwhile, nothing is left to do.
+    """
     now = state.now
-    is_known = late in now.late and not overwrite
+    there = now.late.get(late, "")
+    is_known = bool(there) and (not overwrite or (there != overwrite and base_of(there) == base_of(way)))
     if is_known and late not in now.lacking:
         return
     rows = [
@@ -701,7 +733,7 @@ def merged(world: World, states: States, name: str) -> Step | None:
         two = [without_late(states[each].now, {*states[each].now.late}) for each in (name, chosen)]
         rows = (*two[0].rows, *two[1].rows)
         if prefix:
-            rows = tuple(replace(row, key=f"{at}_{row.key}") for at, row in enumerate(rows))
+            rows = tuple(replace(row, key=f"{at:09d}_{row.key}") for at, row in enumerate(rows))
         classes = (*two[0].classes, *(one for one in two[1].classes if one not in two[0].classes))
         states[new] = SetState(versions={1: Version(rows=rows, classes=classes)})
 

@@ -25,6 +25,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, DataError
 from streaming.shards.catalog.build import read_chunks
+from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.joined import Classes
 from streaming.storage import Storage, join_url, redact
@@ -128,9 +129,12 @@ class _Part:
             TargetNotEmptyError: The target holds other files, and ``overwrite`` is False.
         """
         directory = self.place.directory
-        if not any(True for _ in self.storage.list(directory)) or overwrite:
+        there = [info.url for info in self.storage.list(directory)]
+        if not there or overwrite:
             return False
         refuse_writers(self.mark.others(), directory, "or start over with --overwrite")
+        if all(map(_is_mark, there)):  # an earlier run was killed right after it had marked the target
+            return False
         found = load_journal(directory, self.storage)
         if found is None or not found.same_work(self.journal):
             raise TargetNotEmptyError(
@@ -144,7 +148,7 @@ class _Part:
         there = [info.url for info in self.storage.list(self.place.directory)]
         self.mark.begin(lambda _: True)
         for url in sorted(there, key=lambda url: url.endswith("/convert.json")):
-            if "/_shardstream/unfinished.json" not in url and "/_shardstream/writers/" not in url:
+            if not _is_mark(url):
                 self.storage.delete(url)
         save_journal(self.place.directory, self.journal, self.storage)
 
@@ -181,6 +185,10 @@ class _Part:
         whole = replace(self.journal, complete=True, num_samples=self.num_samples)
         save_journal(self.place.directory, whole, self.storage)
         self.mark.finish()
+
+
+def _is_mark(url: str) -> bool:
+    return url.endswith(f"/{UNFINISHED_FILE}") or f"/{WRITERS_DIRECTORY}/" in url
 
 
 def split(
