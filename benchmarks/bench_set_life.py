@@ -176,8 +176,7 @@ def measure_field(folder: Path, num_samples: int) -> None:
     home, other, days, storage = str(folder / "small"), str(folder / "other"), folder / "small-days", Storage(None)
     days.mkdir()
     with open(days / "0.jsonl", "wb") as out:
-        for first in range(0, num_samples, PER_SHARD):
-            out.write(rows(first, min(PER_SHARD, num_samples - first)))
+        out.writelines(rows(first, min(PER_SHARD, num_samples - first)) for first in range(0, num_samples, PER_SHARD))
     convert(str(days), home, options=OPTIONS)
     with ShardWriter(f"{other}/{{:06d}}.tar", max_samples=PER_SHARD) as writer:
         for number in range(num_samples + NUM_NEW):

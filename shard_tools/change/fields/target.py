@@ -221,7 +221,9 @@ class FieldTarget:
             return change_schema(self.storage, self.home, with_late(now.schema, late))
         new = late.lacking(now.table)
         if new or not self.head.lives:  # without a note, a prune may have taken tars for leftovers
-            what = f"{counted(len(new), 'shard')}, first {new[0]!r}, came into this set" if new else "the set has changed"
+            what = (
+                f"{counted(len(new), 'shard')}, first {new[0]!r}, came into this set" if new else "the set has changed"
+            )
             raise OvertakenError(
                 f"{redact(self.home)}: {what} since version {self.head.number} was read, so {self.name!r} is not "
                 "published; run the same command again: it goes on with the tars that are there"

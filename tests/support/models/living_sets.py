@@ -47,11 +47,47 @@ class Killed(BaseException):
     """The process ends here: nothing after it runs, as after SIGKILL."""
 
 
+class _Writes:
+    """Counts writes, and calls ``act`` at one of them.
+
+    Attributes:
+        left: Number of writes until then; negative afterwards.
+    """
+
+    def __init__(self, at: int, act: Callable[[], None], *, before: bool) -> None:
+        self.left, self._act, self._before = at, act, before
+        self._is_busy = self._is_dead = False
+
+    def one(self, real: Callable[[], Any]) -> Any:
+        """Write."""
+        if self._is_dead:
+            raise Killed
+        if self._is_busy:
+            return real()
+        self.left -= 1
+        is_it = self.left == -1
+        if is_it and self._before:
+            self._call()
+        found = real()
+        if is_it and not self._before:
+            self._call()
+        return found
+
+    def _call(self) -> None:
+        self._is_busy = True
+        try:
+            self._act()
+        except Killed:
+            self._is_dead = True
+            raise
+        self._is_busy = False
+
+
 class _Writer:
     """A writer whose object appears, or does not, when it is closed."""
 
-    def __init__(self, below: StoreWriter, at_write: Callable[[Callable[[], Any]], Any], is_dead: list[bool]) -> None:
-        self._below, self._at_write, self._is_dead = below, at_write, is_dead
+    def __init__(self, below: StoreWriter, writes: _Writes) -> None:
+        self._below, self._writes = below, writes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._below, name)
@@ -66,51 +102,28 @@ class _Writer:
             self._below.abort()
 
     def close(self) -> None:
-        self._at_write(self._below.close)
+        self._writes.one(self._below.close)
 
 
 @contextmanager
-def interrupted(at: int, act: Callable[[], None], *, before: bool, only: Sequence[str] = WRITES) -> Iterator[list[int]]:
+def interrupted(at: int, act: Callable[[], None], *, before: bool, only: Sequence[str] = WRITES) -> Iterator[None]:
     """Call ``act`` once, before or after the ``at``-th write to any store, by this thread or another one.
 
-    An object that is written in pieces is written when its writer is closed. If ``act`` raises, the process is dead: no
-    later write takes place, such as of code that tidies up. Yields the number of writes that are left until then.
+    An object that is written in pieces is written when its writer is closed. If ``act`` kills, the process is dead: no
+    later write takes place, such as of code that tidies up.
     """
-    left, busy, dead = [at], [False], [False]
-
-    def at_write(real: Callable[[], Any]) -> Any:
-        if dead[0]:
-            raise Killed
-        if busy[0]:
-            return real()
-        left[0] -= 1
-        is_it = left[0] == -1
-        if is_it and before:
-            do()
-        found = real()
-        if is_it and not before:
-            do()
-        return found
-
-    def do() -> None:
-        busy[0] = True
-        try:
-            act()
-        except Killed:
-            dead[0] = True
-            raise
-        busy[0] = False
+    writes = _Writes(at, act, before=before)
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: at_write(lambda: real(*args, **kwargs))
+        return lambda *args, **kwargs: writes.one(lambda: real(*args, **kwargs))
 
     def opened(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _Writer(real(*args, **kwargs), at_write, dead)
+        return lambda *args, **kwargs: _Writer(real(*args, **kwargs), writes)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in only:
             patch.setattr(Storage, name, (opened if name == "open_write" else counted)(getattr(Storage, name)))
-        yield left
+        yield
 
 
 def kill() -> None:
@@ -238,7 +251,7 @@ Seen = tuple[int, tuple[int, ...], tuple[tuple[str, int], ...], tuple[str, ...],
 
 @dataclass
 class Source:
-    """A folder that grows by days, and the rows of each: ``rows``, ``numbers`` (no field holds the keys), ``images``."""
+    """A folder that grows by days, and the rows of each: ``rows``, ``numbers`` (which are the keys), ``images``."""
 
     folder: Path
     kind: str
@@ -404,7 +417,7 @@ class LivingSet:
                     places = [chunks_path()] if number == state.number else [version_path(name) for name in names]
                     assert data in [there[place] for place in places if place in there]
 
-    def _hold(self, number: int, is_current: bool, there: Mapping[str, bytes]) -> None:  # noqa: FBT001
+    def _hold(self, number: int, is_current: bool, there: Mapping[str, bytes]) -> None:
         """Note the files of a version; of one that was killed before it lived, what it means may still change."""
         path = chunks_path() if is_current else version_path(str(number))
         data = there[path]
@@ -432,7 +445,7 @@ class LivingSet:
             fields = tuple(sorted(base | ({*wanted.late} - wanted.lacking)))
         dataset = self.open(name, fields=fields)
         left_out = wanted.lacking
-        samples = [one for one in dataset]  # each byte by its checksum
+        samples = list(dataset)  # each byte by its checksum
         assert [one["__key__"] for one in samples] == wanted.keys
         for sample, row in zip(samples, wanted.rows, strict=True):
             check_sample(sample, row, wanted, left_out)

@@ -1,7 +1,8 @@
 """Random histories of sets that live: what may be done to them, what the model makes of it, and faults meanwhile.
 
-A world holds a few sets: one is made of a source, others by ``copy``, ``split`` and ``reshard`` of those. A step changes
-one of them, or makes others of it. It runs calmly, or is killed at a write, or another step runs at one of its writes.
+A world holds a few sets: one is made of a source, others by ``copy``, ``split`` and ``reshard`` of those. A step
+changes one of them, or makes others of it. It runs calmly, or is killed at a write, or another step runs at one of
+its writes.
 """
 
 from __future__ import annotations
@@ -387,7 +388,7 @@ def pruned_in_part(world: World, step: Step, before: States, after: States) -> l
     return [{**before, step.name: replace(was, versions=versions, tags=tags, numbered=was.numbered & kept)}]
 
 
-# --------------------------------------------------------------------------------------------------------- kinds of steps
+# ------------------------------------------------------------------------------------------------------- kinds of steps
 
 
 def drawn(world: World, states: States, name: str, *, makes: bool = True) -> Step:
@@ -448,7 +449,9 @@ def appended_to_copy(one: LivingSet, source: Source, name: str) -> Step:
 def with_rows(version: Version, rows: Sequence[Row]) -> Version:
     """Return a version with more rows; new classes get the next numbers."""
     labels = {row.label for row in rows if row.label is not None}
-    return replace(version, rows=(*version.rows, *rows), classes=(*version.classes, *sorted(labels - {*version.classes})))
+    return replace(
+        version, rows=(*version.rows, *rows), classes=(*version.classes, *sorted(labels - {*version.classes}))
+    )
 
 
 def written(world: World, state: SetState, name: str, num: int) -> Step:
@@ -508,7 +511,9 @@ def deleted_where(world: World, state: SetState, name: str) -> Step | None:
 
     if len(gone(state.now)) == len(state.now.rows):
         return None
-    return leave_out(world, name, f"delete where {where}", lambda: delete(one.url, storage=one.storage, where=where), gone)
+    return leave_out(
+        world, name, f"delete where {where}", lambda: delete(one.url, storage=one.storage, where=where), gone
+    )
 
 
 def deduped(world: World, state: SetState, name: str) -> Step:
@@ -650,10 +655,12 @@ def dropped(world: World, state: SetState, name: str) -> Step | None:
 
 def without_late(version: Version, names: set[str]) -> Version:
     rows = [replace(row, late={name: v for name, v in row.late.items() if name not in names}) for row in version.rows]
-    return replace(version, rows=tuple(rows), late={name: how for name, how in version.late.items() if name not in names})
+    return replace(
+        version, rows=tuple(rows), late={name: how for name, how in version.late.items() if name not in names}
+    )
 
 
-# --------------------------------------------------------------------------------------------- steps that make other sets
+# ------------------------------------------------------------------------------------------- steps that make other sets
 
 
 def copied(world: World, state: SetState, name: str) -> Step:
@@ -685,7 +692,8 @@ def copied_again(world: World, states: States, name: str) -> Step | None:
         now = without_late(state.now, {*state.now.late})
         states[new] = SetState(versions={1: now})
 
-    return Step(words=f"copy {name} again to {new}", name=name, makes=(new,), apply=apply, may_fail=(TargetNotEmptyError,),
+    return Step(words=f"copy {name} again to {new}", name=name, makes=(new,), apply=apply,
+                may_fail=(TargetNotEmptyError,),
                 run=lambda: copy(one.url, other.url, storage_options=one.options))  # fmt: skip
 
 
@@ -745,7 +753,7 @@ def merged(world: World, states: States, name: str) -> Step | None:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------- other checks
+# --------------------------------------------------------------------------------------------------------- other checks
 
 
 def check_tars(one: LivingSet, now: Version) -> None:
@@ -781,7 +789,11 @@ def check_left(one: LivingSet) -> None:
     held = {path for table in tables for path in one.paths_of(table)}
     inputs = {name for table in tables for name in (table.version.inputs if table.version is not None else ())}
     there = one.files()
-    left = {path for path in there if path.endswith(".tar") or path.startswith(("_shardstream/samples/", "_shardstream/fields/"))}
+    left = {
+        path
+        for path in there
+        if path.endswith(".tar") or path.startswith(("_shardstream/samples/", "_shardstream/fields/"))
+    }
     assert left == {path for path in held if path in there}
     assert {Path(path).stem for path in there if path.startswith("_shardstream/inputs/")} == inputs
     assert not [path for path in there if path.startswith("_shardstream/pending/")]

@@ -55,7 +55,7 @@ def by_energon(folder: str) -> Found:
 
     class Encoder(DefaultTaskEncoder):  # type: ignore[misc]
         decoder = None
-        cookers = [Cooker(as_it_is)]
+        cookers = (Cooker(as_it_is),)
 
         @stateless
         def batch(self, samples: list[dict[str, Any]]) -> Any:
