@@ -29,7 +29,7 @@ import numpy as np
 from shard_tools import ShardWriter
 from shard_tools.change.fields.join import FromSet, join_field
 from streaming import DataLoader, StreamingDataset
-from streaming.run.engine.memory.mapped import NoMaps
+from streaming.run.engine.memory.mapped import FileMaps, NoMaps
 from streaming.run.loops import epoch_loop
 from streaming.storage import Storage
 
@@ -109,8 +109,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="late-fields-"))
     try:
         one, two = make(folder, options.samples, options.image, options.late)
-        for what, maps in (("mapped", None), ("read", lambda *_: NoMaps())):
-            with mock.patch.object(epoch_loop, "maps_of", maps or epoch_loop.maps_of):
+        for what, maps in (("mapped", FileMaps), ("read", lambda *_: NoMaps())):
+            with mock.patch.object(epoch_loop, "FileMaps", maps):
                 for said in compared(one, two, options.rounds):
                     sys.stdout.write(f"{what}, {said}\n")
                 for url in (one, two) if options.profile else ():
