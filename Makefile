@@ -11,8 +11,9 @@
 # make matrix all tests of both, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
 # make flips  FLIPS=100000 flipped bits in all files of an index, under each reader, drawn from SEED=1
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, as many histories of all
-#             kinds of sets against a model, CASES/20 against an undisturbed rank, and CASES/100 of sets that live in each
-#             of three stores, drawn from SEED=1
+#             kinds of sets against a model, and CASES/20 against an undisturbed rank, drawn from SEED=1
+# make set-histories   HISTORIES=10000 random histories of sets that live: changes, versions, late fields, copies, kills at
+#             writes, two writers, on disk, in S3 and without conditional writes, against a model, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
 # torch), PYTEST_ARGS=… to pytest. Two processes test for each core, since tests also wait: JOBS=0 for one.
@@ -32,7 +33,7 @@ RELEASE_ARGS ?=
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers mlperf fuzz torture flips matrix differential clean
+.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers mlperf fuzz torture flips matrix differential set-histories clean
 .DEFAULT_GOAL := help
 
 help:
@@ -105,7 +106,10 @@ flips: venv
 	$(BIN)/python -m pytest -n $(JOBS) --dist load tests/catalog/test_index_flips.py --index-flips $(or $(FLIPS),100000) --torture-seed $(or $(SEED),1)
 
 differential: venv
-	$(BIN)/python -m pytest -n $(JOBS) tests/histories/test_differential.py tests/histories/test_differential_streamed.py tests/histories/test_histories.py tests/histories/test_histories_model.py tests/histories/test_living_sets.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n $(JOBS) tests/histories/test_differential.py tests/histories/test_differential_streamed.py tests/histories/test_histories.py tests/histories/test_histories_model.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
+
+set-histories:
+	$(BIN)/python -m pytest -n $(JOBS) --dist load tests/histories/test_living_sets.py -k every_version --set-histories $(or $(HISTORIES),10000) --set-histories-seed $(or $(SEED),1)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

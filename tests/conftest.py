@@ -33,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--index-flips", type=int, default=2000, help="bits that test_index_flips.py flips at least")
     parser.addoption("--source-edits", type=int, default=60, help="sources that test_source_edits.py edits")
+    parser.addoption("--set-histories", type=int, default=32, help="histories that test_living_sets.py plays")
+    parser.addoption("--set-histories-first", type=int, default=0, help="number of the first of them")
+    parser.addoption("--set-histories-seed", type=int, default=1, help="seed of all that is drawn in them")
+    parser.addoption("--set-histories-store", default="", help="the store of all of them; otherwise each has its own")
     parser.addoption("--clips", type=int, default=240, help="random clips that test_moments.py compares at least")
     parser.addoption("--clips-first", type=int, default=0, help="number of the first of them")
     parser.addoption(

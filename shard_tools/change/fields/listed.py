@@ -9,12 +9,11 @@ from shard_tools.make.write.change import open_head
 from shard_tools.running.report import Report
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError
-from streaming.shards.catalog.build import read_schema
 from streaming.shards.index.layout import field_samples_path, field_table_path, field_tar_path, fields_directory
 from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
 from streaming.shards.schema.value import Schema
-from streaming.shards.versions.publish import change_schema
+from streaming.shards.versions.publish import change_schema, publish, read_head
 from streaming.storage import Storage, join_url, redact
 
 _DELETES = 16
@@ -73,9 +72,14 @@ def drop_field(home: str, name: str, *, storage: Storage) -> FieldDropReport:
     if name not in late:
         there = ", ".join(sorted(late)) or "none"
         raise ConfigError(f"field {name!r}: {redact(home)} has no late field of this name; there are: {there}")
-    known = read_schema(storage, home)
-    change_schema(storage, home, without(known, name))
-    files = [] if head.lives else [info.url for info in storage.list(join_url(home, fields_directory(), name))]
+    schema = without(head.schema, name)
+    if head.lives:
+        publish(storage, head, head.table, schema=schema)
+        return FieldDropReport(name=name, version=late[name], num_files=0)
+    change_schema(storage, home, schema)
+    below = join_url(home, fields_directory(), name)
+    # Somebody may have named a version meanwhile, which has the field.
+    files = [] if read_head(storage, home).lives else [info.url for info in storage.list(below)]
     list(map_threads(storage.delete, files, _DELETES))
     return FieldDropReport(name=name, version=late[name], num_files=len(files))
 

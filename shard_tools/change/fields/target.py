@@ -16,13 +16,13 @@ from shard_tools.make.write.change import open_head, work_note
 from shard_tools.make.write.keys import check_field
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted, some_names
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, shell_place, shell_word
-from streaming.shards.catalog.build import read_schema
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import checked_name, field_table_path, pending_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.late.fields import read_late_table
-from streaming.shards.late.table import ABSENT, LateTable
+from streaming.shards.late.table import ABSENT, LateTable, OfShard
 from streaming.shards.schema.kinds import kind_by_name
 from streaming.shards.schema.value import Schema, SchemaField, late_origin
 from streaming.shards.versions.publish import OvertakenError, change_schema, publish, read_head
@@ -32,6 +32,7 @@ OnMissing = Literal["error", "skip"]
 PENDING = "field-"
 """How the name of the note in ``pending/`` begins of a late field that is being added to a set that lives."""
 _SHOWN = 5
+_READERS = 16
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +65,24 @@ class FieldReport(Report):
     num_bytes: int
     set_version: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What the table of a late field says of one tar.
+
+    Attributes:
+        shard: The shard that it goes with.
+        chunks: Its chunk table.
+    """
+
+    shard: OfShard
+    chunks: ChunkTable
+
+    @classmethod
+    def of(cls, tar: LateTar, table: SampleTable) -> _Entry:
+        """Return the entry of a tar, given its sample table."""
+        return cls(shard=tar.of_shard(table), chunks=table.chunks)
 
 
 class FieldTarget:
@@ -126,22 +145,48 @@ class FieldTarget:
             OvertakenError: The set got other shards meanwhile.
         """
         with self._noted():
-            done = [tar.written() for tar in self.tars]
-            left = [tar for tar, table in zip(self.tars, done, strict=True) if table is None]
-            made = iter(write(left) if left else ())
-            tables = [next(made) if table is None else table for table in done]
-            missing = [key for table in tables for key in missing_in(table)]
-            late = self._table(tables)
+            there = list(map_threads(self._there, self.tars, _READERS))
+            left = [tar for tar, one in zip(self.tars, there, strict=True) if one is None]
+            made = [_Entry.of(tar, table) for tar, table in zip(left, write(left) if left else (), strict=True)]
+            waiting = iter(made)
+            entries = [one or next(waiting) for one in there]
+            late = LateTable(
+                name=self.name, work=self.work, how=self._how, made_from=self._made_from,
+                chunks=ChunkTable.concat([one.chunks for one in entries]), shards=tuple(one.shard for one in entries),
+            )  # fmt: skip
             self.storage.put(join_url(self.home, field_table_path(self.name, late.version)), late.to_parquet())
             set_version = self._publish(late)
+        missing = self._first_missing(late)
         if missing:
-            self._tell(missing)
+            self._tell(late.num_missing, missing)
         return FieldReport(
-            name=self.name, version=late.version, made_from=self._made_from, num_shards=len(tables),
-            num_written=len(left), num_samples=late.chunks.total_samples, num_missing=len(missing),
-            first_missing=tuple(missing[:_SHOWN]), num_bytes=late.num_bytes,
-            set_version=set_version, seconds=time.monotonic() - self._begun_s,
+            name=self.name, version=late.version, made_from=self._made_from, num_shards=len(entries),
+            num_written=len(left), num_samples=late.chunks.total_samples, num_missing=late.num_missing,
+            first_missing=missing, num_bytes=late.num_bytes, set_version=set_version,
+            seconds=time.monotonic() - self._begun_s,
         )  # fmt: skip
+
+    def _there(self, tar: LateTar) -> _Entry | None:
+        """Return the entry of a tar that is written already; None: it is not.
+
+        Of those that the set has, its table of the field tells, so what is added later costs what it is.
+        """
+        known = self._known
+        if known is not None and known.work == self.work:
+            number = known.numbers.get(tar.shard)
+            if number is not None and known.shards[number].fingerprint == tar.rows.fingerprint:
+                return _Entry(shard=known.shards[number], chunks=known.chunks.of_shard(number))
+        table = tar.written()
+        return None if table is None else _Entry.of(tar, table)
+
+    def _first_missing(self, late: LateTable) -> tuple[str, ...]:
+        """Return the keys of the first samples without a value."""
+        found = list[str]()
+        for tar, shard in zip(self.tars, late.shards, strict=True):
+            if len(found) >= _SHOWN:
+                break
+            found += missing_in(tar.samples()) if shard.num_missing else ()
+        return tuple(found[:_SHOWN])
 
     def refuse_missing(self, keys: Sequence[str], where: str) -> None:
         """Refuse samples without a value, if that is an error.
@@ -156,33 +201,32 @@ class FieldTarget:
                 "--on-missing skip"
             )
 
-    def _tell(self, missing: Sequence[str]) -> None:
+    def _tell(self, num: int, first: Sequence[str]) -> None:
         _log.warning(
             "field %r: %s of %s have no value, first %s; batches get them without the field, as on_error= and "
             "the collate function say",
-            self.name, counted(len(missing), "sample"), redact(self.home), some_names([*map(repr, missing[:_SHOWN])]),
-        )  # fmt: skip
-
-    def _table(self, tables: Sequence[SampleTable]) -> LateTable:
-        both = zip(self.tars, tables, strict=True)
-        return LateTable(
-            name=self.name, work=self.work, how=self._how, made_from=self._made_from,
-            chunks=ChunkTable.concat([table.chunks for table in tables]),
-            shards=tuple(tar.of_shard(table) for tar, table in both),
+            self.name, counted(num, "sample"), redact(self.home), some_names([*map(repr, first)]),
         )  # fmt: skip
 
     def _publish(self, late: LateTable) -> int:
         """Let the set have the field; return the number of its version, 0 if it does not live."""
-        if not self.head.lives:
-            change_schema(self.storage, self.home, with_late(read_schema(self.storage, self.home), late))
-            return 0
         now = read_head(self.storage, self.home)
-        new = late.lacking(now.table)
-        if new:
+        there = now.schema.late_fields.get(self.name)
+        if there not in {self.head.schema.late_fields.get(self.name), late.version}:
             raise OvertakenError(
-                f"{redact(self.home)}: {counted(len(new), 'shard')}, first {new[0]!r}, came into this set since "
-                f"version {self.head.number} was read, and have no {self.name!r} yet; run the same command again: it "
-                "goes on with these"
+                f"{redact(self.home)}: somebody else has changed field {self.name!r} meanwhile, so this one is not "
+                f"published; see shard_tools field list {shell_place(self.home)}, and run the same command again"
+            )
+        if not now.lives:
+            return change_schema(self.storage, self.home, with_late(now.schema, late))
+        new = late.lacking(now.table)
+        if new or not self.head.lives:  # without a note, a prune may have taken tars for leftovers
+            what = (
+                f"{counted(len(new), 'shard')}, first {new[0]!r}, came into this set" if new else "the set has changed"
+            )
+            raise OvertakenError(
+                f"{redact(self.home)}: {what} since version {self.head.number} was read, so {self.name!r} is not "
+                "published; run the same command again: it goes on with the tars that are there"
             )
         schema = with_late(now.schema, late)
         return now.number if schema == now.schema else publish(self.storage, now, now.table, schema=schema)

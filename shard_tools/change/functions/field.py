@@ -77,31 +77,29 @@ def compute_field(
     )
 
     def write(tars: Sequence[LateTar]) -> Iterable[SampleTable]:
-        tables = list(map_threads(lambda tar: tar.base(), target.tars, READ_THREADS))
+        tables = list(map_threads(lambda tar: tar.base(), tars, READ_THREADS))
         given = fields or tuple(sorted({field for table in tables for field in table.fields}))
         dataset: Any = streaming.StreamingDataset(home, fields=given, shuffle=False, storage_options=storage_options)
-        firsts = _firsts(target, dataset, tables)
+        firsts = _firsts(target, dataset)
         inputs = SetInputs(dataset)
         inputs.shared = [(storage, tars[0].shard_url)]
         work = Produce(function=FieldCall(function=function, field=name), read=inputs.read, columns={}, name=spec)
         progress.start(total_bytes=None, total=sum(tar.rows.total_samples for tar in tars))
         with (running or Running()).runner(work, inputs.shared) as runner:
-            left = {tar.shard for tar in tars}
-            for tar, table in zip(target.tars, tables, strict=True):
-                if tar.shard in left:
-                    values = _Values(target, runner, inputs, spec, progress)
-                    yield tar.write(values.of(firsts[tar.shard_url], table.keys), table.keys)
+            for tar, table in zip(tars, tables, strict=True):
+                values = _Values(target, runner, inputs, spec, progress)
+                yield tar.write(values.of(firsts[tar.shard_url], table.keys), table.keys)
 
     return target.fill(write)
 
 
-def _firsts(target: FieldTarget, dataset: Any, tables: Sequence[SampleTable]) -> dict[str, int]:
+def _firsts(target: FieldTarget, dataset: Any) -> dict[str, int]:
     """Return the number in the dataset of the first sample of each shard.
 
     Raises:
         OvertakenError: It is not the version of the set that the target has read.
     """
-    sizes = {tar.shard_url: table.num_samples for tar, table in zip(target.tars, tables, strict=True)}
+    sizes = {tar.shard_url: tar.rows.total_samples for tar in target.tars}
     found: dict[str, int] = {}
     first = 0
     for url in dataset.urls:

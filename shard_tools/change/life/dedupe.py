@@ -222,12 +222,13 @@ def _by_bytes(head: Head, storage: Storage, by: str) -> tuple[list[list[int]], i
             f"--by {by!r}: no sample of {redact(head.home)} has such a field{did_you_mean(by, there)}; give key, "
             f"content, or one of {', '.join(sorted(there))}"
         )
+    compared = sorted(there) if field is None else [field]  # no late fields, which some shards may lack
     code = np.concatenate(codes if all_summed else of_sizes)
     candidates = _occurring_again(code)
     candidates = candidates[code[candidates] != 0]
     groups: dict[bytes, list[int]] = {}
     for some in _parts(candidates, np.concatenate(sizes)):
-        for number, digest in zip(some.tolist(), _digests(head, storage, field, some), strict=True):
+        for number, digest in zip(some.tolist(), _digests(head, storage, compared, some), strict=True):
             groups.setdefault(digest, []).append(number)
     return [group for group in groups.values() if len(group) > 1], candidates.size
 
@@ -273,9 +274,9 @@ def _parts(numbers: Int64Array, sizes: Int64Array) -> Iterator[Int64Array]:
         yield numbers[first:]
 
 
-def _digests(head: Head, storage: Storage, field: str | None, numbers: Int64Array) -> list[bytes]:
-    """Return a digest of the compared bytes of each of these samples."""
-    opened = stored(head, storage, None if field is None else [field])
+def _digests(head: Head, storage: Storage, fields: Sequence[str], numbers: Int64Array) -> list[bytes]:
+    """Return a digest of the bytes of these fields, for each of these samples."""
+    opened = stored(head, storage, fields)
     found = []
     for sample in opened[numbers.tolist()]:
         digest = hashlib.sha256()

@@ -12,12 +12,12 @@ from shard_tools.change.sets.target import TargetContents
 from streaming.errors import IndexFormatError, NotFoundError
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
-from streaming.shards.index.layout import INDEX_DIRECTORY
+from streaming.shards.index.layout import COPIED_FILES, INDEX_DIRECTORY
 from streaming.storage import Storage, join_url, split_url
 
 CHECKS = ("recorded", "full")
 """``recorded``: a shard that a copy noted, and that is the same since, is right; ``full``: all are read."""
-_FORMAT, _PREFIX = "shardstream-copied", "copied-"
+_FORMAT, _PREFIX = "shardstream-copied", COPIED_FILES.rpartition("/")[2]
 _SHARE = 16  # the note is written when this part of its shards is new
 
 
@@ -63,7 +63,7 @@ class CopyNote:
     @classmethod
     def of(cls, base: str, directory: str, writer: str, here: Storage) -> CopyNote:
         """Return the note of a copy to ``base``, in a directory of shards, of this ``writer``."""
-        return cls(url=join_url(directory, f"{INDEX_DIRECTORY}/{_PREFIX}{writer}.json"), base=base, here=here)
+        return cls(url=join_url(directory, f"{COPIED_FILES}{writer}.json"), base=base, here=here)
 
     def add(self, shard: BroughtShard, version: str | None, *, is_new: bool = True) -> None:
         """Note a shard that is right; from time to time, write the note."""

@@ -37,7 +37,7 @@ from shard_tools.running.report import Report, plain
 from streaming.common.arguments import counted
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.chunk_table import ChunkTable
-from streaming.shards.index.layout import inputs_path
+from streaming.shards.index.layout import COPIED_FILES, INDEX_DIRECTORY, inputs_path
 from streaming.shards.schema.kinds import kind_by_name
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.publish import Head
@@ -201,8 +201,17 @@ class Appending:
             options: The options of its conversion.
             journal: The journal of its conversion, if it has one.
             records: Number of records that it was made from, if this may differ from the number of samples.
+
+        Raises:
+            ConfigError: The set is a copy, which does not list its inputs.
         """
         inputs = load_sources(head.home, storage) + load_inputs(head.home, head.inputs, storage)
+        if not inputs and _is_copy(storage, head.home):
+            raise ConfigError(
+                f"{redact(head.home)} is a copy, which does not list the inputs of its samples, so all of the source "
+                "would be added, also what the set holds already. Append to the set that was copied, and copy it "
+                "again; or write samples that are new for sure with ShardWriter(…, append=True)"
+            )
         pattern = (
             _pattern_of([shard.name for shard in head.table.shards]) if journal is None
             else str(journal.options["pattern"])
@@ -484,6 +493,12 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
         fields=tuple((column, extension) for column, extension in said["fields"]), columns=tuple(said["columns"]),
         images=ImageOptions(**images | ({"fields": tuple(images["fields"])} if images else {})), **how,
     )  # fmt: skip
+
+
+def _is_copy(storage: Storage, home: str) -> bool:
+    """Return whether ``copy`` has brought shards to a directory."""
+    notes = join_url(home, COPIED_FILES)
+    return any(info.url.startswith(notes) for info in storage.list(join_url(home, INDEX_DIRECTORY)))
 
 
 def _pattern_of(names: Sequence[str]) -> str:

@@ -185,6 +185,10 @@ class OneOrder(ABC):
         return ""
 
 
+def _no_version(shard: int) -> str:  # noqa: ARG001  only the node cache asks for versions
+    return ""
+
+
 def _skews(starts: Int64Array, sizes: Int64Array) -> Int64Array:
     """Return how far into a page chunks begin; see ``FetchRange.skew_bytes``."""
     return np.where(sizes >= LEAST_MAPPED_BYTES, starts % PAGE_BYTES, 0)
@@ -425,11 +429,11 @@ class ChunkSource(OfTable):
         beside: list[FetchRange] = []
         main = wanted
         for one in self.late:
-            found = one.run(low, high)
+            version_of = _no_version if self.cache is None else self._late_versions[one.name].of
+            found = one.run(low, high, wanted.kept, version_of)
             if found is None:
                 continue
-            version = "" if self.cache is None else self._late_versions[one.name].of(one.numbers[found.url])
-            found = self._around(replace(found, version=version, kept=wanted.kept), one, main)
+            found = self._around(found, one, main)
             if main is wanted and self._only_late:
                 main = replace(found, lead=wanted.lead + wanted.first_sample - found.first_sample)
             else:
@@ -518,7 +522,7 @@ class ChunkSource(OfTable):
         """Fetch a range into ``out``. Locating its samples, by ``apart``, may be left to the caller."""
 
         def fetch(part: FetchRange, _: int, memory: memoryview) -> Fetched:
-            known = replace(self._facts_of(part), apart=apart_later if part.late else apart)
+            known = self._facts_of(part, apart_later if part.late else apart)
             return fetch_unit(self.storage, part, memory, self.cache, known)
 
         return fetch_parts(wanted, out, fetch)
@@ -556,7 +560,7 @@ class ChunkSource(OfTable):
         """Whether every range is read as a whole, for any choice of samples."""
         return self.fields is None and not self.selection.filter and self.distant is None
 
-    def _facts_of(self, wanted: FetchRange) -> ShardFacts:
+    def _facts_of(self, wanted: FetchRange, apart: Apart = apart_later) -> ShardFacts:
         url = wanted.url
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
         if self.selection.filter:
@@ -565,8 +569,9 @@ class ChunkSource(OfTable):
         if wanted.late:
             late = next(one for one in self.late if one.name == wanted.late)
             samples = partial(self._recent.late_table, self, late, late.numbers[url])
-            return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept)
-        return ShardFacts(samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept, distant=self.distant)
+            return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept, apart=apart)
+        samples = partial(self.samples_at, url)
+        return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept, apart=apart, distant=self.distant)
 
     @property
     def distant(self) -> Distant | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -84,7 +84,6 @@ class FetchRange:
         beside: Ranges of other tars, which hold more fields of the same samples, and perhaps of some around them; see
             :mod:`streaming.shards.fetch.beside`.
         late: If it is a range of a tar of a late field: that field, the only one to deliver.
-        parts: This range and those beside it, each alone, and where each begins in memory if it is read as a whole.
     """
 
     url: str
@@ -102,10 +101,15 @@ class FetchRange:
     source: int = 0
     beside: tuple[FetchRange, ...] = ()
     late: str = ""
-    parts: tuple[tuple[int, FetchRange], ...] = field(init=False, repr=False, compare=False)
+    _placed: tuple[tuple[int, FetchRange], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", self._parts() if self.beside else ((0, self),))
+        object.__setattr__(self, "_placed", self._in_memory() if self.beside else ())
+
+    @property
+    def parts(self) -> tuple[tuple[int, FetchRange], ...]:
+        """This range and those beside it, each alone, and where each begins in memory if it is read as a whole."""
+        return self._placed or ((0, self),)
 
     @property
     def shown_url(self) -> str:
@@ -125,14 +129,22 @@ class FetchRange:
         """How far into a page it begins if it may be mapped: as in its file."""
         return self.byte_start % PAGE_BYTES if self.byte_end - self.byte_start >= LEAST_MAPPED_BYTES else 0
 
-    def _parts(self) -> tuple[tuple[int, FetchRange], ...]:
-        alone = replace(self, beside=())
-        found, end = [(0, alone)], alone.num_bytes
+    def _in_memory(self) -> tuple[tuple[int, FetchRange], ...]:
+        found, end = [(0, self._alone())], self.byte_end - self.byte_start
         for one in self.beside:
             place = int(place_behind(self.skew_bytes, end, one.skew_bytes))
             found.append((place, one if one.source == self.source else replace(one, source=self.source)))
             end = place + one.num_bytes
         return tuple(found)
+
+    def _alone(self) -> FetchRange:
+        """Return the range without those beside it. One is made for each chunk, and ``replace`` takes long."""
+        found = object.__new__(FetchRange)
+        for name in _NAMES:
+            object.__setattr__(found, name, getattr(self, name))
+        object.__setattr__(found, "beside", ())
+        object.__setattr__(found, "_placed", ())
+        return found
 
     @property
     def sums(self) -> tuple[tuple[int, int], ...]:
@@ -159,6 +171,9 @@ class FetchRange:
     def key(self) -> UnitKey:
         """Identifies this range, and its reading."""
         return UnitKey(self.reading, self.byte_start, self.byte_end)
+
+
+_NAMES = tuple(one.name for one in fields(FetchRange) if one.name not in {"beside", "_placed"})
 
 
 def place_behind(skew_bytes: Int64Array | int, end: Int64Array | int, next_skew: Int64Array | int) -> Int64Array:

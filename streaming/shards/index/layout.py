@@ -23,6 +23,8 @@ INPUTS_DIRECTORY = f"{INDEX_DIRECTORY}/inputs"
 """The inputs of what was appended; which of these files count is up to the chunk table."""
 PENDING_DIRECTORY = f"{INDEX_DIRECTORY}/pending"
 """Notes of changes that are not published yet."""
+COPIED_FILES = f"{INDEX_DIRECTORY}/copied-"
+"""How the paths of notes of ``copy`` begin: the shards that it has brought to this directory."""
 _FIELDS_DIRECTORY = f"{INDEX_DIRECTORY}/fields"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 _MAX_NAME = 100

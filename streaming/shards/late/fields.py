@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,8 +57,15 @@ class LateField:
         found[self.shards[there]] = there
         return found
 
-    def run(self, first: int, stop: int) -> FetchRange | None:
-        """Return the range that goes with chunks ``[first, stop)`` of one shard; None: their set lacks the field."""
+    def run(self, first: int, stop: int, kept: str, version_of: Callable[[int], str]) -> FetchRange | None:
+        """Return the range that goes with chunks ``[first, stop)`` of one shard; None: their set lacks the field.
+
+        Args:
+            first: The first chunk.
+            stop: The chunk after the last one.
+            kept: As in ``FetchRange``.
+            version_of: Returns the version of a tar, by its number.
+        """
         low, high = int(self.rows[first]), int(self.rows[stop - 1]) + 1
         if low < 0:
             return None
@@ -69,7 +76,8 @@ class LateField:
             url=self.urls[tar], byte_start=start, byte_end=start + ends[-1],
             first_sample=int(table.first_sample[low]), num_samples=int(table.num_samples[low:high].sum()),
             crc32c=sums[0] if high - low == 1 else None, shard_bytes=table.shards[tar].size_bytes,
-            spans=() if high - low == 1 else tuple(zip(ends, sums, strict=True)), late=self.name,
+            spans=() if high - low == 1 else tuple(zip(ends, sums, strict=True)), late=self.name, kept=kept,
+            version=version_of(tar),
         )  # fmt: skip
 
     def sample_table(self, storage: Storage, tar: int) -> SampleTable:

@@ -153,9 +153,15 @@ def revive(storage: Storage, head: Head) -> Head:
     """
     if head.lives:
         return head
+    said = _SchemaFile.read(storage, head.home)
+    if said.schema != head.schema:
+        raise _overtaken(head)
     table = replace(head.table, version=VersionFacts(number=1, schema=head.schema.as_dict()))
     data = table.to_parquet()
-    storage.put(join_url(head.home, SCHEMA_FILE), head.schema.to_bytes(lives=True))
+    try:  # who changes what a set means that does not live replaces this file, too
+        said.replace(storage, head.schema.to_bytes(lives=True))
+    except ChangedError as error:
+        raise _overtaken(head) from error
     storage.put(join_url(head.home, version_path("1")), data)
     _replace(storage, head, data)
     found = read_head(storage, head.home)
@@ -195,16 +201,68 @@ def publish(
 
 
 def _replace(storage: Storage, head: Head, data: bytes) -> None:
-    url = join_url(head.home, chunks_path())
-    if head.seen is None:  # of a store that tells no versions, the bytes are compared
-        if bytes(storage.read(url)) != head.data:
-            raise _overtaken(head)
-        storage.put(url, data)
-        return
     try:
-        storage.put_if(url, data, head.seen)
+        _put_over(storage, join_url(head.home, chunks_path()), data, head.seen, head.data)
     except ChangedError as error:
         raise _overtaken(head) from error
+
+
+def _put_over(storage: Storage, url: str, data: bytes, seen: str | None, before: bytes | None) -> None:
+    """Replace a file that was read as ``before``, with the version ``seen``; None: there was none.
+
+    Raises:
+        ChangedError: It is another one now.
+    """
+    if before is None or seen is not None:
+        storage.put_if(url, data, seen)
+        return
+    if bytes(storage.read(url)) != before:  # of a store that tells no versions, the bytes are compared
+        raise ChangedError(f"writing {redact(url)}: somebody else has written it meanwhile; nothing was replaced")
+    storage.put(url, data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SchemaFile:
+    """What ``schema.json`` says, as it was read.
+
+    Attributes:
+        url: Where it is.
+        schema: What it says.
+        is_copy: Whether it says that the chunk table counts.
+        seen: What the store says of its version.
+        data: Its bytes; None: there is none.
+    """
+
+    url: str
+    schema: Schema
+    is_copy: bool
+    seen: str | None
+    data: bytes | None
+
+    @classmethod
+    def read(cls, storage: Storage, home: str) -> _SchemaFile:
+        """Read it.
+
+        Raises:
+            IndexFormatError: It is damaged.
+        """
+        url = join_url(home, SCHEMA_FILE)
+        try:
+            seen = storage.info(url).version  # before the bytes: if they are newer, they are not replaced
+            (schema, copies), data = storage.read_parsed(
+                url, lambda data, source: (_schema_and_kind(data, source), bytes(data)), is_sealed
+            )
+        except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
+            return cls(url=url, schema=Schema(), is_copy=False, seen=None, data=None)
+        return cls(url=url, schema=schema, is_copy=copies, seen=seen, data=data)
+
+    def replace(self, storage: Storage, data: bytes) -> None:
+        """Write other bytes.
+
+        Raises:
+            ChangedError: Somebody else has written it meanwhile.
+        """
+        _put_over(storage, self.url, data, self.seen, self.data)
 
 
 def _overtaken(head: Head) -> OvertakenError:
@@ -240,15 +298,26 @@ def write_index(
     publish(storage, head, table, schema=schema)
 
 
-def change_schema(storage: Storage, home: str, schema: Schema) -> None:
-    """Write what a set means that is there already; of one that lives, as its next version."""
-    try:
-        lives = storage.read_parsed(join_url(home, SCHEMA_FILE), _schema_and_kind, is_sealed)[1]
-    except (NotFoundError, AccessDeniedError):
-        lives = False
-    if not lives:
-        storage.put(join_url(home, SCHEMA_FILE), schema.to_bytes())
-        return
-    head = read_head(storage, home)
-    if head.schema != schema:
-        publish(storage, head, head.table, schema=schema)
+def change_schema(storage: Storage, home: str, schema: Schema) -> int:
+    """Write what a set means that is there already; of one that lives, as its next version.
+
+    One that somebody has begun to let live counts as such, for else one of both changes would be lost unseen.
+
+    Returns:
+        Number of the version that means this; 0 of a set that does not live.
+
+    Raises:
+        OvertakenError: Somebody else changed the set meanwhile.
+    """
+    said = _SchemaFile.read(storage, home)
+    if not said.is_copy:
+        try:
+            said.replace(storage, schema.to_bytes())
+        except ChangedError as error:
+            raise OvertakenError(
+                f"{redact(home)}: somebody else has changed what this set means meanwhile; nothing of this change is "
+                "in it. Run the same command again: it begins with what is there now"
+            ) from error
+        return 0
+    head = revive(storage, read_head(storage, home))  # else its first version would mean what later ones do
+    return head.number if head.schema == schema else publish(storage, head, head.table, schema=schema)

@@ -25,6 +25,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, DataError
 from streaming.shards.catalog.build import read_chunks
+from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.joined import Classes
 from streaming.storage import Storage, join_url, redact
@@ -128,9 +129,12 @@ class _Part:
             TargetNotEmptyError: The target holds other files, and ``overwrite`` is False.
         """
         directory = self.place.directory
-        if not any(True for _ in self.storage.list(directory)) or overwrite:
+        there = [info.url for info in self.storage.list(directory)]
+        if not there or overwrite:
             return False
         refuse_writers(self.mark.others(), directory, "or start over with --overwrite")
+        if all(map(_is_mark, there)):  # an earlier run was killed right after it had marked the target
+            return False
         found = load_journal(directory, self.storage)
         if found is None or not found.same_work(self.journal):
             raise TargetNotEmptyError(
@@ -144,7 +148,7 @@ class _Part:
         there = [info.url for info in self.storage.list(self.place.directory)]
         self.mark.begin(lambda _: True)
         for url in sorted(there, key=lambda url: url.endswith("/convert.json")):
-            if "/_shardstream/unfinished.json" not in url and "/_shardstream/writers/" not in url:
+            if not _is_mark(url):
                 self.storage.delete(url)
         save_journal(self.place.directory, self.journal, self.storage)
 
@@ -160,19 +164,31 @@ class _Part:
             write_run(self.writer, self.waiting, iter(()), ())
             self.waiting = []
 
-    def finish(self) -> None:
-        """Complete the set.
+    @property
+    def num_samples(self) -> int:
+        """Number of the samples that this run has written."""
+        return 0 if self.writer is None else self.writer.num_samples
+
+    def refuse_empty(self) -> None:
+        """Refuse a share without samples.
 
         Raises:
-            DataError: It has no sample.
+            DataError: No sample is in it.
         """
-        num_samples = 0 if self.writer is None else self.writer.num_samples
-        if not num_samples:
+        if not self.num_samples:
             raise DataError(
                 f"{redact(self.place.directory)}: no sample is in its share; give it a larger one, or another group"
             )
-        save_journal(self.place.directory, replace(self.journal, complete=True, num_samples=num_samples), self.storage)
+
+    def finish(self) -> None:
+        """Complete the set."""
+        whole = replace(self.journal, complete=True, num_samples=self.num_samples)
+        save_journal(self.place.directory, whole, self.storage)
         self.mark.finish()
+
+
+def _is_mark(url: str) -> bool:
+    return url.endswith(f"/{UNFINISHED_FILE}") or f"/{WRITERS_DIRECTORY}/" in url
 
 
 def split(
@@ -249,6 +265,8 @@ def split(
             )  # fmt: skip
             part.writer = stack.enter_context(pattern.writer(0))
         _deal(reader, parts, options.group_field, progress)
+    for part in parts:  # before any of them can be read
+        part.refuse_empty()
     for part in parts:
         part.finish()
     return _report(parts, storage, shards, begun_s, was_complete=False)
