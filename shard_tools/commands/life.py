@@ -27,14 +27,13 @@ from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
-    json_option,
+    report_options,
     left_out_options,
     places_and_target,
-    quiet_option,
     unfinished_option,
     union_option,
     with_storage_options,
-    writing_options,
+    dry_run_option,
 )
 from shard_tools.terminal.verbs import emit, finish
 from streaming.common.arguments import counted, format_bytes
@@ -51,7 +50,7 @@ def _store(arguments: dict[str, Any]) -> Storage:
 
 
 @click.command("append")
-@writing_options
+@dry_run_option
 @click.argument("places", nargs=-1, required=True, metavar="SOURCE... SET")
 @click.option(
     "--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]"
@@ -63,7 +62,7 @@ def _store(arguments: dict[str, Any]) -> Storage:
 )
 @left_out_options
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """Add the new inputs of each SOURCE to SET, as its next version.
@@ -119,8 +118,7 @@ def append_all(
 @click.option("--purge", is_flag=True, help="Remove the old shards, and all untagged versions.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
 @click.option("--dry-run", is_flag=True, help="Only report what would be deleted and written.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def delete_command(
     target: str, *, keys: str | None, where: str | None, contents: str | None, purge: bool, workers: int,
@@ -165,8 +163,7 @@ def delete_command(
 @click.option("--pairs", metavar="FILE", help="Write each pair to this file, as a line of JSON.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
 @click.option("--dry-run", is_flag=True, help="Only report the duplicates.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def dedupe_command(
     target: str, *, by: str, keep: Keep, pairs: str | None, workers: int, dry_run: bool, as_json: bool,
@@ -193,7 +190,7 @@ def dedupe_command(
 
 
 @click.command("split")
-@writing_options
+@dry_run_option
 @click.argument("places", nargs=-1, required=True, metavar="SOURCE... TARGET")
 @click.option(
     "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
@@ -209,7 +206,7 @@ def dedupe_command(
 @click.option("--overwrite", is_flag=True, help="Delete what the new sets hold and start over.")
 @union_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
     """Divide the samples of SOURCE among several sets, TARGET/train and others, in one pass.
@@ -246,11 +243,11 @@ def version_group() -> None:
 
 
 @version_group.command("tag")
-@writing_options
+@dry_run_option
 @click.argument("target", metavar="SET")
 @click.argument("name")
 @click.option("--of", "version", metavar="VERSION", help="The version to tag. Default: the current one.")
-@json_option
+@report_options
 @with_storage_options
 def tag_command(target: str, name: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
     """Tag a version of SET as NAME, so that it is kept: StreamingDataset(SET, version=NAME).
@@ -265,9 +262,8 @@ def tag_command(target: str, name: str, *, version: str | None, as_json: bool, *
 
 
 @version_group.command("list")
-@quiet_option
 @click.argument("target", metavar="SET")
-@json_option
+@report_options
 @with_storage_options
 def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
     """List the versions of SET that can be opened, and unpublished changes.
@@ -280,10 +276,9 @@ def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
 
 
 @version_group.command("show")
-@quiet_option
 @click.argument("target", metavar="SET")
 @click.argument("version", required=False)
-@json_option
+@report_options
 @with_storage_options
 def show_command(target: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
     """Show the contents of a version of SET. Default: the current one.
@@ -297,11 +292,10 @@ def show_command(target: str, *, version: str | None, as_json: bool, **arguments
 
 
 @version_group.command("diff")
-@quiet_option
 @click.argument("target", metavar="SET")
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW", required=False)
-@json_option
+@report_options
 @with_storage_options
 def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arguments: Any) -> None:
     """Show the samples of SET, by key, that only one of the versions OLD and NEW has.
@@ -327,8 +321,7 @@ def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arg
     "--abandon", multiple=True, metavar="CHANGE", help="Remove the shards of a killed change; see `version list`."
 )
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def prune_command(
     target: str, *, keep: int, drop: tuple[str, ...], abandon: tuple[str, ...], dry_run: bool, as_json: bool,

@@ -16,7 +16,7 @@ from shard_tools.terminal.options import (
     as_storage_options,
     engine_option,
     index_option,
-    json_option,
+    report_options,
     names,
     places_and_target,
     shard_size_options,
@@ -24,14 +24,14 @@ from shard_tools.terminal.options import (
     unfinished_option,
     union_option,
     with_storage_options,
-    writing_options,
+    dry_run_option,
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes
 
 
 @click.command("map")
-@writing_options
+@dry_run_option
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET MODULE:FUNCTION")
 @shard_size_options
 @click.option("--fields", type=names, metavar="A,B", help="Decode only these for the function; others stay unchanged.")
@@ -53,7 +53,7 @@ from streaming.common.arguments import counted, format_bytes
 @start_over_option
 @index_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def map_command(
     sources: tuple[str, ...], *, engine: str, workers: int | None, on_error: str, max_bad: int | None,

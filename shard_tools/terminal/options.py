@@ -114,20 +114,30 @@ def on_shards_in_parallel(local: int = DEFAULT_WORKERS["local"], what: str = "Sh
     return lambda command: engine_option(workers(command))
 
 
-def quiet_option(command: Command) -> Command:
-    """Add ``--quiet``, for commands whose exit code or result in the store is enough."""
-    return click.option(
-        "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=remember,
-        help="No progress and no report; warnings and errors stay, and --json.",
-    )(command)  # fmt: skip
-
-
-def writing_options(command: Command) -> Command:
-    """Add ``--dry-run`` and ``--quiet``, for commands that write."""
+def dry_run_option(command: Command) -> Command:
+    """Add ``--dry-run``, for commands that write."""
     return click.option(
         "--dry-run", is_flag=True, expose_value=False, is_eager=True, callback=remember,
         help="Check source, options and target, report what would be written, and write nothing.",
-    )(quiet_option(command))  # fmt: skip
+    )(command)  # fmt: skip
+
+
+report_options = together(
+    click.option(
+        "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="No progress and no report; warnings and errors stay, and --json.",
+    ),
+    click.option("--json", "as_json", is_flag=True, is_eager=True, callback=remember, help="Print the result as JSON."),
+)  # fmt: skip
+"""Options of all commands that end with a report."""
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=remember,
+    help="On failure, show the traceback.",
+)
 
 
 with_storage_options = together(
@@ -154,14 +164,7 @@ with_storage_options = together(
         help="Any other option of the store. Command lines are visible to other users of this machine: "
         "give secrets by environment variable or profile.",
     ),
-    click.option(
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=remember,
-        help="On failure, show the traceback.",
-    ),
+    debug_option,
 )
 """The options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
 
@@ -192,9 +195,6 @@ def typed_option(key: str, text: str) -> object:
         return _NUMBERS[key](text)
     except ValueError as error:
         raise click.UsageError(f"--storage-option {key}: expected a number, got {text!r}") from error
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 left_out_options = together(
@@ -258,7 +258,7 @@ union_option = click.option(
 
 
 def on_shards(command: Command) -> Command:
-    """Add URL..., ``--index``, ``--allow-unfinished``, ``--json`` and the storage options.
+    """Add URL..., ``--index``, ``--allow-unfinished``, ``--quiet``, ``--json`` and the storage options.
 
     The command gets a ``storage``.
     """
@@ -267,7 +267,7 @@ def on_shards(command: Command) -> Command:
     def with_storage(**arguments: Any) -> Any:
         return command(storage=Storage(as_storage_options(arguments)), **arguments)
 
-    decorated = index_option(unfinished_option(json_option(with_storage_options(with_storage))))
+    decorated = index_option(unfinished_option(report_options(with_storage_options(with_storage))))
     return click.argument("urls", nargs=-1, required=True, metavar="URL...")(decorated)
 
 

@@ -73,6 +73,7 @@ class IndexReport(Report):
         lacking: Columns that the sample table of a shard lacks and others have, by shard.
         num_passed_over: Number of files that belong to no sample, in the shards that this run read.
         first_passed_over: The first of them, each with its shard and the reason.
+        columns: Late columns that were added afterwards.
         findings: Damaged files of the index that cannot be rebuilt from shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
         declared_whole: Directories whose mark as unfinished was removed.
@@ -95,6 +96,7 @@ class IndexReport(Report):
     findings: tuple[Finding, ...] = ()
     num_passed_over: int = 0
     first_passed_over: tuple[str, ...] = ()
+    columns: tuple[Report, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""

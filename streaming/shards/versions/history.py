@@ -119,7 +119,7 @@ def version_with(storage: Storage, home: str, fingerprint: str) -> KeptVersion |
 
 
 def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None) -> None:
-    """Keep a version under a name, for good.
+    """Keep a version under a name, for good. A version that has the name already keeps it.
 
     Args:
         storage: The store.
@@ -133,15 +133,17 @@ def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None
     url = join_url(head.home, version_path(checked_name(name, "version")))
     kept = head.table if table is None else table
     data = kept.to_parquet()
+    number = number_of(kept)
     try:
         storage.put_if(url, data, None)
     except ChangedError as error:
-        other = number_of(read_table(storage, url))
+        other = read_table(storage, url)
+        if (number_of(other), other.fingerprint) == (number, kept.fingerprint):
+            return
         raise ConfigError(
-            f"version {name!r} exists already: it is number {other}. Choose another name, or give it up: shard_tools "
-            f"version prune {shell_place(head.home)} --drop {shell_word(name)}"
+            f"version {name!r} exists already: it is number {number_of(other)}. Choose another name, or give it up: "
+            f"shard_tools version prune {shell_place(head.home)} --drop {shell_word(name)}"
         ) from error
-    number = number_of(kept)
     others = () if table is None else kept_versions(storage, head.home)
     if table is not None and not any(one.number == number and one.name != name for one in others):
         storage.delete(url)
