@@ -38,7 +38,6 @@ from shard_tools.terminal.options import (
 from shard_tools.terminal.verbs import emit, finish
 from streaming.common.arguments import counted, format_bytes
 from streaming.common.platforms import num_cores
-from streaming.errors import shell_word
 from streaming.shards.versions.history import checked_version
 from streaming.storage import Storage, redact
 
@@ -429,6 +428,3 @@ def _show_prune(report: PruneReport) -> None:
         f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: "
         f"{', '.join(report.kept) or 'none'}"
     )
-    for work, words in report.pending.items():
-        what = f"{work}: {plain(words)} is not published, so its shards stay"
-        click.echo(f"{what}; run it again, or give --abandon {shell_word(work)}", err=True)

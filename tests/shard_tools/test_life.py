@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import re
 import shlex
 import threading
@@ -652,6 +653,16 @@ def test_versions_are_compared_by_their_keys(web: Path, tmp_path: Path) -> None:
     assert (found.first_added, found.first_removed) == (("0101", "0102"), ("0004",))
 
 
+def test_a_tag_is_given_once_more(web: Path) -> None:
+    for version in (None, 1):
+        assert tag(str(web), "v1", storage=Storage(), version=version).names == ("v1",)
+    files = {path: path.stat().st_mtime_ns for path in web.rglob("*.parquet")}
+    tag(str(web), "v1", storage=Storage())
+    assert {path: path.stat().st_mtime_ns for path in web.rglob("*.parquet")} == files
+    delete(str(web), storage=Storage(), keys=["0001"])
+    assert tag(str(web), "v1", storage=Storage(), version=1).number == 1
+
+
 def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_path: Path) -> None:
     tag(str(web), "v1", storage=Storage())
     for version, words in (("v2", r"there are 1, v1, 1 \(the current one\)"), (7, "has none of this name")):
@@ -669,6 +680,20 @@ def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_p
 
 
 # -------------------------------------------------------------------------------------------------- kills, the command
+
+
+def test_a_killed_change_is_given_up_as_the_log_says(
+    web: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+    with pytest.raises(Killed), interrupted(1, kill, before=True, only=["put_if"]):
+        append(str(tmp_path / "days"), str(web))
+    with caplog.at_level(logging.WARNING):
+        prune(str(web), storage=Storage())
+    words = shlex.split(caplog.records[-1].getMessage().rpartition("shard_tools ")[2])
+    assert {"version", "--abandon"} <= {*words}
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert not history(str(web), storage=Storage()).pending
 
 
 def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_path: Path) -> None:

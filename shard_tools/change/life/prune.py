@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from streaming.shards.versions.history import KeptVersion, kept_versions
 from streaming.shards.versions.publish import read_head
 from streaming.storage import Storage, join_url, redact
 
+_log = logging.getLogger(__name__)
 _NOTE = "prune"
 """Note of a prune in progress: the names of shards that it may remove. No version lists them once it is dropped."""
 
@@ -135,6 +137,12 @@ def prune(
                 storage.delete(url)
         for work in [*(left.keys() - waits), _NOTE]:
             storage.delete(join_url(home, pending_path(work)))
+    for work in sorted(waits):
+        _log.warning(
+            "%s: %s is not published: it is running, or was killed, so its shards stay; run it again, or give it up: "
+            "shard_tools version prune %s --abandon %s",
+            work, left[work], shell_place(home), shell_word(work),
+        )  # fmt: skip
     return PruneReport(
         target=redact(home), dropped=tuple(one.name for one in goes), kept=tuple(one.name for one in stays),
         num_shards=num_shards, num_bytes=num_bytes, pending={work: left[work] for work in sorted(waits)},
