@@ -239,17 +239,18 @@ class SampleInputs:
         Raises:
             ConfigError: A shard may hold samples of a known one that is gone.
         """
-        gone = {name: one.name for one in known.gone(self._origins.inputs) for name in (one.name, without_work(one.name))}
+        gone = {
+            name: one for one in known.gone(self._origins.inputs) for name in (one.name, without_work(one.name))
+        }  # fmt: skip
         which, num_rest = list[int](), 0
         for number, one in enumerate(self._origins.inputs):
             if known.has(one):
                 continue
-            before = gone.get(one.name if work_of(one.name) is None else without_work(one.name))
-            if work_of(one.name) is None or before is None:
-                which.append(number)
-            else:
-                self._refuse_unknown_rest(number, before)
+            before = None if work_of(one.name) is None else gone.get(without_work(one.name))
+            if before is not None and self._is_rest(number, before):
                 num_rest += 1
+            else:
+                which.append(number)
         if num_rest:
             _log.warning(
                 "samples were deleted from %s of the source since; what was made of them stays in the target until you "
@@ -262,19 +263,21 @@ class SampleInputs:
             read=replace(self.read, urls=urls), storage=self._storage,
         )  # fmt: skip
 
-    def _refuse_unknown_rest(self, number: int, before: str) -> None:
-        """Refuse a rewritten shard, unless it holds only samples of the shard that it replaces.
+    def _is_rest(self, number: int, before: SourceIdentity) -> bool:
+        """Return whether a shard was written in place of a known one, and so holds only samples of that one.
 
         Raises:
-            ConfigError: It holds others, or the index of that shard is gone.
+            ConfigError: The index no longer says what that one held.
         """
         url = self.urls[number]
-        old = load_samples(self._storage, join_url(split_url(url)[0], before), self.read.index_url)
-        if old is None or not {*self.taken.parts[number].samples().keys} <= {*old.keys}:
+        old = load_samples(self._storage, join_url(split_url(url)[0], before.name), self.read.index_url)
+        if old is None:
             raise ConfigError(
-                f"--append: {redact(url)} was rewritten from {before}, which the target was made of, and the index no "
-                "longer says which of its samples are new; map the whole source to another target"
+                f"--append: {redact(url)} may be written in place of {before.name}, which the target was made of, and "
+                "the index no longer says what that held; map the whole source to another target"
             )
+        is_it = old.chunks.fingerprint == before.content
+        return is_it and {*self.taken.parts[number].samples().keys} <= {*old.keys}
 
     def origins(self) -> Origins:
         """Return the shards, each with the number of its first selected sample."""
