@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -104,12 +105,16 @@ def map_command(
             places, target, function, options=options, append=append, running=running,
             storage_options=storage_options, progress=progress,
         )  # fmt: skip
-    emit(report, as_json=as_json, for_people=show_made)
+    emit(report, as_json=as_json, for_people=partial(show_made, is_added=append))
 
 
-def show_made(report: FunctionReport) -> None:
-    """Print the totals of the inputs and samples."""
-    show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
+def show_made(report: FunctionReport, *, is_added: bool = False) -> None:
+    """Print the totals of the inputs and samples, which are added to a set or are a set of their own."""
+    if is_added:
+        was = counted(report.num_resumed_samples, "sample")
+        click.echo("nothing new; nothing written" if report.was_complete else f"added to {was}")
+    else:
+        show_earlier(report.num_resumed_samples, was_complete=report.was_complete, changed=report.changed)
     click.echo(
         f"{counted(report.num_inputs, 'sample')} taken, {report.num_empty:,} left out by the function, "
         f"{report.num_failed:,} on which it failed\n"

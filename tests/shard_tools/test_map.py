@@ -379,7 +379,7 @@ def test_shards_of_another_set_are_new_whatever_they_are_called(tmp_path: Path) 
     map_set(str(tmp_path / "a"), str(out), "made_samples:unchanged", running=HERE)
     for _ in range(2):
         map_set(str(tmp_path / "b"), str(out), "made_samples:unchanged", append=True, running=HERE)
-    copy([str(tmp_path / "a")], str(tmp_path / "c"), storage_options=None)
+    copy(str(tmp_path / "a"), str(tmp_path / "c"))
     map_set([str(tmp_path / "c"), str(tmp_path / "b")], str(out), "made_samples:unchanged", append=True, running=HERE)
     assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), *(f"{n:04d}" for n in range(100, 106))]
 
