@@ -45,6 +45,8 @@ from streaming.storage import Storage, join_url, redact, split_url
 
 _THREADS = 16
 _SHOWN = 3
+_FEWEST_DIGITS = 3
+"""Numbers of fewer digits soon get one more, and then sort before those that are there."""
 _MEDIA = {"images": "image", "audio": "audio"}
 _log = logging.getLogger(__name__)
 
@@ -489,14 +491,14 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
 
 
 def _pattern_of(names: Sequence[str]) -> str:
-    """Return the pattern of the names of shards, by the last of them."""
-    for name in reversed(names):
-        stem = without_work(name).removesuffix(".tar")
-        start = stem.rstrip("0123456789")
-        digits = len(stem) - len(start)
-        if digits and not {"{", "}"} & set(start):
-            return f"{start}{{:0{digits}d}}.tar"
-    return "{:06d}.tar"
+    """Return a pattern of names that sort after all of these: further numbers, if the last name has room for many."""
+    last = max(map(without_work, names), default="000000.tar").removesuffix(".tar")
+    start = last.rstrip("0123456789")
+    digits = len(last) - len(start)
+    if {"{", "}"} & set(start):
+        return "{:06d}.tar"
+    has_room = digits >= _FEWEST_DIGITS and int(last[len(start) :]) < 9 * 10 ** (digits - 1)
+    return f"{start}{{:0{digits}d}}.tar" if has_room else f"{last}_{{:06d}}.tar"
 
 
 def _stem(name: str) -> str:

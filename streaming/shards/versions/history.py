@@ -169,7 +169,9 @@ def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None
             f"version prune {shell_place(head.home)} --drop {shell_word(name)}"
         ) from error
     number = number_of(kept)
-    others = () if table is None else kept_versions(storage, head.home)
-    if table is not None and not any(one.number == number and one.name != name for one in others):
+    # Whoever prunes deletes tables first, then looks which versions are there: what is seen now stays, by this name.
+    is_current = number == number_of(read_table(storage, join_url(head.home, chunks_path())))
+    others = () if is_current else kept_versions(storage, head.home)
+    if not is_current and not any(one.number == number and one.name != name for one in others):
         storage.delete(url)
         raise ConfigError(f"version {number} was dropped meanwhile; shard_tools version list {shell_place(head.home)}")
