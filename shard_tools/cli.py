@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from shard_tools.change.check.recheck import RecheckReport, recheck, show_recheck
 from shard_tools.change.check.verify import VerifyReport, show_verify, verify
@@ -84,6 +83,7 @@ from shard_tools.terminal.options import (
     on_shards,
     on_shards_in_parallel,
     places_and_target,
+    refuse_options_of_the_set,
     shard_size_options,
     source_options,
     start_over_option,
@@ -228,7 +228,7 @@ def convert_command(
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
     if appends:
-        _refuse_options_of_the_set(_OF_APPEND)
+        refuse_options_of_the_set(_OF_APPEND)
         taken = ("kind", "allow_unfinished", "on_error", "max_bad", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
         append_all(sources, target, workers=workers, as_json=as_json, **{name: arguments[name] for name in taken})
         return
@@ -248,20 +248,6 @@ def convert_command(
             sources, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
     emit(report, as_json=as_json, for_people=show_convert)
-
-
-def _refuse_options_of_the_set(taken: frozenset[str]) -> None:
-    """Refuse options of a conversion that are fixed by the set.
-
-    Raises:
-        click.UsageError: One is given.
-    """
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        is_given = context.get_parameter_source(name) in {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
-        if is_given and name not in taken:
-            raise click.UsageError(f"{parameter.opts[0]}: with --append, options come from the set; leave it out.")
 
 
 @cli.command("index")

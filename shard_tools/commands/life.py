@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any, get_args
 
 import click
@@ -36,8 +37,9 @@ from shard_tools.terminal.options import (
     dry_run_option,
 )
 from shard_tools.terminal.verbs import emit, finish
-from streaming.common.arguments import counted, format_bytes
+from streaming.common.arguments import MAX_SEED, counted, format_bytes, parse_share
 from streaming.common.platforms import num_cores
+from streaming.errors import shell_place, shell_word
 from streaming.shards.versions.history import checked_version
 from streaming.storage import Storage, redact
 
@@ -189,43 +191,93 @@ def dedupe_command(
 
 
 @click.command("split")
-@dry_run_option
-@click.argument("places", nargs=-1, required=True, metavar="SOURCE... TARGET")
-@click.option(
-    "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
-)
+@click.argument("places", nargs=-1, required=True, metavar="SET... TARGET=SHARE...")
 @click.option(
     "--group-field", metavar="COLUMN", help="Keep samples with the same value of this column, late or not, together."
 )
+@click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Another seed divides otherwise."
+)
+@click.option("--split", "former", multiple=True, hidden=True)
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option(
     "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
 )
 @click.option("--overwrite", is_flag=True, help="Delete what the new sets hold and start over.")
+@click.option("--dry-run", is_flag=True, help="Only report how many samples each new set would get.")
 @union_option
 @unfinished_option
 @report_options
 @with_storage_options
-def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
-    """Divide the samples of SOURCE among several sets, TARGET/train and others, in one pass.
+def split_command(
+    places: tuple[str, ...], *, former: tuple[str, ...], dry_run: bool, as_json: bool, **arguments: Any
+) -> None:
+    """Divide the samples of SET among several new sets, each with its share, in one pass.
 
-    Only the hash of a sample's key, or of its value in a column, decides. So samples keep their set when SOURCE grows,
-    and a group, such as all pictures of one person, is never in two sets.
+    A share is 80%, 0.8 or 4/5; what the shares leave of 100% goes into no set. Only the seed and the hash of a
+    sample's key, or of its value in a column, decide. So samples keep their set when SET grows, and a group, such as
+    all pictures of one person, is never in two sets.
 
     \b
     Example:
-      shard_tools split s3://bucket/all/ s3://bucket/parts/ --split val=1% --split test=1%
-      shard_tools split faces/ parts/ --split val=5% --group-field person
+      shard_tools split s3://bucket/all/ s3://bucket/train/=98% s3://bucket/val/=1% s3://bucket/test/=1%
+      shard_tools split faces/ faces-train/=80% faces-val/=20% --group-field person --seed 7
     """
-    sources, target = places_and_target(places)
+    sources, targets = _sources_and_shares(places, former)
     storage_options = as_storage_options(arguments)
     with progress_bar("split", "samples") as progress:
         report = split(
-            sources, target, options=SplitOptions(split=shares, **arguments), storage_options=storage_options,
+            sources, targets, options=SplitOptions(**arguments), dry_run=dry_run, storage_options=storage_options,
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show_split)
+
+
+def _sources_and_shares(
+    places: Sequence[str], former: Sequence[str]
+) -> tuple[list[str], dict[str, Fraction]]:  # fmt: skip
+    """Part the arguments of ``split`` into sources and the shares of the targets.
+
+    The first argument is a source. Of the others, those with ``=`` are targets, unless they end with ``/``.
+
+    Args:
+        places: The arguments.
+        former: Values of the option by which shares were once given.
+
+    Raises:
+        click.UsageError: A target is missing, named twice, or follows what it should precede.
+        ConfigError: A share is none.
+    """
+    if former:
+        raise click.UsageError(f"--split: each new set is named with its share: {_split_anew(places, former)}")
+    first, *rest = places
+    named = [place for place in rest if "=" in place and not place.endswith("/")]
+    sources, last = [first, *(place for place in rest if place not in named)], [*rest[len(rest) - len(named) :]]
+    if not named or last != named:
+        wrong = f"{redact(sources[-1])!r} has no share" if named else "there is no TARGET=SHARE"
+        raise click.UsageError(
+            f"Name the set, and then each new set with its share; {wrong}. For example: shard_tools split "
+            f"{shell_place(first)} {shell_word(first.rstrip('/') + '-train/=80%')} "
+            f"{shell_word(first.rstrip('/') + '-val/=20%')}"
+        )
+    targets: dict[str, Fraction] = {}
+    for place in named:
+        target, _, share = place.rpartition("=")
+        if target in targets or not target:
+            raise click.UsageError(f"{redact(place)}: each target is named once, as TARGET=SHARE.")
+        targets[target] = parse_share(share, name=redact(place))
+    return sources, targets
+
+
+def _split_anew(places: Sequence[str], former: Sequence[str]) -> str:
+    """Return the command for shares that were given by an option, as of sets below the last place."""
+    *sources, target = places
+    shares = dict(one.rpartition("=")[::2] for one in former)
+    rest = 1 - sum(parse_share(share, name="--split") for share in shares.values())
+    given = ({"train": f"{float(100 * rest):.10g}%"} if rest > 0 else {}) | shares
+    new = [shell_word(f"{target.rstrip('/')}/{name}={share}") for name, share in given.items()]
+    return " ".join(["shard_tools split", *map(shell_place, sources), *new])
 
 
 @click.group("version")
@@ -380,10 +432,13 @@ def _show_dedupe(report: DedupeReport) -> None:
 
 def _show_split(report: SplitReport) -> None:
     for one in report.sets:
+        shards = "" if report.dry_run else f"in {counted(one.num_shards, 'shard')}, "
         click.echo(
-            f"{plain(one.name)}: {counted(one.num_samples, 'sample')} in {counted(one.num_shards, 'shard')}, "
-            f"{format_bytes(one.num_bytes)}: {plain_place(one.target)}"
+            f"{plain_place(one.target)}: {one.share}, {counted(one.num_samples, 'sample')} {shards}"
+            f"{format_bytes(one.num_bytes)}{' would be written' if report.dry_run else ''}"
         )
+    if report.num_left_out:
+        click.echo(f"{counted(report.num_left_out, 'sample')} left out, since the shares add up to less than 100%")
     if report.was_complete:
         click.echo("Complete already; nothing written.")
 

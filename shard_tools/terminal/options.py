@@ -8,12 +8,13 @@ from dataclasses import fields
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from shard_tools.make.convert.base.records import ON_ERROR
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
-from streaming.common.arguments import parse_bytes
+from streaming.common.arguments import parse_bytes, parse_share
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy, Storage
 from streaming.types import DuplicateKeys
@@ -33,6 +34,23 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
             return parse_bytes(value, name=param.name if param and param.name else "size")
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class LimitType(click.ParamType):  # type: ignore[type-arg]
+    """A bound on what may be left out: a number, ``20``, or a share, ``0.1%`` or ``0.001``."""
+
+    name = "n|share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return an int for a number, and a float for a share."""
+        if isinstance(value, (int, float)):
+            return value
+        if str(value).isascii() and str(value).isdecimal():
+            return int(value)
+        try:
+            return float(parse_share(str(value), name=repr(value)))
+        except ConfigError as error:
+            self.fail(f"{error}; or a number such as 20", param, ctx)
 
 
 class PairType(click.ParamType):  # type: ignore[type-arg]
@@ -75,6 +93,7 @@ def names(value: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
 SIZE = SizeType()
 PAIR, SECRET_PAIR = PairType(), PairType(is_secret=True)
 SEED = SeedType()
+LIMIT = LimitType()
 COUNT = click.IntRange(min=1)
 
 
@@ -203,7 +222,9 @@ left_out_options = together(
         type=click.Choice(ON_ERROR),
         help="Inputs that give no sample: end with an error, or leave them out and list them.  [default: raise]",
     ),
-    click.option("--max-bad", type=click.IntRange(min=0), metavar="N", help="With --on-error skip: most of these."),
+    click.option(
+        "--max-bad", type=LIMIT, metavar="N|SHARE", help="With --on-error skip: most of these, such as 20 or 0.1%."
+    ),
 )
 """Options for inputs that give no sample; without one, commands have their own default."""
 
@@ -308,3 +329,17 @@ duplicates_option = click.option(
     show_default=True,
     help="Treat a key that occurs twice as an error, or keep it as another sample.",
 )
+
+
+def refuse_options_of_the_set(taken: frozenset[str]) -> None:
+    """Refuse options of a conversion that are fixed by the set.
+
+    Raises:
+        click.UsageError: One is given.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        is_given = context.get_parameter_source(name) in {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+        if is_given and name not in taken:
+            raise click.UsageError(f"{parameter.opts[0]}: with --append, options come from the set; leave it out.")

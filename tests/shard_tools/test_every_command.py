@@ -72,7 +72,7 @@ USES = {
     "map": change("{set} {new} made_samples:unchanged --workers 1"),
     "repair": change("{bare}/000000.tar --to {new}", "{gone}/000000.tar --to {new}"),
     "reshard": change("{set} {new}"),
-    "split": change("{set} {new} --split val=50%"),
+    "split": change("{set} {new}/a=50% {new}/b=50%"),
     "version prune": change("{lived} --drop v1", "{gone}", again=2),
     "version tag": change("{set} v7"),
     "view save": change('{set} some --where "n > 3"'),

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
+from uuid import uuid4
 
 from streaming.errors import ConfigError, ShardstreamError, UnfinishedError, shell_place
 from streaming.shards.catalog.unfinished import FINISHED
@@ -96,16 +97,20 @@ def with_added(head: Head, meaning: Schema) -> Schema:
     return both
 
 
-def work_note(command: str, what: str) -> bytes:
+def work_note(command: str, what: str, **more: object) -> bytes:
     """Return a note of work that is not published yet, as a file in ``pending/``."""
-    return write_document({"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what)})
+    return write_document(
+        {"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what), **more}
+    )
 
 
 class SetChange:
     """One change of a set: entered, it begins; left by an error, it takes back what it has written.
 
     Its shards have names that end with ``-vWORK.tar``, where WORK follows from the version that it begins with and from
-    what it does. So a run after one that was killed writes the same files, and no other change does.
+    what it does. So a run after one that was killed writes the same files, and no other change does. A run that finds
+    the note of an earlier run, or whose note another run has replaced, takes nothing back: that run may be alive, and
+    about to publish the same files.
 
     Args:
         storage: The store.
@@ -123,7 +128,8 @@ class SetChange:
         self._storage, self.head = storage, head
         parts = [head.number, head.table.fingerprint, command, identity]
         self.work = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-        self._note = work_note(command, what)
+        self._note = work_note(command, what, run=uuid4().hex)
+        self._is_alone = True
         self._names: list[str] = []
 
     def __enter__(self) -> Self:
@@ -133,17 +139,20 @@ class SetChange:
             OvertakenError: Somebody else changed the set meanwhile.
         """
         self.head = revive(self._storage, self.head)
+        self._is_alone = not self._storage.exists(self._url)
         self._storage.put(self._url, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Forget the change; if it failed, delete what it has written, unless another run of it has published that."""
+        """Forget the change; if it failed, delete what it has written, unless another run of it may need that."""
         if kind is not None and not issubclass(kind, Exception):
             return  # a run that is stopped can be gone on with
-        with suppress(ShardstreamError):
+        with suppress(ShardstreamError, OSError):
             if kind is not None:
+                if not (self._is_alone and bytes(self._storage.read(self._url)) == self._note):
+                    return
                 self._take_back()
             self._storage.delete(self._url)
 
