@@ -74,16 +74,17 @@ from shard_tools.terminal.options import (
     SIZE,
     STORAGE_OPTION_NAMES,
     as_storage_options,
+    dry_run_option,
     duplicates_option,
     engine_option,
     for_this_run,
     index_option,
-    report_options,
     names,
     on_shards,
     on_shards_in_parallel,
     places_and_target,
     refuse_options_of_the_set,
+    report_options,
     shard_size_options,
     source_options,
     start_over_option,
@@ -92,7 +93,6 @@ from shard_tools.terminal.options import (
     unfinished_option,
     union_option,
     with_storage_options,
-    dry_run_option,
 )
 from shard_tools.terminal.verbs import ToolGroup, emit, emit_line, finish
 from streaming.common.inflate import MAX_GZIP_RATIO

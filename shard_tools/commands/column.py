@@ -25,14 +25,14 @@ from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
+    dry_run_option,
     engine_option,
-    report_options,
     names,
     on_named,
     on_shards,
     on_shards_in_parallel,
+    report_options,
     with_storage_options,
-    dry_run_option,
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes

@@ -14,13 +14,13 @@ from shard_tools.terminal.options import (
     COUNT,
     PAIR,
     as_storage_options,
+    dry_run_option,
     index_option,
-    report_options,
     names,
     places_and_target,
+    report_options,
     unfinished_option,
     with_storage_options,
-    dry_run_option,
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted

@@ -28,13 +28,13 @@ from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
-    report_options,
+    dry_run_option,
     left_out_options,
     places_and_target,
+    report_options,
     unfinished_option,
     union_option,
     with_storage_options,
-    dry_run_option,
 )
 from shard_tools.terminal.verbs import emit, finish
 from streaming.common.arguments import MAX_SEED, counted, format_bytes, parse_share

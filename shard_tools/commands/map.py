@@ -17,18 +17,18 @@ from shard_tools.terminal.options import (
     LIMIT,
     STORAGE_OPTION_NAMES,
     as_storage_options,
+    dry_run_option,
     engine_option,
     index_option,
-    report_options,
     names,
     places_and_target,
     refuse_options_of_the_set,
+    report_options,
     shard_size_options,
     start_over_option,
     unfinished_option,
     union_option,
     with_storage_options,
-    dry_run_option,
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes

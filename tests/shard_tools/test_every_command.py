@@ -32,7 +32,7 @@ class Use:
         changes: Whether it changes a set, or makes one.
         judges: Whether its exit code 1 is a finding, so that 3 says that it could not look.
         again: The exit code of the same command once more, which changes nothing.
-        missing: What follows its name, where its set is not there; None: it reads no set.
+        missing: What follows its name, where its set is not there; None: that is no failure of it.
         prints: What it prints with --json: one object, or one in each line.
     """
 
@@ -80,13 +80,13 @@ USES = {
     "cat": look("{set} 001"),
     "column list": look("{set}"),
     "diff": look("{set} {set}", judges=True),
-    "doctor": look("{set} --no-imports", judges=True),
+    "doctor": Use(words="{set} --no-imports", judges=True, missing=None),  # which reports it
     "field list": look("{set}"),
     "info": look("{set}"),
     "ls": look("{set}", prints="lines"),
     "plan": look("{set} --batch-size 2"),
     "stats": look("{set}"),
-    "trace merge": look("{trace}"),
+    "trace merge": Use(words="{trace}", missing=None),  # it reads no set
     "verify": look("{set}", judges=True),
     "version diff": look("{set} 1"),
     "version list": look("{set}"),
@@ -145,7 +145,8 @@ def first_places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(base / name)
     target = ColumnTarget([str(base / "set")], "there", storage=storage, index_url=None, overwrite=False)
     lift_column(target, "json.n")
-    save([str(base / "set")], "seen", storage=storage, index_url=None, where="n > 2")
+    view = {"where": "n > 2", "subset": None, "exclude": None}
+    save([str(base / "set")], "seen", storage=storage, index_url=None, overwrite=False, **view)
     join_field(str(base / "set"), "late.txt", FromSet(url=str(base / "other"), field="txt", on="__key__"),
                storage=storage)  # fmt: skip
     tag(str(base / "lived"), "v1", storage=storage)
@@ -246,7 +247,7 @@ def test_exit_codes(name: str, places: Path) -> None:
     wrong = run(*words, "--no-such-option")
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert json.loads(run(*words, "--no-such-option", "--json").stdout)["ok"] is False
-    if name == "trace merge":
+    if use.missing is None:
         return
     before = files(places)
     gone = run(*words_of(name, places, use.missing))

@@ -21,6 +21,7 @@ from tests.support.sets.data_sets import write_set
 
 pytestmark = pytest.mark.thorough
 
+
 def run(*arguments: object, env: dict[str, str] | None = None) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools", env=env)
 

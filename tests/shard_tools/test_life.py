@@ -675,6 +675,7 @@ def test_a_split_that_cannot_be_is_refused_before_anything_is_written(case: str,
 
 def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
     """A cure that spells the new form works; a dry run writes nothing and says what is then written."""
+
     def run(*arguments: object) -> Result:
         return CliRunner().invoke(cli, [str(one) for one in arguments], prog_name="shard_tools")
 
@@ -688,7 +689,9 @@ def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "day=1").exists()
     done = json.loads(run("split", web, *places, "--json").stdout)
     assert planned["dry_run"]
-    counts = [[(one["target"], one["share"], one["num_samples"]) for one in report["sets"]] for report in (planned, done)]
+    counts = [
+        [(one["target"], one["share"], one["num_samples"]) for one in report["sets"]] for report in (planned, done)
+    ]
     assert counts[0] == counts[1]
     assert done["num_left_out"] == 12 - sum(count for *_, count in counts[1])
     assert "left out, since the shares add up to less than 100%" in run("split", web, *places).stdout
