@@ -184,9 +184,8 @@ def copy(
     progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
     mark = _mark_of(shards, here, " ".join(sources), None if marks else len(shards))
-    note = _note_of(shards, place, sources, here)
+    note, writers = _note_of(shards, place, sources, here), mark.others(of_other_work=True)
     former = _former(note, written, known)
-    writers = mark.others(of_other_work=True)
     contents = TargetContents.of(place, here, written=written, known=known, writers=writers, brought=former)
     gone = _gone(former, contents, here, " ".join(sources), delete=delete)
     meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
@@ -206,17 +205,11 @@ def copy(
         is_all = known.keys() <= written  # so it completes earlier copies of parts that were interrupted
         mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
     return CopyReport(
-        target=redact(place.directory),
-        num_shards=len(shards),
-        num_samples=sum(shard.chunks.total_samples for shard in shards),
-        num_bytes=num_bytes,
-        num_copied=len(missing),
-        num_copied_bytes=sum(shard.size_bytes for shard in missing),
-        num_read=len(right - known_right),
-        num_deleted=len(gone),
-        num_without_samples=num_without,
-        seconds=time.monotonic() - started,
-    )
+        target=redact(place.directory), num_shards=len(shards), num_bytes=num_bytes, num_copied=len(missing),
+        num_samples=sum(shard.chunks.total_samples for shard in shards), num_deleted=len(gone),
+        num_copied_bytes=sum(shard.size_bytes for shard in missing), num_read=len(right - known_right),
+        num_without_samples=num_without, seconds=time.monotonic() - started,
+    )  # fmt: skip
 
 
 def _note_of(shards: Sequence[_Shard], place: Destination, sources: Sequence[str], here: Storage) -> CopyNote:
