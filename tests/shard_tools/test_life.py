@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +43,15 @@ from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.make.tokens.append import append_tokens
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, UnfinishedError
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexMismatchError,
+    NotFoundError,
+    StateError,
+    StorageError,
+    UnfinishedError,
+)
 from streaming.shards.catalog.build import index_shards, read_schema
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
@@ -853,6 +862,133 @@ def test_two_runs_of_one_append_do_not_take_back_what_the_other_has_published(we
     assert len(keys(web)) == 28
     assert len(keys(web, version=4)) == 29
     assert not verify([str(web)], storage=Storage()).findings
+
+
+def test_a_run_of_a_change_does_not_take_back_what_another_run_of_it_may_publish(web: Path, tmp_path: Path) -> None:
+    """Two runs of one append write the same files; the one that fails leaves them to the other, whoever began first."""
+    delete(str(web), storage=Storage(), keys=["0000"])
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+    files = files_of(web)
+
+    def failing() -> None:
+        def stop() -> None:
+            raise StorageError("no answer")
+
+        with pytest.raises(StorageError, match="no answer"), interrupted(4, stop, before=True):
+            append(str(tmp_path / "days"), str(web))
+
+    failing()
+    assert files_of(web) == files  # alone, it leaves nothing
+    for at in range(8):
+        with pytest.MonkeyPatch.context():
+            shutil.copytree(web, tmp_path / "copy")
+            with interrupted(at, failing, before=True):
+                report = append(str(tmp_path / "days"), str(web))
+        assert (report.num_added, len(keys(web))) == (9, 20)
+        assert not verify([str(web)], storage=Storage()).findings
+        shutil.rmtree(web)
+        (tmp_path / "copy").rename(web)
+
+
+def test_who_is_late_brings_back_no_version_that_is_pruned(web: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    with ShardWriter(str(web / "{:06d}.tar"), append=True) as writer:
+        writer.write({"__key__": "late", "json": {}})
+        delete(str(web), storage=Storage(), keys=["0005"], purge=True)
+        with pytest.raises(OvertakenError):
+            writer.close()
+    assert [one.number for one in history(str(web), storage=Storage()).versions] == [3]
+    assert {path.name for path in (web / "_shardstream/versions").iterdir()} <= {"3.parquet"}
+
+
+def test_a_tag_that_is_given_while_its_version_is_pruned_is_none(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens between reading the current version and writing its name: it can be opened, or there is none."""
+    tag(str(web), "v1", storage=Storage())
+    real = Storage.put_if
+
+    def put_if(self: Storage, url: str, *args: Any) -> Any:
+        monkeypatch.setattr(Storage, "put_if", real)
+        delete(str(web), storage=Storage(), keys=["0001"])
+        prune(str(web), storage=Storage(), drop=["v1"])
+        return real(self, url, *args)
+
+    monkeypatch.setattr(Storage, "put_if", put_if)
+    with pytest.raises(ConfigError, match="version 1 was dropped meanwhile"):
+        tag(str(web), "v2", storage=Storage())
+    assert [one.names for one in history(str(web), storage=Storage()).versions] == [()]
+
+
+def test_a_purge_of_what_was_deleted_before_names_the_versions_that_still_hold_it(web: Path, tmp_path: Path) -> None:
+    """A request for deletion would be told that it is done, and a tagged version would have the sample for ever."""
+    tag(str(web), "v1", storage=Storage())
+    delete(str(web), storage=Storage(), keys=["0001"])
+    (tmp_path / "keys.txt").write_text("0001\n")
+    with pytest.raises(ConfigError, match="the versions v1 hold these samples; drop them first"):
+        delete(str(web), storage=Storage(), keys=str(tmp_path / "keys.txt"), purge=True)
+    assert len(keys(web, version="v1")) == 12
+    prune(str(web), storage=Storage(), drop=["v1"])
+    report = delete(str(web), storage=Storage(), keys=str(tmp_path / "keys.txt"), purge=True)
+    assert (report.num_deleted, report.first_not_found) == (0, ("0001",))
+
+
+def test_what_overwrites_a_set_with_tags_is_refused(web: Path, tmp_path: Path) -> None:
+    tag(str(web), "v1", storage=Storage())
+    options = ConvertOptions(max_samples=4, key_field="id", overwrite=True)
+    write = [
+        lambda: convert(str(tmp_path / "days"), str(web), options=options),
+        lambda: reshard(str(other(tmp_path)), str(web), options=ReshardOptions(overwrite=True)),
+        lambda: split(str(other(tmp_path)), {str(web): Fraction(1)}, options=SplitOptions(overwrite=True)),
+        lambda: overwritten(web),
+    ]
+    files = files_of(web)
+    for one in write:
+        with pytest.raises(ConfigError, match="has the tagged versions v1, which overwriting would destroy"):
+            one()
+        assert {name: body for name, body in files_of(web).items() if name in files} == files
+    assert len(keys(web, version="v1")) == 12
+    prune(str(web), storage=Storage(), drop=["v1"])
+    assert convert(str(tmp_path / "days"), str(web), options=options).num_samples == 12
+
+
+def other(folder: Path) -> Path:
+    with ShardWriter(str(folder / "other/{:06d}.tar"), overwrite=True) as writer:
+        writer.write({"__key__": "a", "txt": "a"})
+    return folder / "other"
+
+
+def overwritten(folder: Path) -> None:
+    with ShardWriter(str(folder / "{:06d}.tar"), overwrite=True) as writer:
+        writer.write({"__key__": "a", "txt": "a"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b"], ["1", "10", "2", "9"], ["part-0", "part-1"], ["x-998", "x-999"], ["000", "001"], ["000001", "extra"],
+     ["0000-train", "0001-train"]],
+)  # fmt: skip
+def test_what_is_added_to_sets_of_other_programs_sorts_behind_what_is_there(names: list[str], tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        with ShardWriter(str(tmp_path / "set" / f"{name}.{{:d}}.tar"), index=False) as writer:
+            writer.write({"__key__": f"{number}", "txt": "x"})
+        (tmp_path / "set" / f"{name}.0.tar").rename(tmp_path / "set" / f"{name}.tar")
+    index_shards(Storage(), [str(tmp_path / f"set/{name}.tar") for name in sorted(names)])
+    before = keys(tmp_path / "set")
+    for day in range(3):
+        with ShardWriter(str(tmp_path / f"days/{day}-{{:d}}.tar"), index=False) as writer:
+            writer.write({"__key__": f"day {day}", "txt": "x"})
+        append(str(tmp_path / "days"), str(tmp_path / "set"), kind="tars")
+        before.append(f"day {day}")
+        assert keys(tmp_path / "set") == before
+
+
+def test_a_lost_input_alone_is_not_nothing_new(tmp_path: Path) -> None:
+    """A source whose only new input is broken was taken for one with nothing new."""
+    write_day(tmp_path / "source", "images", 0)
+    convert(str(tmp_path / "source"), str(tmp_path / "set"))
+    (tmp_path / "source/a/broken.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"broken\.png: empty file"):
+        append(str(tmp_path / "source"), str(tmp_path / "set"))
+    assert append(str(tmp_path / "source"), str(tmp_path / "set"), on_error="skip").num_added == 0
 
 
 def test_as_commands(web: Path, tmp_path: Path) -> None:

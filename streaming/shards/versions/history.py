@@ -95,6 +95,21 @@ def _names(storage: Storage, home: str) -> list[str]:
     return sorted(found, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
 
 
+def refuse_tags(storage: Storage, home: str) -> None:
+    """Refuse to overwrite a set that has tagged versions, which would not be the same any more.
+
+    Raises:
+        ConfigError: It has some.
+    """
+    tags = [name for name in _names(storage, home) if not name.isdecimal()]
+    if tags:
+        drops = " ".join(f"--drop {shell_word(name)}" for name in tags)
+        raise ConfigError(
+            f"{redact(home)} has the tagged versions {', '.join(tags)}, which overwriting would destroy; give another "
+            f"target, or drop them first: shard_tools version prune {shell_place(home)} {drops}"
+        )
+
+
 def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
     """Return all versions that are kept beside the current one, in their order.
 

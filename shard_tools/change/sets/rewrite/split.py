@@ -35,6 +35,7 @@ from streaming.errors import ConfigError, DataError
 from streaming.shards.catalog.build import read_chunks
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.joined import Classes
+from streaming.shards.versions.history import refuse_tags
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -220,7 +221,9 @@ class _Part:
             TargetNotEmptyError: The target holds other files, and ``overwrite`` is False.
         """
         directory = self.place.directory
-        if not any(True for _ in self.storage.list(directory)) or overwrite:
+        if overwrite:
+            refuse_tags(self.storage, directory)
+        if overwrite or not any(True for _ in self.storage.list(directory)):
             return False
         refuse_writers(self.mark.others(), directory, "or start over with --overwrite")
         found = load_journal(directory, self.storage)
