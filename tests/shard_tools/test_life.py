@@ -880,10 +880,9 @@ def test_a_run_of_a_change_does_not_take_back_what_another_run_of_it_may_publish
     failing()
     assert files_of(web) == files  # alone, it leaves nothing
     for at in range(8):
-        with pytest.MonkeyPatch.context():
-            shutil.copytree(web, tmp_path / "copy")
-            with interrupted(at, failing, before=True):
-                report = append(str(tmp_path / "days"), str(web))
+        shutil.copytree(web, tmp_path / "copy")
+        with interrupted(at, failing, before=True):
+            report = append(str(tmp_path / "days"), str(web))
         assert (report.num_added, len(keys(web))) == (9, 20)
         assert not verify([str(web)], storage=Storage()).findings
         shutil.rmtree(web)

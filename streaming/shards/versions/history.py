@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -124,6 +124,15 @@ def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
             continue
         found.append(KeptVersion(name=name, number=number_of(table), table=table))
     return sorted(found, key=lambda one: (one.number, one.is_tag, one.name))
+
+
+def shown_versions(opened: Mapping[str, Sequence[int]]) -> str:
+    """Describe the versions of sets that were opened, by the name of their source; ``""`` is that of a single set."""
+    found = []
+    for name, numbers in opened.items():
+        words = f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        found.append(f"{name} {words}" if name else words)
+    return "; ".join(found)
 
 
 def which_version(storage: Storage, home: str, now: int, fingerprint: str, numbers: Sequence[int]) -> str:
