@@ -384,6 +384,18 @@ def test_shards_of_another_set_are_new_whatever_they_are_called(tmp_path: Path) 
     assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), *(f"{n:04d}" for n in range(100, 106))]
 
 
+def test_a_day_of_which_nothing_is_made_adds_nothing(tmp_path: Path) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    write_more(raw, 0, 6)
+    map_set(str(raw), str(out), "made_samples:early", running=HERE)
+    write_more(raw, 50, 3, append=True)
+    report = map_set(str(raw), str(out), "made_samples:early", append=True, running=HERE)
+    assert (report.num_inputs, report.num_empty, report.num_samples) == (3, 3, 6)
+    assert [path.name for path in (out / "_shardstream").glob("pending/*")] == []
+    write_more(raw, 9, 1, append=True)
+    assert map_set(str(raw), str(out), "made_samples:early", append=True, running=HERE).num_samples == 7
+
+
 def test_what_cannot_be_appended_by_map_is_refused(tmp_path: Path) -> None:
     raw, out = tmp_path / "raw", tmp_path / "out"
     write_more(raw, 0, 6)
