@@ -980,6 +980,27 @@ def test_what_is_added_to_sets_of_other_programs_sorts_behind_what_is_there(name
         assert keys(tmp_path / "set") == before
 
 
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_copy_cannot_tell_new_inputs_from_those_it_has(lives: bool, web: Path, tmp_path: Path) -> None:
+    """All inputs were taken as new, and every sample came twice; of a set that lives, options were lost, too."""
+    if lives:
+        jsonl(tmp_path / "days/1.jsonl", rows_of(100, 4))
+        append(str(tmp_path / "days"), str(web))
+    copy(str(web), str(tmp_path / "copied"))
+    before = keys(tmp_path / "copied")
+    jsonl(tmp_path / "days/2.jsonl", rows_of(200, 4))
+    with pytest.raises(ConfigError, match="Append to the set that was copied, and copy it again"):
+        append(str(tmp_path / "days"), str(tmp_path / "copied"))
+    assert not verify([str(tmp_path / "copied")], storage=Storage()).findings
+    assert keys(tmp_path / "copied") == before
+    with pytest.raises(TargetNotEmptyError):
+        convert(str(tmp_path / "days"), str(tmp_path / "copied"), options=ConvertOptions(max_samples=4, key_field="id",
+                                                                                         columns=("n",)))  # fmt: skip
+    append(str(tmp_path / "days"), str(web))
+    copy(str(web), str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == keys(web)
+
+
 def test_a_lost_input_alone_is_not_nothing_new(tmp_path: Path) -> None:
     """A source whose only new input is broken was taken for one with nothing new."""
     write_day(tmp_path / "source", "images", 0)
