@@ -89,9 +89,7 @@ def loop(dataset: Any, kind: str = "loader") -> Any:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("lives", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_goes_on_with_its_version_or_says_which_one(
-    kind: str, lives: bool, change: str, folder: Path
-) -> None:
+def test_a_state_goes_on_with_its_version_or_says_which_one(kind: str, lives: bool, change: str, folder: Path) -> None:
     url, make = f"{folder}/set", KINDS[kind]
     if lives:
         delete(url, storage=Storage(), keys=["0000"])

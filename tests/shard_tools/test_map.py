@@ -403,9 +403,9 @@ def test_what_cannot_be_appended_by_map_is_refused(tmp_path: Path) -> None:
     write_more(raw, 6, 2, append=True)
     with pytest.raises(ConfigError, match="was made by another function"):
         map_set(str(raw), str(out), "made_samples:changed", append=True, running=HERE)
-    with pytest.raises(ConfigError, match="was not made by `shard_tools map`.*ShardWriter"):
+    with pytest.raises(ConfigError, match=r"was not made by `shard_tools map`.*ShardWriter"):
         map_set(str(raw), str(write_and_return(tmp_path / "else")), "made_samples:unchanged", append=True, running=HERE)
-    with pytest.raises(ConfigError, match="was not made by shard_tools.optimize.*add to it by `shard_tools map`"):
+    with pytest.raises(ConfigError, match=r"was not made by shard_tools\.optimize.*add to it by `shard_tools map`"):
         optimize(len, ["x"], out, append=True, workers=0, progress=False)
     refused = shell("map", raw, out, "made_samples:unchanged", "--append", "--max-samples", 3)
     assert refused.exit_code == 2
@@ -437,9 +437,10 @@ def test_of_two_maps_that_append_one_wins(tmp_path: Path) -> None:
             write_more(out, 100, 1, append=True)
         return real(self, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OvertakenError, match="somebody else has changed"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SetChange, "publish", publish)
-        map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
+        with pytest.raises(OvertakenError, match="somebody else has changed"):
+            map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
     assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), "0100"]
     done = shell("map", raw, out, "made_samples:unchanged", "--append", "--workers", 1, "--json")
     assert done.exit_code == 0, done.output

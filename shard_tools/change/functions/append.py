@@ -127,7 +127,9 @@ def journal_of_function(head: Head, storage: Storage, made_by: str) -> Journal:
     found = "" if "function" not in said else MAP if "late" in said else OPTIMIZE
     if journal is None or found != made_by:
         cure = f"add to it by {found}" if found else "write more of its samples with ShardWriter(…, append=True)"
-        raise ConfigError(f"{redact(head.home)} was not made by {made_by}, so it cannot make more of its samples; {cure}")
+        raise ConfigError(
+            f"{redact(head.home)} was not made by {made_by}, so it cannot make more of its samples; {cure}"
+        )
     return journal
 
 

@@ -14,6 +14,7 @@ from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
     Growing,
     LeavesOut,
+    NoRecordError,
     Record,
     Remarks,
     ShardOptions,
@@ -242,15 +243,18 @@ class Appending:
         """
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
+        named = redact(source if isinstance(source, str) else ", ".join(source))
         try:
             reader = opens()
-        except NotFoundError:
+        except NotFoundError as error:
             self.refuse_changed()
-            if self.known.left_out:
-                return None
-            raise
+            if not self.known.left_out:
+                raise
+            if isinstance(error, NoRecordError):
+                leaving_out.allowance(error, named)
+            return None
         self.refuse_changed()
-        allowance = leaving_out.allowance(reader, redact(source if isinstance(source, str) else ", ".join(source)))
+        allowance = leaving_out.allowance(reader, named)
         if self.known.left_out and not reader.origins().inputs:
             return None
         self._refuse_mixed(reader)
