@@ -692,7 +692,7 @@ def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
     assert cure is not None
     assert run(*shlex.split(cure[1])).exit_code == 0
     assert sorted(path.name for path in (tmp_path / "old").iterdir()) == ["train", "val"]
-    places = [f"{tmp_path}/day=1/a={share}" for share in ("40%",)] + [f"{tmp_path}/day=1/b=2/5"]
+    places = [f"{tmp_path}/day=1/a=40%", f"{tmp_path}/day=1/b=2/5", "--seed", "1"]
     planned = json.loads(run("split", web, *places, "--dry-run", "--json").stdout)
     assert not (tmp_path / "day=1").exists()
     done = json.loads(run("split", web, *places, "--json").stdout)

@@ -160,7 +160,9 @@ def which_version(storage: Storage, home: str, now: int, fingerprint: str, numbe
                 f"versions that are left: shard_tools version list {shell_place(home)}"
             )
     if found is None and not fingerprint and now > 1:
-        return f"Version {now} is open; if this state was saved before the set had versions, open it with version=1"
+        return (
+            f"Of this set, version {now} is open; if the state was saved before it had versions, open it with version=1"
+        )
     if found is None or found.number == now:
         return ""
     name = repr(found.name) if found.is_tag else found.number
