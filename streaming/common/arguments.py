@@ -435,9 +435,7 @@ def checked_limit(limit: object, *, name: str = "max_bad_samples", whole: str = 
         return int(limit)
     if is_number(limit) and not is_whole(limit) and 0 <= limit <= 1:
         return float(limit)
-    raise ConfigError(
-        f"{name}: expected a count (an int) or a share of {whole} (a float of at most 1), got {limit!r}"
-    )
+    raise ConfigError(f"{name}: expected a count (an int) or a share of {whole} (a float of at most 1), got {limit!r}")
 
 
 def most_bad(limit: float, num_samples: float) -> int:

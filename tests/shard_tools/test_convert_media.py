@@ -293,7 +293,9 @@ def test_shards_with_an_index_of_webshart_are_shards(form: str, tmp_path: Path) 
     assert "beside 2 shards: an index of webshart. It has no checksums" in told.stderr
     assert "gets other bytes" not in told.stderr
     assert json.loads(run("index", root, "--force", "--json").stdout)["webshart"] == {
-        "num": 2, "unlike": [], "num_unlike": 0
+        "num": 2,
+        "unlike": [],
+        "num_unlike": 0,
     }
     for change, words in (({"filesize": 5}, "its shard has 5 bytes"), ({"files": {"x": {"offset": 9, "length": 1}}},
                           "'x' has 1 bytes at 9, where the shard has no such file")):  # fmt: skip

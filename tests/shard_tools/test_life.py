@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,7 +44,15 @@ from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.make.tokens.append import append_tokens
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, UnfinishedError
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexMismatchError,
+    NotFoundError,
+    StateError,
+    StorageError,
+    UnfinishedError,
+)
 from streaming.shards.catalog.build import index_shards, read_schema
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
@@ -577,7 +586,7 @@ def test_sets_of_every_kind_are_divided(kind: str, tmp_path: Path) -> None:
 
 
 def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: Path, tmp_path: Path) -> None:
-    targets, options = shares(tmp_path / "out", train=50, val=30, test=20), SplitOptions(max_samples=3)
+    targets, options = shares(tmp_path / "out", train=50, val=30, test=20), SplitOptions(max_samples=3, seed=8)
     report = split(str(web), targets, options=options)
     found = parts_of(tmp_path / "out", decode=None)
     whole = {sample["__key__"]: sample["json"] for sample in StreamingDataset(str(web), decode=None)}
@@ -680,11 +689,11 @@ def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
         return CliRunner().invoke(cli, [str(one) for one in arguments], prog_name="shard_tools")
 
     told = " ".join(run("split", web, tmp_path / "old", "--split", "val=40%").stderr.split())
-    cure = re.search(r"shard_tools (split .*)", told)
+    cure = re.search(r"with its share: shard_tools (split .*)", told)
     assert cure is not None
     assert run(*shlex.split(cure[1])).exit_code == 0
     assert sorted(path.name for path in (tmp_path / "old").iterdir()) == ["train", "val"]
-    places = [f"{tmp_path}/day=1/a={share}" for share in ("40%",)] + [f"{tmp_path}/day=1/b=2/5"]
+    places = [f"{tmp_path}/day=1/a=40%", f"{tmp_path}/day=1/b=2/5", "--seed", "1"]
     planned = json.loads(run("split", web, *places, "--dry-run", "--json").stdout)
     assert not (tmp_path / "day=1").exists()
     done = json.loads(run("split", web, *places, "--json").stdout)
@@ -778,7 +787,7 @@ def test_a_run_goes_on_with_its_version_while_the_set_grows(web: Path, tmp_path:
         delete(str(web), storage=Storage(), keys=["0003"])
         wanted = rest(batches)
     assert sorted(seen + wanted) == [f"{n:04d}" for n in range(12)]
-    words = "They are those of version 1 of this set: open it with version=1"
+    words = "They are those of version 1 of this set, and version 3 is open: open it with version=1"
     with DataLoader(StreamingDataset(str(web)), batch_size=2) as loader, pytest.raises(StateError, match=words):
         loader.load_state_dict(state)
     tag(str(web), "v1", storage=Storage(), version=1)
@@ -881,6 +890,153 @@ def test_two_runs_of_one_append_do_not_take_back_what_the_other_has_published(we
     assert len(keys(web)) == 28
     assert len(keys(web, version=4)) == 29
     assert not verify([str(web)], storage=Storage()).findings
+
+
+def test_a_run_of_a_change_does_not_take_back_what_another_run_of_it_may_publish(web: Path, tmp_path: Path) -> None:
+    """Two runs of one append write the same files; the one that fails leaves them to the other, whoever began first."""
+    delete(str(web), storage=Storage(), keys=["0000"])
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+    files = files_of(web)
+
+    def failing() -> None:
+        def stop() -> None:
+            raise StorageError("no answer")
+
+        with pytest.raises(StorageError, match="no answer"), interrupted(4, stop, before=True):
+            append(str(tmp_path / "days"), str(web))
+
+    failing()
+    assert files_of(web) == files  # alone, it leaves nothing
+    for at in range(8):
+        shutil.copytree(web, tmp_path / "copy")
+        with interrupted(at, failing, before=True):
+            report = append(str(tmp_path / "days"), str(web))
+        assert (report.num_added, len(keys(web))) == (9, 20)
+        assert not verify([str(web)], storage=Storage()).findings
+        shutil.rmtree(web)
+        (tmp_path / "copy").rename(web)
+
+
+def test_who_is_late_brings_back_no_version_that_is_pruned(web: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    with ShardWriter(str(web / "{:06d}.tar"), append=True) as writer:
+        writer.write({"__key__": "late", "json": {}})
+        delete(str(web), storage=Storage(), keys=["0005"], purge=True)
+        with pytest.raises(OvertakenError):
+            writer.close()
+    assert [one.number for one in history(str(web), storage=Storage()).versions] == [3]
+    assert {path.name for path in (web / "_shardstream/versions").iterdir()} <= {"3.parquet"}
+
+
+def test_a_tag_that_is_given_while_its_version_is_pruned_is_none(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens between reading the current version and writing its name: it can be opened, or there is none."""
+    tag(str(web), "v1", storage=Storage())
+    real = Storage.put_if
+
+    def put_if(self: Storage, url: str, *args: Any) -> Any:
+        monkeypatch.setattr(Storage, "put_if", real)
+        delete(str(web), storage=Storage(), keys=["0001"])
+        prune(str(web), storage=Storage(), drop=["v1"])
+        return real(self, url, *args)
+
+    monkeypatch.setattr(Storage, "put_if", put_if)
+    with pytest.raises(ConfigError, match="version 1 was dropped meanwhile"):
+        tag(str(web), "v2", storage=Storage())
+    assert [one.names for one in history(str(web), storage=Storage()).versions] == [()]
+
+
+def test_a_purge_of_what_was_deleted_before_names_the_versions_that_still_hold_it(web: Path, tmp_path: Path) -> None:
+    """A request for deletion would be told that it is done, and a tagged version would have the sample for ever."""
+    tag(str(web), "v1", storage=Storage())
+    delete(str(web), storage=Storage(), keys=["0001"])
+    (tmp_path / "keys.txt").write_text("0001\n")
+    with pytest.raises(ConfigError, match="the versions v1 hold these samples; drop them first"):
+        delete(str(web), storage=Storage(), keys=str(tmp_path / "keys.txt"), purge=True)
+    assert len(keys(web, version="v1")) == 12
+    prune(str(web), storage=Storage(), drop=["v1"])
+    report = delete(str(web), storage=Storage(), keys=str(tmp_path / "keys.txt"), purge=True)
+    assert (report.num_deleted, report.first_not_found) == (0, ("0001",))
+
+
+def test_what_overwrites_a_set_with_tags_is_refused(web: Path, tmp_path: Path) -> None:
+    tag(str(web), "v1", storage=Storage())
+    options = ConvertOptions(max_samples=4, key_field="id", overwrite=True)
+    write = [
+        lambda: convert(str(tmp_path / "days"), str(web), options=options),
+        lambda: reshard(str(other(tmp_path)), str(web), options=ReshardOptions(overwrite=True)),
+        lambda: split(str(other(tmp_path)), {str(web): Fraction(1)}, options=SplitOptions(overwrite=True)),
+        lambda: overwritten(web),
+    ]
+    files = files_of(web)
+    for one in write:
+        with pytest.raises(ConfigError, match="has the tagged versions v1, which overwriting would destroy"):
+            one()
+        assert {name: body for name, body in files_of(web).items() if name in files} == files
+    assert len(keys(web, version="v1")) == 12
+    prune(str(web), storage=Storage(), drop=["v1"])
+    assert convert(str(tmp_path / "days"), str(web), options=options).num_samples == 12
+
+
+def other(folder: Path) -> Path:
+    with ShardWriter(str(folder / "other/{:06d}.tar"), overwrite=True) as writer:
+        writer.write({"__key__": "a", "txt": "a"})
+    return folder / "other"
+
+
+def overwritten(folder: Path) -> None:
+    with ShardWriter(str(folder / "{:06d}.tar"), overwrite=True) as writer:
+        writer.write({"__key__": "a", "txt": "a"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b"], ["1", "10", "2", "9"], ["part-0", "part-1"], ["x-998", "x-999"], ["000", "001"], ["000001", "extra"],
+     ["0000-train", "0001-train"]],
+)  # fmt: skip
+def test_what_is_added_to_sets_of_other_programs_sorts_behind_what_is_there(names: list[str], tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        with ShardWriter(str(tmp_path / "set" / f"{name}.{{:d}}.tar"), index=False) as writer:
+            writer.write({"__key__": f"{number}", "txt": "x"})
+        (tmp_path / "set" / f"{name}.0.tar").rename(tmp_path / "set" / f"{name}.tar")
+    index_shards(Storage(), [str(tmp_path / f"set/{name}.tar") for name in sorted(names)])
+    before = keys(tmp_path / "set")
+    for day in range(3):
+        with ShardWriter(str(tmp_path / f"days/{day}-{{:d}}.tar"), index=False) as writer:
+            writer.write({"__key__": f"day {day}", "txt": "x"})
+        append(str(tmp_path / "days"), str(tmp_path / "set"), kind="tars")
+        before.append(f"day {day}")
+        assert keys(tmp_path / "set") == before
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_copy_cannot_tell_new_inputs_from_those_it_has(lives: bool, web: Path, tmp_path: Path) -> None:
+    """All inputs were taken as new, and every sample came twice; of a set that lives, options were lost, too."""
+    if lives:
+        jsonl(tmp_path / "days/1.jsonl", rows_of(100, 4))
+        append(str(tmp_path / "days"), str(web))
+    copy(str(web), str(tmp_path / "copied"))
+    before = keys(tmp_path / "copied")
+    jsonl(tmp_path / "days/2.jsonl", rows_of(200, 4))
+    with pytest.raises(ConfigError, match="Append to the set that was copied, and copy it again"):
+        append(str(tmp_path / "days"), str(tmp_path / "copied"))
+    assert not verify([str(tmp_path / "copied")], storage=Storage()).findings
+    assert keys(tmp_path / "copied") == before
+    with pytest.raises(TargetNotEmptyError):
+        convert(str(tmp_path / "days"), str(tmp_path / "copied"), options=ConvertOptions(max_samples=4, key_field="id",
+                                                                                         columns=("n",)))  # fmt: skip
+    append(str(tmp_path / "days"), str(web))
+    copy(str(web), str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == keys(web)
+
+
+def test_a_lost_input_alone_is_not_nothing_new(tmp_path: Path) -> None:
+    """A source whose only new input is broken was taken for one with nothing new."""
+    write_day(tmp_path / "source", "images", 0)
+    convert(str(tmp_path / "source"), str(tmp_path / "set"))
+    (tmp_path / "source/a/broken.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"broken\.png: empty file"):
+        append(str(tmp_path / "source"), str(tmp_path / "set"))
+    assert append(str(tmp_path / "source"), str(tmp_path / "set"), on_error="skip").num_added == 0
 
 
 def test_as_commands(web: Path, tmp_path: Path) -> None:

@@ -384,6 +384,18 @@ def test_shards_of_another_set_are_new_whatever_they_are_called(tmp_path: Path) 
     assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), *(f"{n:04d}" for n in range(100, 106))]
 
 
+def test_a_day_of_which_nothing_is_made_adds_nothing(tmp_path: Path) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    write_more(raw, 0, 6)
+    map_set(str(raw), str(out), "made_samples:early", running=HERE)
+    write_more(raw, 50, 3, append=True)
+    report = map_set(str(raw), str(out), "made_samples:early", append=True, running=HERE)
+    assert (report.num_inputs, report.num_empty, report.num_samples) == (3, 3, 6)
+    assert [path.name for path in (out / "_shardstream").glob("pending/*")] == []
+    write_more(raw, 9, 1, append=True)
+    assert map_set(str(raw), str(out), "made_samples:early", append=True, running=HERE).num_samples == 7
+
+
 def test_what_cannot_be_appended_by_map_is_refused(tmp_path: Path) -> None:
     raw, out = tmp_path / "raw", tmp_path / "out"
     write_more(raw, 0, 6)
@@ -391,9 +403,9 @@ def test_what_cannot_be_appended_by_map_is_refused(tmp_path: Path) -> None:
     write_more(raw, 6, 2, append=True)
     with pytest.raises(ConfigError, match="was made by another function"):
         map_set(str(raw), str(out), "made_samples:changed", append=True, running=HERE)
-    with pytest.raises(ConfigError, match="was not made by `shard_tools map`.*ShardWriter"):
+    with pytest.raises(ConfigError, match=r"was not made by `shard_tools map`.*ShardWriter"):
         map_set(str(raw), str(write_and_return(tmp_path / "else")), "made_samples:unchanged", append=True, running=HERE)
-    with pytest.raises(ConfigError, match="was not made by shard_tools.optimize.*add to it by `shard_tools map`"):
+    with pytest.raises(ConfigError, match=r"was not made by shard_tools\.optimize.*add to it by `shard_tools map`"):
         optimize(len, ["x"], out, append=True, workers=0, progress=False)
     refused = shell("map", raw, out, "made_samples:unchanged", "--append", "--max-samples", 3)
     assert refused.exit_code == 2
@@ -425,9 +437,10 @@ def test_of_two_maps_that_append_one_wins(tmp_path: Path) -> None:
             write_more(out, 100, 1, append=True)
         return real(self, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OvertakenError, match="somebody else has changed"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SetChange, "publish", publish)
-        map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
+        with pytest.raises(OvertakenError, match="somebody else has changed"):
+            map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
     assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), "0100"]
     done = shell("map", raw, out, "made_samples:unchanged", "--append", "--workers", 1, "--json")
     assert done.exit_code == 0, done.output

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from shard_tools.change.functions.inputs import Inputs
-from shard_tools.change.functions.source import FunctionSource
+from shard_tools.change.functions.source import FunctionSource, NoSampleError
 from shard_tools.make.convert.append import Appending
 from shard_tools.make.convert.base.records import Record, ShardOptions, number_key
 from shard_tools.make.convert.journal import Journal, load_journal
@@ -20,6 +21,7 @@ from streaming.shards.schema.value import Schema
 from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, redact
 
+_log = logging.getLogger(__name__)
 MAP, OPTIMIZE = "`shard_tools map`", "shard_tools.optimize"
 
 
@@ -72,10 +74,14 @@ class NewInputs:
         if not len(self.inputs):
             return num_samples, num_shards, num_bytes
         counted: Any = _Following(source, self._work.numbers_from, numbers_keys=self._numbers_keys)
-        added = self._work.add(
-            counted, counted, command, columns=source.columns, meaning=schema, storage=self._storage,
-            storage_options=self._storage_options, progress=NoProgress(),
-        )  # fmt: skip
+        try:
+            added = self._work.add(
+                counted, counted, command, columns=source.columns, meaning=schema, storage=self._storage,
+                storage_options=self._storage_options, progress=NoProgress(),
+            )  # fmt: skip
+        except NoSampleError as error:  # a day may have none; its inputs are looked at again the next time
+            _log.warning("%s: nothing is added: %s", redact(self.head.home), error)
+            return num_samples, num_shards, num_bytes
         report = self._work.report(None, added, self.begun_s, source.kind)
         return report.num_samples, num_shards + report.num_shards, num_bytes + report.num_bytes
 
@@ -121,7 +127,9 @@ def journal_of_function(head: Head, storage: Storage, made_by: str) -> Journal:
     found = "" if "function" not in said else MAP if "late" in said else OPTIMIZE
     if journal is None or found != made_by:
         cure = f"add to it by {found}" if found else "write more of its samples with ShardWriter(…, append=True)"
-        raise ConfigError(f"{redact(head.home)} was not made by {made_by}, so it cannot make more of its samples; {cure}")
+        raise ConfigError(
+            f"{redact(head.home)} was not made by {made_by}, so it cannot make more of its samples; {cure}"
+        )
     return journal
 
 

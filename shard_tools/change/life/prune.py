@@ -109,13 +109,14 @@ def prune(
     # List shards first, then notes, then versions: a change writes its note before its shards, and deletes the note
     # only after it has published them.
     sizes = {info.url: info.size_bytes for info in storage.list(home)}
-    left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
+    left = {work: one for work, one in pending(storage, home).items() if work != _NOTE}
     gone = {one.name for one in goes}
     kept = (one.table for one in kept_versions(storage, home) if one.name not in gone)
-    now = [read_head(storage, home).table, *kept]
+    current = read_head(storage, home)
+    now = [current.table, *kept]
     held = _names(now)
     published = {work_of(name) for name in held}  # a run may be killed between publishing and deleting its note
-    waits = left.keys() - {*abandon} - published
+    waits = {work for work, one in left.items() if one.may_publish(current.number)} - {*abandon} - published
     removed = [
         name for name in _shards_among(sizes, home)
         if name not in held and (name in suspects or (work_of(name) is not None and work_of(name) not in waits))
@@ -137,7 +138,7 @@ def prune(
     return PruneReport(
         target=redact(home), dropped=tuple(one.name for one in goes), kept=tuple(one.name for one in stays),
         num_shards=len(shards), num_bytes=sum(sizes[url] for url in shards),
-        pending={work: left[work] for work in sorted(waits)}, dry_run=dry_run,
+        pending={work: left[work].words for work in sorted(waits)}, dry_run=dry_run,
     )  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from shard_tools.change.sets.late import tell_left_out
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
+    Journal,
     TargetNotEmptyError,
+    load_journal,
     save_journal,
     whole_journal,
 )
@@ -33,6 +35,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.common.arguments import check_choice, counted, format_bytes
 from streaming.errors import (
+    AccessDeniedError,
     ChecksumError,
     ConfigError,
     DataError,
@@ -54,12 +57,12 @@ from streaming.shards.catalog.build import (
 from streaming.shards.fetch.read import FetchRange, fetch_range
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
-from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, samples_path
+from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import kept_versions
-from streaming.shards.versions.publish import change_schema, write_index
+from streaming.shards.versions.publish import change_schema, read_table, write_index
 from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 
 _log = logging.getLogger(__name__)
@@ -295,11 +298,26 @@ def _copy_index(
             change_schema(here, directory, meanings[directory])
         mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
         with suppress(IndexFormatError):  # `verify` of the source reports it
-            journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))
-            if journal is not None:  # which lists the fields of its samples
+            journal = _journal_of(home, there, sum(shard.chunks.total_samples for shard in mine))
+            if journal is not None:
                 save_journal(directory, journal, here)
     _write_chunk_tables(shards, here, former)
     return num_without
+
+
+def _journal_of(home: str, storage: Storage, num_samples: int) -> Journal | None:
+    """Return the journal for a copy of the set in ``home``, if its conversion is known and all of it is copied.
+
+    It lists the fields of the samples. Of a set that was changed since, it says how that was made, for `append`.
+    """
+    journal = whole_journal(home, storage, num_samples)
+    if journal is not None:
+        return journal
+    with suppress(NotFoundError, AccessDeniedError):
+        table, found = read_table(storage, join_url(home, chunks_path())), load_journal(home, storage)
+        if table.version is not None and table.total_samples == num_samples and found is not None and found.complete:
+            return replace(found, num_samples=num_samples, fields=None)
+    return None
 
 
 def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, target: str) -> list[_Shard]:

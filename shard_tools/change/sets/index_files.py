@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from shard_tools.change.sets.open_set import load_samples
-
 from shard_tools.make.convert.journal import NAME, SOURCES, load_journal, load_sources
 from shard_tools.running.report import Finding, Report
 from streaming.common.threads import map_threads

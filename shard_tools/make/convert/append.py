@@ -14,6 +14,7 @@ from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
     Growing,
     LeavesOut,
+    NoRecordError,
     Record,
     Remarks,
     ShardOptions,
@@ -202,8 +203,19 @@ class Appending:
             options: The options of its conversion.
             journal: The journal of its conversion, if it has one.
             records: Number of records that it was made from, if this may differ from the number of samples.
+
+        Raises:
+            ConfigError: It does not say which inputs it was made of, as copies do not.
         """
-        inputs = load_sources(head.home, storage) + load_inputs(head.home, head.inputs, storage)
+        sources = load_sources(head.home, storage)
+        names_inputs = journal is not None and ("function" not in journal.options or "late" in journal.options)
+        if names_inputs and not sources:
+            raise ConfigError(
+                f"{redact(head.home)}: the list of the inputs that it was made of is missing (sources.parquet, which "
+                "copies leave out), so new ones cannot be told from those that it has. Append to the set that was "
+                "copied, and copy it again; or write the new samples with ShardWriter(…, append=True)"
+            )
+        inputs = sources + load_inputs(head.home, head.inputs, storage)
         pattern = (
             _pattern_of([shard.name for shard in head.table.shards]) if journal is None
             else str(journal.options["pattern"])
@@ -231,15 +243,18 @@ class Appending:
         """
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
+        named = redact(source if isinstance(source, str) else ", ".join(source))
         try:
             reader = opens()
-        except NotFoundError:
+        except NotFoundError as error:
             self.refuse_changed()
-            if self.known.left_out:
-                return None
-            raise
+            if not self.known.left_out:
+                raise
+            if isinstance(error, NoRecordError):
+                leaving_out.allowance(error, named)
+            return None
         self.refuse_changed()
-        allowance = leaving_out.allowance(reader, redact(source if isinstance(source, str) else ", ".join(source)))
+        allowance = leaving_out.allowance(reader, named)
         if self.known.left_out and not reader.origins().inputs:
             return None
         self._refuse_mixed(reader)

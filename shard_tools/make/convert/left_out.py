@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shard_tools.make.convert.base.identity import Origins
-from shard_tools.make.convert.base.records import MAX_LISTED, Record, Skipped, Source
+from shard_tools.make.convert.base.records import MAX_LISTED, NoRecordError, Record, Skipped, Source
 from shard_tools.running.report import plain
 from streaming.common.arguments import counted, most_bad
 from streaming.errors import DataError, TooManyBadSamplesError
@@ -38,7 +38,7 @@ class OnError:
         """Whether they are left out."""
         return self.how == "skip"
 
-    def allowance(self, reader: Source, where: str) -> Allowance:
+    def allowance(self, reader: Source | NoRecordError, where: str) -> Allowance:
         """Look at what a source leaves out before it is read; return how much more may be left out.
 
         Raises:
@@ -46,7 +46,9 @@ class OnError:
             TooManyBadSamplesError: It is too much.
         """
         lost = [one for one in reader.skipped if one.is_lost]
-        known = reader.num_records if isinstance(self.max_bad, float) else None
+        known = None
+        if isinstance(self.max_bad, float):
+            known = 0 if isinstance(reader, NoRecordError) else reader.num_records
         allowed = Allowance(
             max_bad=self.max_bad, num_lost=len(lost), in_all=None if known is None else known + len(lost)
         )

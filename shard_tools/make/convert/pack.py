@@ -69,6 +69,7 @@ from streaming.shards.index.layout import (
     samples_path,
 )
 from streaming.shards.schema.value import Schema
+from streaming.shards.versions.history import refuse_tags
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
 
@@ -173,7 +174,9 @@ class PackingRun:
         self._there = _contents(place, self._storage)
         if self._there == [join_url(place.directory, SOURCES)]:
             self._there = []  # a run was killed before it wrote its journal: none of its shards are valid
-        if not options.overwrite:
+        if options.overwrite:
+            refuse_tags(self._storage, place.directory)
+        else:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
         self._found, self._earlier, self._noted = None, EarlierWork(), list[SourceIdentity]()
         if self._there and not options.overwrite:

@@ -12,11 +12,12 @@ import logging
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from streaming.errors import ConfigError, ShardstreamError, UnfinishedError, shell_place
+from streaming.errors import ConfigError, ShardstreamError, StorageError, UnfinishedError, shell_place
 from streaming.shards.catalog.unfinished import FINISHED
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
@@ -128,7 +129,7 @@ class SetChange:
         self._storage, self.head = storage, head
         parts = [head.number, head.table.fingerprint, command, identity]
         self.work = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-        self._note = work_note(command, what, run=uuid4().hex)
+        self._note = work_note(command, what, run=uuid4().hex, begins=head.number)
         self._is_alone = True
         self._names: list[str] = []
 
@@ -196,6 +197,12 @@ class SetChange:
         home = self.head.home
         tables = [read_head(self._storage, home).table, *(one.table for one in kept_versions(self._storage, home))]
         held = {shard.name for table in tables for shard in table.shards}
+        with suppress(StorageError):  # what was begun is not noted yet; a store may list nothing
+            below = join_url(home, "")
+            self._names += [
+                name for name in (info.url.removeprefix(below) for info in self._storage.list(home))
+                if work_of(name) == self.work
+            ]  # fmt: skip
         if held.isdisjoint(self._names):
             self._storage.delete(join_url(home, inputs_path(self.work)))
         for name in {*self._names} - held:
@@ -209,14 +216,34 @@ def files_of(home: str, name: str, schema: Schema) -> list[str]:
     return [join_url(home, path) for path in (name, samples_path(name), *late)]
 
 
-def pending(storage: Storage, home: str) -> dict[str, str]:
-    """Return the changes of a set that are not published, and what each does, in words."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """The note of a change that may not be published.
+
+    Attributes:
+        words: What it does.
+        begins: Number of the version that it begins with; None: unknown.
+    """
+
+    words: str
+    begins: int | None = None
+
+    def may_publish(self, number: int) -> bool:
+        """Return whether the change can still publish, while the current version has this number."""
+        return self.begins is None or self.begins >= number
+
+
+def pending(storage: Storage, home: str) -> dict[str, Pending]:
+    """Return the notes of changes of a set, by the name of the change."""
     below = join_url(home, PENDING_DIRECTORY, "")
     found = {}
     for info in storage.list(below):
-        words = "a change"
+        one = Pending(words="a change")
         with suppress(ShardstreamError, ValueError, TypeError, KeyError):
             note = storage.read_parsed(info.url, lambda data, _: read_document(data), is_sealed)
-            words = f"{note['command']} ({note['what']})"
-        found[info.url.removeprefix(below).removesuffix(".json")] = words
+            begins = note.get("begins")
+            one = Pending(
+                words=f"{note['command']} ({note['what']})", begins=begins if isinstance(begins, int) else None
+            )
+        found[info.url.removeprefix(below).removesuffix(".json")] = one
     return found

@@ -389,9 +389,10 @@ class Ledger:
                 if why is not None:  # the shards are equal, but the kept samples, or their meaning, differ
                     raise StateError(f"the source {name!r} is not the one of this state: {why}")
                 version = where_is(name, known[name])
+                version += ". " if version else ""
                 raise StateError(
                     f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, the "
-                    f"state has {known[name][:12]}. {version + '. ' if version else ''}Open the same shards in the same "
+                    f"state has {known[name][:12]}. {version}Open the same shards in the same "
                     "order, with the index and the filter they had. New shards may follow if their names sort after "
                     f'all of these; make others a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
                     "StreamingDataset(the new shards)})"

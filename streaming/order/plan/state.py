@@ -216,10 +216,8 @@ class LoaderState:
             missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - {*_NAMES, *optional}))
             raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
         given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}
-        if _MICRO in data:
-            given["within"] = WithinStep.from_text(data[_MICRO])
-        if _VERSIONS in data:
-            given["versions"] = _versions_of(data[_VERSIONS])
+        readers = ((_MICRO, "within", WithinStep.from_text), (_VERSIONS, "versions", _versions_of))
+        given |= {name: read(data[key]) for key, name, read in readers if key in data}
         given["order"] = OrderSettings.from_dict(data["order"])
         kinds: tuple[tuple[str, type[Steps]], ...] = (("batch_sizes", Sizes), ("lengths", Steps))
         for name, kind in kinds:

@@ -293,9 +293,9 @@ class Filtered(Chosen):
         return not self.is_part
 
     @override
-    def _identity_of(self, num_shards: int) -> str:
+    def identity_when(self, num_shards: int) -> str:
         asked = self.name.partition(";")[2].rpartition("kept=")[0]
-        return f"{super()._identity_of(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
+        return f"{super().identity_when(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -95,6 +95,21 @@ def _names(storage: Storage, home: str) -> list[str]:
     return sorted(found, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
 
 
+def refuse_tags(storage: Storage, home: str) -> None:
+    """Refuse to overwrite a set that has tagged versions, which would not be the same any more.
+
+    Raises:
+        ConfigError: It has some.
+    """
+    tags = [name for name in _names(storage, home) if not name.isdecimal()]
+    if tags:
+        drops = " ".join(f"--drop {shell_word(name)}" for name in tags)
+        raise ConfigError(
+            f"{redact(home)} has the tagged versions {', '.join(tags)}, which overwriting would destroy; give another "
+            f"target, or drop them first: shard_tools version prune {shell_place(home)} {drops}"
+        )
+
+
 def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
     """Return all versions that are kept beside the current one, in their order.
 
@@ -109,6 +124,15 @@ def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
             continue
         found.append(KeptVersion(name=name, number=number_of(table), table=table))
     return sorted(found, key=lambda one: (one.number, one.is_tag, one.name))
+
+
+def shown_versions(opened: Mapping[str, Sequence[int]]) -> str:
+    """Describe the versions of sets that were opened, by the name of their source; ``""`` is that of a single set."""
+    found = []
+    for name, numbers in opened.items():
+        words = f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        found.append(f"{name} {words}" if name else words)
+    return "; ".join(found)
 
 
 def which_version(storage: Storage, home: str, now: int, fingerprint: str, numbers: Sequence[int]) -> str:
@@ -136,7 +160,9 @@ def which_version(storage: Storage, home: str, now: int, fingerprint: str, numbe
                 f"versions that are left: shard_tools version list {shell_place(home)}"
             )
     if found is None and not fingerprint and now > 1:
-        return f"Version {now} is open; if this state was saved before the set had versions, open it with version=1"
+        return (
+            f"Of this set, version {now} is open; if the state was saved before it had versions, open it with version=1"
+        )
     if found is None or found.number == now:
         return ""
     name = repr(found.name) if found.is_tag else found.number

@@ -23,7 +23,6 @@ from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, version_path
 from streaming.shards.schema.value import Schema, is_copy
 from streaming.storage import ChangedError, ReadBuffer, Storage, join_url, redact
 
-
 _log = logging.getLogger(__name__)
 
 

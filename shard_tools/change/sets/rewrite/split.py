@@ -35,6 +35,7 @@ from streaming.errors import ConfigError, DataError
 from streaming.shards.catalog.build import read_chunks
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.joined import Classes
+from streaming.shards.versions.history import refuse_tags
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -220,7 +221,9 @@ class _Part:
             TargetNotEmptyError: The target holds other files, and ``overwrite`` is False.
         """
         directory = self.place.directory
-        if not any(True for _ in self.storage.list(directory)) or overwrite:
+        if overwrite:
+            refuse_tags(self.storage, directory)
+        if overwrite or not any(True for _ in self.storage.list(directory)):
             return False
         refuse_writers(self.mark.others(), directory, "or start over with --overwrite")
         found = load_journal(directory, self.storage)
@@ -309,14 +312,11 @@ def split(
     identity = {**options.identity(), **retold.identity(), "group_field": options.group_field, "late": late,
                 "seed": options.seed}  # fmt: skip
     parts = [_Part.of(share, reader, identity, sources, storage) for share in shares]
-    was_complete = all([part.looks_complete(overwrite=options.overwrite) for part in parts])
+    complete = [part.looks_complete(overwrite=options.overwrite) for part in parts]  # or refuses, each of them
+    was_complete = all(complete)
     if not was_complete and not dry_run:
         _write(parts, reader, divided, options, retold, storage_options, progress or NoProgress())
-    sets = (
-        _planned(targets, divided)
-        if dry_run
-        else tuple(_written(part, targets[part.share.name]) for part in parts)
-    )
+    sets = _planned(targets, divided) if dry_run else tuple(_written(part, targets[part.share.name]) for part in parts)
     return SplitReport(
         sets=sets, num_source=taken.num_source, num_left_out=taken.num_source - sum(divided.counts),
         was_complete=was_complete, dry_run=dry_run, seconds=time.monotonic() - begun_s,
