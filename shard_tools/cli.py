@@ -8,15 +8,17 @@ without a traceback unless ``--debug`` is given.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from shard_tools.change.check.recheck import RecheckReport, recheck, show_recheck
 from shard_tools.change.check.verify import VerifyReport, show_verify, verify
 from shard_tools.change.columns.lift import lift_all
+from shard_tools.change.columns.target import AddReport
 from shard_tools.change.sets.bad_list import load_bad_list, records_of
 from shard_tools.change.sets.copied import CHECKS
 from shard_tools.change.sets.copy import copy, show_copy
@@ -61,7 +63,7 @@ from shard_tools.make.convert import SOURCE_KINDS, ConvertOptions, ImageOptions,
 from shard_tools.make.convert.run import show_convert
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
-from shard_tools.terminal import render
+from shard_tools.running.switches import is_on
 from shard_tools.terminal.config_file import load_config
 from shard_tools.terminal.options import (
     COUNT,
@@ -72,16 +74,17 @@ from shard_tools.terminal.options import (
     SIZE,
     STORAGE_OPTION_NAMES,
     as_storage_options,
+    dry_run_option,
     duplicates_option,
     engine_option,
     for_this_run,
     index_option,
-    json_option,
     names,
     on_shards,
     on_shards_in_parallel,
     places_and_target,
-    quiet_option,
+    refuse_options_of_the_set,
+    report_options,
     shard_size_options,
     source_options,
     start_over_option,
@@ -90,9 +93,8 @@ from shard_tools.terminal.options import (
     unfinished_option,
     union_option,
     with_storage_options,
-    writing_options,
 )
-from shard_tools.terminal.verbs import ToolGroup, emit, finish
+from shard_tools.terminal.verbs import ToolGroup, emit, emit_line, finish
 from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import shell_word
 from streaming.shards.catalog.build import home_of, read_schema
@@ -153,7 +155,7 @@ def cli() -> None:
 
 
 @cli.command("convert")
-@writing_options
+@dry_run_option
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
@@ -202,7 +204,7 @@ def cli() -> None:
 @start_over_option
 @click.option("--append", "appends", is_flag=True, help="Add new inputs to the set in TARGET, with the set's options.")
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def convert_command(
     sources: tuple[str, ...], target: str, *, engine: str, workers: int | None, as_json: bool, shuffle: Any,
@@ -226,7 +228,7 @@ def convert_command(
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
     if appends:
-        _refuse_options_of_the_set(_OF_APPEND)
+        refuse_options_of_the_set(_OF_APPEND)
         taken = ("kind", "allow_unfinished", "on_error", "max_bad", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
         append_all(sources, target, workers=workers, as_json=as_json, **{name: arguments[name] for name in taken})
         return
@@ -248,22 +250,8 @@ def convert_command(
     emit(report, as_json=as_json, for_people=show_convert)
 
 
-def _refuse_options_of_the_set(taken: frozenset[str]) -> None:
-    """Refuse options of a conversion that are fixed by the set.
-
-    Raises:
-        click.UsageError: One is given.
-    """
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        is_given = context.get_parameter_source(name) in {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
-        if is_given and name not in taken:
-            raise click.UsageError(f"{parameter.opts[0]}: with --append, options come from the set; leave it out.")
-
-
 @cli.command("index")
-@writing_options
+@dry_run_option
 @on_shards_in_parallel()
 @click.option("--force", is_flag=True, help="Rebuild existing indexes.")
 @click.option("--prune", is_flag=True, help="Remove shards that no longer exist from the index.")
@@ -295,17 +283,21 @@ def index_command(
     place |= {"workers": workers}
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
         report = index(urls, executor=executor, progress=progress, **place, **arguments)
-    emit(report, as_json=as_json, for_people=show_index)
+    if not as_json:  # whose columns are part of it
+        emit(report, as_json=False, for_people=show_index)
     engine = engine if columns else "local"
     with open_engine(engine, workers) as executor, progress_bar("columns", "shards") as progress:
-        added = lift_all(urls, columns, executor=executor, progress=progress, **place)
-    for one in added if not as_json else ():
-        show_added(one)
+        added = tuple(lift_all(urls, columns, executor=executor, progress=progress, **place))
+    emit(replace(report, columns=added), as_json=as_json, for_people=lambda _: _show_columns(added))
     finish(failed=bool(report.findings))
 
 
+def _show_columns(added: Sequence[AddReport]) -> None:
+    for one in added:
+        show_added(one)
+
+
 @cli.command("verify")
-@quiet_option
 @click.argument("urls", nargs=-1, metavar="URL...")
 @index_option
 @click.option("--decode", is_flag=True, help="Also decode every field.")
@@ -319,7 +311,7 @@ def index_command(
 @duplicates_option
 @on_shards_in_parallel()
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def verify_command(
     urls: tuple[str, ...],
@@ -362,7 +354,7 @@ def verify_command(
 
 
 @cli.command("reshard")
-@writing_options
+@dry_run_option
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET")
 @shard_size_options
 @click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
@@ -408,7 +400,7 @@ def verify_command(
 @start_over_option
 @index_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def reshard_command(
     sources: tuple[str, ...],
@@ -467,7 +459,7 @@ def _changes(arguments: dict[str, Any]) -> FieldChanges:
 
 
 @cli.command("repair")
-@writing_options
+@dry_run_option
 @click.option("--to", "target", required=True, metavar="TARGET", help="Folder or prefix for the repaired shards.")
 @click.option("--drop-damaged", is_flag=True, help="Also write shards that have lost samples.")
 @on_shards
@@ -490,7 +482,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 
 
 @cli.command("copy")
-@writing_options
+@dry_run_option
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE... TARGET")
 @click.option(
     "--target-option",
@@ -502,6 +494,9 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 @on_shards_in_parallel(_COPY_WORKERS["local"])
 @click.option("--overwrite", is_flag=True, help="Replace shards of the same name that differ.")
 @click.option(
+    "--delete", is_flag=True, help="Delete shards in TARGET that an earlier copy brought and SOURCE has no longer."
+)
+@click.option(
     "--check",
     type=click.Choice(CHECKS),
     default="recorded",
@@ -510,7 +505,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 )
 @index_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def copy_command(
     sources: tuple[str, ...], *, target_option: tuple[tuple[str, str], ...], engine: str, workers: int | None,
@@ -524,6 +519,7 @@ def copy_command(
     \b
     Example:
       shard_tools copy s3://bucket/train/ /data/train/
+      shard_tools copy s3://bucket/train/ s3://backup/train/ --delete
       shard_tools copy shards/ s3://bucket/train/ --target-option endpoint_url=https://host:9000
     """
     places, target = places_and_target(sources)
@@ -585,20 +581,18 @@ def ls_command(
     opened = None if limit == 0 else open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     sets = [] if any(asked) or opened is None else list_sets(opened, storage)
     for one in sets:
-        click.echo(render.as_json(one.as_dict())) if as_json else show_set_line(one)
+        emit_line(one, as_json=as_json, for_people=show_set_line)
     if sets:
         return
     if is_all and limit is not None:
         raise click.UsageError("--all and --limit: one lists all samples, the other N of them; give one.")
     most = _LISTED if limit is None and not is_all and not as_json else limit
     more: list[int] = []
+    show = partial(show_sample_line, long=long, with_columns=columns is not None)
     for sample in list_samples(urls, columns=columns, limit=most, opened=opened, more=more.append, **arguments):
-        if as_json:
-            click.echo(render.as_json(sample.as_dict()))
-        else:
-            show_sample_line(sample, long=long, with_columns=columns is not None)
+        emit_line(sample, as_json=as_json, for_people=show)
     num_more = more[0] if more else 0
-    if limit is None and num_more and not as_json:
+    if limit is None and num_more and not as_json and not is_on("quiet"):
         click.echo(f"… {num_more:,} more; --all lists them, --limit N the first N", err=True)
 
 
@@ -609,7 +603,7 @@ def ls_command(
 @click.option("--field", metavar="EXT", help="Write only the bytes of this field.")
 @click.option("--tokenizer", metavar="FILE", help="Show tokens as text, by the file that made them.")
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def cat_command(
     url: str, sample: str, *, index_url: str | None, field: str | None, tokenizer: str | None, allow_unfinished: bool,

@@ -29,7 +29,7 @@ MADE: dict[str, Callable[[], tables.Made]] = {
 """What takes the place of ``<!-- site: NAME -->`` in a page, with the pages below it."""
 
 NAVIGATION: dict[str, tuple[str, ...]] = {
-    "Start": ("docs/tutorial", "examples/README", "docs/guide", "docs/faq", "docs/when-not"),
+    "Start": ("docs/tutorial", "examples/README", "docs/guide", "docs/life-of-a-set", "docs/faq", "docs/when-not"),
     "How to": (
         "docs/trainers",
         "docs/launchers",

@@ -12,12 +12,14 @@ from shard_tools.look.bench.tune import TuneReport, check_out, plan_here, tune, 
 from shard_tools.look.trace.merge import MergeReport, RankReport, merge_traces
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain, plain_place
+from shard_tools.running.switches import is_on
 from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
+    debug_option,
     index_option,
-    json_option,
+    report_options,
     unfinished_option,
     with_storage_options,
 )
@@ -49,7 +51,7 @@ _OF_DATASET = ("cache_dir", "cache_limit")
 @click.option("-o", "--out", metavar="FILE", help=f"With --tune: the file to write. Default: {DEFAULT_NAME}.")
 @index_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def bench_command(urls: tuple[str, ...], *, to_tune: bool, out: str | None, as_json: bool, **arguments: Any) -> None:
     """Measure how fast this machine reads a set, and report the bottleneck.
@@ -90,16 +92,18 @@ def _tune(
     """Print the expected time, measure, print the results, and write them."""
     storage, plan = Storage(storage_options), plan_here(options)
     check_out(out, storage)
-    click.echo(
-        f"{counted(plan.num_settings, 'setting')} in {counted(plan.num_passes, 'pass')}: at most {plan.seconds:g} s "
-        "in all, in addition to the start of processes",
-        err=True,
-    )
+    if not is_on("quiet"):
+        click.echo(
+            f"{counted(plan.num_settings, 'setting')} in {counted(plan.num_passes, 'pass')}: at most {plan.seconds:g} "
+            "s in all, in addition to the start of processes",
+            err=True,
+        )
     with progress_bar("tune", "passes") as progress:
         report = tune(urls, storage_options=storage_options, index_url=index_url, options=options, progress=progress)
     emit(report, as_json=as_json, for_people=_show_tuned)
     write_tuned(report, out, storage)
-    click.echo(f"written: {plain_place(out)}", err=as_json)
+    if not is_on("quiet"):
+        click.echo(f"written: {plain_place(out)}", err=as_json)
 
 
 def _show_tuned(report: TuneReport) -> None:
@@ -169,7 +173,8 @@ def trace_group() -> None:
 @trace_group.command("merge")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("-o", "--out", metavar="OUT", help="The file to write, for Perfetto. Default: none, only the summary.")
-@json_option
+@report_options
+@debug_option
 def merge_command(files: tuple[str, ...], *, out: str | None, as_json: bool) -> None:
     """Merge the traces of several ranks into one file, and report their waits.
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shard_tools.change.sets.clean import CleanReport, clean
-from shard_tools.terminal.options import as_storage_options, json_option, quiet_option, with_storage_options
+from shard_tools.terminal.options import as_storage_options, report_options, with_storage_options
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes
 
@@ -37,8 +37,7 @@ class AgeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer re
     help="Keep uploads that began later: somebody may be writing them.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def clean_command(url: str, *, older_than_s: float, dry_run: bool, as_json: bool, **arguments: Any) -> None:
     """Remove leftovers of killed runs below URL: temporary files, and unfinished uploads to S3.

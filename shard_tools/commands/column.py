@@ -19,20 +19,20 @@ from shard_tools.change.fields.target import FieldReport, OnMissing
 from shard_tools.change.functions.field import compute_field
 from shard_tools.change.functions.run import Running
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
+from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import progress_bar
 from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
+    dry_run_option,
     engine_option,
-    json_option,
     names,
     on_named,
     on_shards,
     on_shards_in_parallel,
-    quiet_option,
+    report_options,
     with_storage_options,
-    writing_options,
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted, format_bytes
@@ -55,7 +55,7 @@ def column_group() -> None:
 
 
 @column_group.command("add")
-@writing_options
+@dry_run_option
 @click.option("--from", "source", metavar="FILE", help="Parquet, JSONL or CSV file, or a pattern: one row per sample.")
 @click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
@@ -135,7 +135,7 @@ def list_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 
 
 @column_group.command("drop")
-@writing_options
+@dry_run_option
 @on_named("column")
 def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
     """Delete the late column NAME. Runs and views that use it will no longer work.
@@ -162,7 +162,7 @@ def field_group() -> None:
 
 
 @field_group.command("add")
-@writing_options
+@dry_run_option
 @click.argument("target", metavar="SET")
 @click.argument("name", metavar="NAME")
 @click.option("--compute", metavar="MODULE:FUNCTION", help="Compute the values from the samples, with your function.")
@@ -180,7 +180,7 @@ def field_group() -> None:
     help="With --compute: processes (default: one per core), or Ray tasks (64); with --from: threads (8).",
 )  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace a late field of this name, and make all values again.")
-@json_option
+@report_options
 @with_storage_options
 def add_field_command(
     target: str, name: str, *, compute: str | None, source: str | None, on: str | None, field: str | None,
@@ -222,7 +222,7 @@ def add_field_command(
 
 @field_group.command("list")
 @click.argument("target", metavar="SET")
-@json_option
+@report_options
 @with_storage_options
 def list_fields_command(target: str, *, as_json: bool, **arguments: Any) -> None:
     """List the late fields of SET.
@@ -236,10 +236,10 @@ def list_fields_command(target: str, *, as_json: bool, **arguments: Any) -> None
 
 
 @field_group.command("drop")
-@quiet_option
+@dry_run_option
 @click.argument("target", metavar="SET")
 @click.argument("name", metavar="NAME")
-@json_option
+@report_options
 @with_storage_options
 def drop_field_command(target: str, name: str, *, as_json: bool, **arguments: Any) -> None:
     """Take the late field NAME from SET.
@@ -267,7 +267,7 @@ def view_group() -> None:
 
 
 @view_group.command("save")
-@writing_options
+@dry_run_option
 @click.option("--where", metavar="CONDITION", help="Condition for samples to keep; see docs/filters.md.")
 @click.option("--subset", metavar="A..B", help="Range of the stored samples: 0%..80%, or 1000..2000.")
 @click.option("--exclude", metavar="FILE", help="Text file of keys to leave out, one per line.")
@@ -312,6 +312,7 @@ def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
 
 def show_added(report: AddReport) -> None:
     """Print the totals, and the keys that did not match."""
+    show_earlier(0, was_complete=report.was_complete)
     for count, what, keys in (
         (counted(report.num_missing, "sample"), "without a value", report.first_missing),
         (counted(report.num_unmatched, "row"), "without a sample", report.first_unmatched),

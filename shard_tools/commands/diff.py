@@ -13,8 +13,7 @@ from shard_tools.terminal.options import (
     SECRET_PAIR,
     SIZE,
     as_storage_options,
-    json_option,
-    quiet_option,
+    report_options,
     typed_option,
     unfinished_option,
     with_storage_options,
@@ -28,7 +27,6 @@ _SHOWN_SHARDS = 5
 
 
 @click.command("diff")
-@quiet_option
 @click.argument("a")
 @click.argument("b")
 @click.option("--index", "index_a", metavar="URL", help="Location of A's index. Default: beside the shards.")
@@ -55,7 +53,7 @@ _SHOWN_SHARDS = 5
     help="Memory for keys and checksums; larger sets use temporary files.",
 )
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def diff_command(
     a: str, b: str, *, option_b: tuple[tuple[str, str], ...], limit: int | None, as_json: bool, **arguments: Any

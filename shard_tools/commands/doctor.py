@@ -14,7 +14,7 @@ from shard_tools.look.doctor.run import DoctorReport, doctor
 from shard_tools.look.doctor.store import StoreLook
 from shard_tools.running.progress import progress_bar
 from shard_tools.running.report import plain
-from shard_tools.terminal.options import as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.terminal.options import as_storage_options, index_option, report_options, with_storage_options
 from shard_tools.terminal.verbs import emit, finish
 from streaming.common.arguments import counted, format_bytes
 from streaming.storage import redact_text
@@ -25,7 +25,7 @@ from streaming.storage import redact_text
 @click.option("--cache-dir", metavar="FOLDER", help="Folder of a cache.  [default: that of temporary files]")
 @click.option("--no-imports", is_flag=True, help="Do not try to import packages, which takes seconds.")
 @index_option
-@json_option
+@report_options
 @with_storage_options
 def doctor_command(urls: tuple[str, ...], *, no_imports: bool, as_json: bool, **arguments: Any) -> None:
     """Examine this machine, its packages and the store of URL; report faults and limits.

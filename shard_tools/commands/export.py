@@ -14,13 +14,13 @@ from shard_tools.terminal.options import (
     COUNT,
     PAIR,
     as_storage_options,
+    dry_run_option,
     index_option,
-    json_option,
     names,
     places_and_target,
+    report_options,
     unfinished_option,
     with_storage_options,
-    writing_options,
 )
 from shard_tools.terminal.verbs import emit
 from streaming.common.arguments import counted
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 @click.command("export")
-@writing_options
+@dry_run_option
 @click.argument("urls", nargs=-1, required=True, metavar="URL... TARGET")
 @click.option(
     "--to", required=True, type=click.Choice(tuple(FORMATS)), help="The format, or the program that reads it."
@@ -50,7 +50,7 @@ _SHOWN = 3
 @click.option("--overwrite", is_flag=True, help="Replace existing files that have other content.")
 @index_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def export_command(
     urls: tuple[str, ...], *, to: str, as_json: bool, fields: tuple[str, ...] | None, **arguments: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any, get_args
 
 import click
@@ -27,19 +28,18 @@ from shard_tools.terminal.options import (
     COUNT,
     SIZE,
     as_storage_options,
-    json_option,
+    dry_run_option,
     left_out_options,
     places_and_target,
-    quiet_option,
+    report_options,
     unfinished_option,
     union_option,
     with_storage_options,
-    writing_options,
 )
 from shard_tools.terminal.verbs import emit, finish
-from streaming.common.arguments import counted, format_bytes
+from streaming.common.arguments import MAX_SEED, counted, format_bytes, parse_share
 from streaming.common.platforms import num_cores
-from streaming.errors import shell_word
+from streaming.errors import shell_place, shell_word
 from streaming.shards.versions.history import checked_version
 from streaming.storage import Storage, redact
 
@@ -51,7 +51,7 @@ def _store(arguments: dict[str, Any]) -> Storage:
 
 
 @click.command("append")
-@writing_options
+@dry_run_option
 @click.argument("places", nargs=-1, required=True, metavar="SOURCE... SET")
 @click.option(
     "--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.  [default: of SET]"
@@ -63,7 +63,7 @@ def _store(arguments: dict[str, Any]) -> Storage:
 )
 @left_out_options
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """Add the new inputs of each SOURCE to SET, as its next version.
@@ -119,8 +119,7 @@ def append_all(
 @click.option("--purge", is_flag=True, help="Remove the old shards, and all untagged versions.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
 @click.option("--dry-run", is_flag=True, help="Only report what would be deleted and written.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def delete_command(
     target: str, *, keys: str | None, where: str | None, contents: str | None, purge: bool, workers: int,
@@ -165,8 +164,7 @@ def delete_command(
 @click.option("--pairs", metavar="FILE", help="Write each pair to this file, as a line of JSON.")
 @click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards written in parallel.")
 @click.option("--dry-run", is_flag=True, help="Only report the duplicates.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def dedupe_command(
     target: str, *, by: str, keep: Keep, pairs: str | None, workers: int, dry_run: bool, as_json: bool,
@@ -193,43 +191,93 @@ def dedupe_command(
 
 
 @click.command("split")
-@writing_options
-@click.argument("places", nargs=-1, required=True, metavar="SOURCE... TARGET")
-@click.option(
-    "--split", "shares", multiple=True, required=True, metavar="NAME=SHARE", help="Such as val=0.5%; the rest is train."
-)
+@click.argument("places", nargs=-1, required=True, metavar="SET... TARGET=SHARE...")
 @click.option(
     "--group-field", metavar="COLUMN", help="Keep samples with the same value of this column, late or not, together."
 )
+@click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Another seed divides otherwise."
+)
+@click.option("--split", "former", multiple=True, hidden=True)
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option(
     "--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Requests in parallel."
 )
 @click.option("--overwrite", is_flag=True, help="Delete what the new sets hold and start over.")
+@click.option("--dry-run", is_flag=True, help="Only report how many samples each new set would get.")
 @union_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
-def split_command(places: tuple[str, ...], *, shares: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
-    """Divide the samples of SOURCE among several sets, TARGET/train and others, in one pass.
+def split_command(
+    places: tuple[str, ...], *, former: tuple[str, ...], dry_run: bool, as_json: bool, **arguments: Any
+) -> None:
+    """Divide the samples of SET among several new sets, each with its share, in one pass.
 
-    Only the hash of a sample's key, or of its value in a column, decides. So samples keep their set when SOURCE grows,
-    and a group, such as all pictures of one person, is never in two sets.
+    A share is 80%, 0.8 or 4/5; what the shares leave of 100% goes into no set. Only the seed and the hash of a
+    sample's key, or of its value in a column, decide. So samples keep their set when SET grows, and a group, such as
+    all pictures of one person, is never in two sets.
 
     \b
     Example:
-      shard_tools split s3://bucket/all/ s3://bucket/parts/ --split val=1% --split test=1%
-      shard_tools split faces/ parts/ --split val=5% --group-field person
+      shard_tools split s3://bucket/all/ s3://bucket/train/=98% s3://bucket/val/=1% s3://bucket/test/=1%
+      shard_tools split faces/ faces-train/=80% faces-val/=20% --group-field person --seed 7
     """
-    sources, target = places_and_target(places)
+    sources, targets = _sources_and_shares(places, former)
     storage_options = as_storage_options(arguments)
     with progress_bar("split", "samples") as progress:
         report = split(
-            sources, target, options=SplitOptions(split=shares, **arguments), storage_options=storage_options,
+            sources, targets, options=SplitOptions(**arguments), dry_run=dry_run, storage_options=storage_options,
             progress=progress,
         )  # fmt: skip
     emit(report, as_json=as_json, for_people=_show_split)
+
+
+def _sources_and_shares(
+    places: Sequence[str], former: Sequence[str]
+) -> tuple[list[str], dict[str, Fraction]]:  # fmt: skip
+    """Part the arguments of ``split`` into sources and the shares of the targets.
+
+    The first argument is a source. Of the others, those with ``=`` are targets, unless they end with ``/``.
+
+    Args:
+        places: The arguments.
+        former: Values of the option by which shares were once given.
+
+    Raises:
+        click.UsageError: A target is missing, named twice, or follows what it should precede.
+        ConfigError: A share is none.
+    """
+    if former:
+        raise click.UsageError(f"--split: each new set is named with its share: {_split_anew(places, former)}")
+    first, *rest = places
+    named = [place for place in rest if "=" in place and not place.endswith("/")]
+    sources, last = [first, *(place for place in rest if place not in named)], [*rest[len(rest) - len(named) :]]
+    if not named or last != named:
+        wrong = f"{redact(sources[-1])!r} has no share" if named else "there is no TARGET=SHARE"
+        raise click.UsageError(
+            f"Name the set, and then each new set with its share; {wrong}. For example: shard_tools split "
+            f"{shell_place(first)} {shell_word(first.rstrip('/') + '-train/=80%')} "
+            f"{shell_word(first.rstrip('/') + '-val/=20%')}"
+        )
+    targets: dict[str, Fraction] = {}
+    for place in named:
+        target, _, share = place.rpartition("=")
+        if target in targets or not target:
+            raise click.UsageError(f"{redact(place)}: each target is named once, as TARGET=SHARE.")
+        targets[target] = parse_share(share, name=redact(place))
+    return sources, targets
+
+
+def _split_anew(places: Sequence[str], former: Sequence[str]) -> str:
+    """Return the command for shares that were given by an option, as of sets below the last place."""
+    *sources, target = places
+    shares = dict(one.rpartition("=")[::2] for one in former)
+    rest = 1 - sum(parse_share(share, name="--split") for share in shares.values())
+    given = ({"train": f"{float(100 * rest):.10g}%"} if rest > 0 else {}) | shares
+    new = [shell_word(f"{target.rstrip('/')}/{name}={share}") for name, share in given.items()]
+    return " ".join(["shard_tools split", *map(shell_place, sources), *new])
 
 
 @click.group("version")
@@ -246,11 +294,11 @@ def version_group() -> None:
 
 
 @version_group.command("tag")
-@writing_options
+@dry_run_option
 @click.argument("target", metavar="SET")
 @click.argument("name")
 @click.option("--of", "version", metavar="VERSION", help="The version to tag. Default: the current one.")
-@json_option
+@report_options
 @with_storage_options
 def tag_command(target: str, name: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
     """Tag a version of SET as NAME, so that it is kept: StreamingDataset(SET, version=NAME).
@@ -265,9 +313,8 @@ def tag_command(target: str, name: str, *, version: str | None, as_json: bool, *
 
 
 @version_group.command("list")
-@quiet_option
 @click.argument("target", metavar="SET")
-@json_option
+@report_options
 @with_storage_options
 def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
     """List the versions of SET that can be opened, and unpublished changes.
@@ -280,10 +327,9 @@ def list_command(target: str, *, as_json: bool, **arguments: Any) -> None:
 
 
 @version_group.command("show")
-@quiet_option
 @click.argument("target", metavar="SET")
 @click.argument("version", required=False)
-@json_option
+@report_options
 @with_storage_options
 def show_command(target: str, *, version: str | None, as_json: bool, **arguments: Any) -> None:
     """Show the contents of a version of SET. Default: the current one.
@@ -297,11 +343,10 @@ def show_command(target: str, *, version: str | None, as_json: bool, **arguments
 
 
 @version_group.command("diff")
-@quiet_option
 @click.argument("target", metavar="SET")
 @click.argument("old", metavar="OLD")
 @click.argument("new", metavar="NEW", required=False)
-@json_option
+@report_options
 @with_storage_options
 def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arguments: Any) -> None:
     """Show the samples of SET, by key, that only one of the versions OLD and NEW has.
@@ -327,8 +372,7 @@ def diff_command(target: str, *, old: str, new: str | None, as_json: bool, **arg
     "--abandon", multiple=True, metavar="CHANGE", help="Remove the shards of a killed change; see `version list`."
 )
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
-@quiet_option
-@json_option
+@report_options
 @with_storage_options
 def prune_command(
     target: str, *, keep: int, drop: tuple[str, ...], abandon: tuple[str, ...], dry_run: bool, as_json: bool,
@@ -388,10 +432,13 @@ def _show_dedupe(report: DedupeReport) -> None:
 
 def _show_split(report: SplitReport) -> None:
     for one in report.sets:
+        shards = "" if report.dry_run else f"in {counted(one.num_shards, 'shard')}, "
         click.echo(
-            f"{plain(one.name)}: {counted(one.num_samples, 'sample')} in {counted(one.num_shards, 'shard')}, "
-            f"{format_bytes(one.num_bytes)}: {plain_place(one.target)}"
+            f"{plain_place(one.target)}: {one.share}, {counted(one.num_samples, 'sample')} {shards}"
+            f"{format_bytes(one.num_bytes)}{' would be written' if report.dry_run else ''}"
         )
+    if report.num_left_out:
+        click.echo(f"{counted(report.num_left_out, 'sample')} left out, since the shares add up to less than 100%")
     if report.was_complete:
         click.echo("Complete already; nothing written.")
 
@@ -436,6 +483,3 @@ def _show_prune(report: PruneReport) -> None:
         f"({format_bytes(report.num_bytes)}) {would}removed; kept besides the current one: "
         f"{', '.join(report.kept) or 'none'}"
     )
-    for work, words in report.pending.items():
-        what = f"{work}: {plain(words)} is not published, so its shards stay"
-        click.echo(f"{what}; run it again, or give --abandon {shell_word(work)}", err=True)

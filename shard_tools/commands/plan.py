@@ -19,7 +19,7 @@ from shard_tools.terminal.options import (
     SIZE,
     as_storage_options,
     index_option,
-    json_option,
+    report_options,
     together,
     unfinished_option,
     with_storage_options,
@@ -167,7 +167,7 @@ described_options = together(
 )
 @index_option
 @unfinished_option
-@json_option
+@report_options
 @with_storage_options
 @click.pass_context
 def plan_command(

@@ -1,4 +1,4 @@
-"""Remember switches of the command line that concern every layer of a command: ``--quiet``, ``--dry-run``."""
+"""Remember switches of the command line that concern every layer of a command, such as ``--quiet``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import click
 _PREFIX = "shard_tools."
 
 
-def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:  # noqa: FBT001 (click's)
-    """Note that a switch was given; the callback of an option."""
+def remember(ctx: click.Context, param: click.Parameter, value: bool) -> bool:  # noqa: FBT001 (click's)
+    """Note that a switch was given, and return it; the callback of an option."""
     if value:
         ctx.find_root().meta[_PREFIX + str(param.name)] = True
+    return value
 
 
 def is_on(name: str) -> bool:

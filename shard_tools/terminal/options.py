@@ -8,12 +8,13 @@ from dataclasses import fields
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from shard_tools.make.convert.base.records import ON_ERROR
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES
 from shard_tools.running.switches import is_on, remember
-from streaming.common.arguments import parse_bytes
+from streaming.common.arguments import parse_bytes, parse_share
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy, Storage
 from streaming.types import DuplicateKeys
@@ -33,6 +34,23 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
             return parse_bytes(value, name=param.name if param and param.name else "size")
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class LimitType(click.ParamType):  # type: ignore[type-arg]
+    """A bound on what may be left out: a number, ``20``, or a share, ``0.1%`` or ``0.001``."""
+
+    name = "n|share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return an int for a number, and a float for a share."""
+        if isinstance(value, (int, float)):
+            return value
+        if str(value).isascii() and str(value).isdecimal():
+            return int(value)
+        try:
+            return float(parse_share(str(value), name=repr(value)))
+        except ConfigError as error:
+            self.fail(f"{error}; or a number such as 20", param, ctx)
 
 
 class PairType(click.ParamType):  # type: ignore[type-arg]
@@ -75,6 +93,7 @@ def names(value: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
 SIZE = SizeType()
 PAIR, SECRET_PAIR = PairType(), PairType(is_secret=True)
 SEED = SeedType()
+LIMIT = LimitType()
 COUNT = click.IntRange(min=1)
 
 
@@ -114,20 +133,30 @@ def on_shards_in_parallel(local: int = DEFAULT_WORKERS["local"], what: str = "Sh
     return lambda command: engine_option(workers(command))
 
 
-def quiet_option(command: Command) -> Command:
-    """Add ``--quiet``, for commands whose exit code or result in the store is enough."""
-    return click.option(
-        "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=remember,
-        help="No progress and no report; warnings and errors stay, and --json.",
-    )(command)  # fmt: skip
-
-
-def writing_options(command: Command) -> Command:
-    """Add ``--dry-run`` and ``--quiet``, for commands that write."""
+def dry_run_option(command: Command) -> Command:
+    """Add ``--dry-run``, for commands that write."""
     return click.option(
         "--dry-run", is_flag=True, expose_value=False, is_eager=True, callback=remember,
         help="Check source, options and target, report what would be written, and write nothing.",
-    )(quiet_option(command))  # fmt: skip
+    )(command)  # fmt: skip
+
+
+report_options = together(
+    click.option(
+        "--quiet", is_flag=True, expose_value=False, is_eager=True, callback=remember,
+        help="No progress and no report; warnings and errors stay, and --json.",
+    ),
+    click.option("--json", "as_json", is_flag=True, is_eager=True, callback=remember, help="Print the result as JSON."),
+)  # fmt: skip
+"""Options of all commands that end with a report."""
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=remember,
+    help="On failure, show the traceback.",
+)
 
 
 with_storage_options = together(
@@ -154,14 +183,7 @@ with_storage_options = together(
         help="Any other option of the store. Command lines are visible to other users of this machine: "
         "give secrets by environment variable or profile.",
     ),
-    click.option(
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=remember,
-        help="On failure, show the traceback.",
-    ),
+    debug_option,
 )
 """The options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
 
@@ -194,16 +216,15 @@ def typed_option(key: str, text: str) -> object:
         raise click.UsageError(f"--storage-option {key}: expected a number, got {text!r}") from error
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-
-
 left_out_options = together(
     click.option(
         "--on-error",
         type=click.Choice(ON_ERROR),
         help="Inputs that give no sample: end with an error, or leave them out and list them.  [default: raise]",
     ),
-    click.option("--max-bad", type=click.IntRange(min=0), metavar="N", help="With --on-error skip: most of these."),
+    click.option(
+        "--max-bad", type=LIMIT, metavar="N|SHARE", help="With --on-error skip: most of these, such as 20 or 0.1%."
+    ),
 )
 """Options for inputs that give no sample; without one, commands have their own default."""
 
@@ -258,7 +279,7 @@ union_option = click.option(
 
 
 def on_shards(command: Command) -> Command:
-    """Add URL..., ``--index``, ``--allow-unfinished``, ``--json`` and the storage options.
+    """Add URL..., ``--index``, ``--allow-unfinished``, ``--quiet``, ``--json`` and the storage options.
 
     The command gets a ``storage``.
     """
@@ -267,7 +288,7 @@ def on_shards(command: Command) -> Command:
     def with_storage(**arguments: Any) -> Any:
         return command(storage=Storage(as_storage_options(arguments)), **arguments)
 
-    decorated = index_option(unfinished_option(json_option(with_storage_options(with_storage))))
+    decorated = index_option(unfinished_option(report_options(with_storage_options(with_storage))))
     return click.argument("urls", nargs=-1, required=True, metavar="URL...")(decorated)
 
 
@@ -308,3 +329,17 @@ duplicates_option = click.option(
     show_default=True,
     help="Treat a key that occurs twice as an error, or keep it as another sample.",
 )
+
+
+def refuse_options_of_the_set(taken: frozenset[str]) -> None:
+    """Refuse options of a conversion that are fixed by the set.
+
+    Raises:
+        click.UsageError: One is given.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        is_given = context.get_parameter_source(name) in {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+        if is_given and name not in taken:
+            raise click.UsageError(f"{parameter.opts[0]}: with --append, options come from the set; leave it out.")

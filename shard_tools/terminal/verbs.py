@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from shard_tools.terminal.config_file import warn_of_variables
 from streaming.errors import ConfigError, IndexMissingError, ReadOnlyError, ShardstreamError, StorageError
 from streaming.storage import redact, redact_text
 
-_AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
+_AS_JSON, _DEBUG = "shard_tools.as_json", "shard_tools.debug"
 _JUDGES = frozenset({"verify", "diff", "doctor"})
 """Commands whose exit code 1 means a finding, so that a failure to look needs another code."""
 
@@ -25,8 +26,9 @@ class ToolGroup(click.Group):
     """Turn the library's errors into one message and an exit code, and with ``--json`` also into JSON."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Note whether ``--json`` is given, so that usage errors are also reported as JSON."""
-        ctx.meta[_AS_JSON] = "--json" in args
+        """Note ``--json`` before options are parsed, so that usage errors are also reported as JSON."""
+        if "--json" in args:
+            ctx.meta[_AS_JSON] = True
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -53,7 +55,10 @@ class ToolGroup(click.Group):
             if error.errno != errno.ENOSPC or ctx.meta.get(_DEBUG):
                 raise
             where = error.filename or "standard output, or a temporary file"
-            render.show_error(OSError(f"writing {where}: {error.strerror}; make room, and run the same command again"))
+            full = OSError(f"writing {where}: {error.strerror}; make room, and run the same command again")
+            render.show_error(full)
+            with suppress(OSError):  # standard output itself may be full
+                _print_for_program(ctx, full, str(full))
             ctx.exit(1)
         except KeyboardInterrupt as error:
             click.echo("Stopped. Run the same command again to continue.", err=True)
@@ -93,6 +98,8 @@ def _report_dry_run(ctx: click.Context, stopped: ReadOnlyError) -> None:
         report = {"dry_run": True, "work": work, "first": {"action": stopped.action, "url": redact(stopped.url)}}
         click.echo(render.as_json(report, indent=2))
         return
+    if is_on("quiet"):
+        return
     said = f"Would do: {work}. " if work else ""
     click.echo(f"{said}Would first {stopped.action} {plain_place(stopped.url)}. Dry run: nothing was written.")
 
@@ -106,9 +113,17 @@ def _print_for_program(ctx: click.Context, error: BaseException, message: str, *
 
 
 def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
-    """Print a result as JSON, or with its renderer."""
+    """Print a result as JSON, or with its renderer; the JSON of a dry run says that it is one."""
     if as_json:
-        click.echo(render.as_json(result.as_dict(), indent=2))
+        click.echo(render.as_json(({"dry_run": True} if is_on("dry_run") else {}) | result.as_dict(), indent=2))
+    elif not is_on("quiet"):
+        for_people(result)
+
+
+def emit_line(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
+    """Print one of many results: as JSON on a line of its own, or with its renderer."""
+    if as_json:
+        click.echo(render.as_json(result.as_dict()))
     elif not is_on("quiet"):
         for_people(result)
 

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any, ParamSpec, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
@@ -419,8 +420,13 @@ def _without_nul(name: str, path: str) -> str:
     return path
 
 
-def checked_limit(limit: object) -> float:
-    """Return ``max_bad_samples``: a count as an int, a share of the epoch as a float.
+def checked_limit(limit: object, *, name: str = "max_bad_samples", whole: str = "the epoch") -> float:
+    """Return ``max_bad_samples``, or another bound of this kind: a count as an int, a share as a float.
+
+    Args:
+        limit: The bound.
+        name: Its name.
+        whole: What a share is of.
 
     Raises:
         ConfigError: It is neither.
@@ -429,9 +435,7 @@ def checked_limit(limit: object) -> float:
         return int(limit)
     if is_number(limit) and not is_whole(limit) and 0 <= limit <= 1:
         return float(limit)
-    raise ConfigError(
-        f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), got {limit!r}"
-    )
+    raise ConfigError(f"{name}: expected a count (an int) or a share of {whole} (a float of at most 1), got {limit!r}")
 
 
 def most_bad(limit: float, num_samples: float) -> int:
@@ -468,6 +472,26 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     if num_bytes <= 0:
         raise ConfigError(f"{name}: must be positive, got {size!r}")
     return num_bytes
+
+
+def parse_share(share: str, *, name: str = "share") -> Fraction:
+    """Return the exact value of a share such as ``"0.5%"``, ``"0.005"`` or ``"1/200"``: above 0, and at most 1.
+
+    Args:
+        share: The share.
+        name: The words that contain it, for the error message.
+
+    Raises:
+        ConfigError: It is no share.
+    """
+    try:
+        value = Fraction(share.strip().removesuffix("%")) / (100 if share.strip().endswith("%") else 1)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"{name}: expected a share such as 0.5%, 0.005 or 1/200") from error
+    if not 0 < value <= 1:
+        percent = f"; write {share}%" if 1 < value <= 100 and "%" not in share else ""
+        raise ConfigError(f"{name}: a share is above 0 and at most 1 (100%), got {share}{percent}")
+    return value
 
 
 def counted(number: int, noun: str) -> str:

@@ -96,6 +96,7 @@ NOT_RUN = {
     ("show", ""): "test_show.py::test_the_command_prints_one_line_serves_and_ends_with_0",
     ("stats", "--all"): "test_doctor.py::test_what_limits_name_is_done",
     ("verify", "--decode"): "test_recheck.py::test_as_commands",
+    ("version", "--abandon"): "test_life.py::test_a_killed_change_is_given_up_as_the_log_says",
 }
 
 

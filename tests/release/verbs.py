@@ -108,7 +108,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("clean", "clean pairs"),
     ("append", "append files stems"),
     ("dedupe", "dedupe pairs --by key"),
-    ("split", "split images parts --split val=30%"),
+    ("split", "split images parts/train=70% parts/val=30%"),
     ("delete", "delete pairs --where n>35"),
     ("version tag", "version tag stems v1"),
     ("version list", "version list stems"),

@@ -155,7 +155,11 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
         assert problem in refused.output, (arguments, refused.output)
     assert json.loads(run("column", "list", data, "--json").stdout) == {"columns": []}
     added(data, "score", "--from", file, "--on", "key")
-    refused = run("column", "add", data, "score", "--from", file, "--on", "key")
+    assert (
+        "Already complete; nothing written."
+        in run("column", "add", data, "score", "--from", file, "--on", "key").stdout
+    )
+    refused = run("column", "add", data, "score", "--from", file, "--on", "key", "--missing", "error")
     assert "already exists beside the index" in refused.output
 
 

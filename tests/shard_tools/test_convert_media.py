@@ -266,12 +266,44 @@ def test_shards_of_img2dataset_are_indexed_where_they_are(tmp_path: Path) -> Non
     assert run("convert", root, tmp_path / "out", "--from", "tars").exit_code == 0
 
 
-def test_shards_with_an_index_of_webshart_are_shards(tmp_path: Path) -> None:
+def of_webshart(tar: Path, form: str) -> dict[str, Any]:
+    """The index that webshart writes of a tar, with files by name or in a list."""
+    with tarfile.open(tar) as archive:
+        places = [(one.name, one.offset_data, one.size) for one in archive]
+    if form == "list":
+        files: Any = [{"path": name, "offset": offset, "size": size} for name, offset, size in places]
+    else:
+        files = {name: {"offset": offset, "length": size, "width": 8} for name, offset, size in places}
+    return {"path": tar.name, "filesize": tar.stat().st_size, "files": files}
+
+
+@pytest.mark.parametrize("form", ["names", "list"])
+def test_shards_with_an_index_of_webshart_are_shards(form: str, tmp_path: Path) -> None:
+    """It is compared with what the shards hold, and contradictions are named; other JSON is left alone."""
     root = img2dataset(tmp_path / "in", "webdataset")
     for path in root.glob("*_stats.json"):
         path.unlink()
         (root / f"{path.name[:5]}.parquet").unlink()
-        (root / f"{path.name[:5]}.json").write_text('{"filesize": 1, "files": {"a.jpg": {"offset": 512, "length": 3}}}')
-    assert run("index", root).exit_code == 0
+    tars = sorted(root.glob("*.tar"))
+    indexes = [of_webshart(tar, form) for tar in tars]
+    for tar, index in zip(tars, indexes, strict=True):
+        tar.with_suffix(".json").write_text(json.dumps(index))
+    told = run("index", root)
+    assert told.exit_code == 0
+    assert "beside 2 shards: an index of webshart. It has no checksums" in told.stderr
+    assert "gets other bytes" not in told.stderr
+    assert json.loads(run("index", root, "--force", "--json").stdout)["webshart"] == {
+        "num": 2,
+        "unlike": [],
+        "num_unlike": 0,
+    }
+    for change, words in (({"filesize": 5}, "its shard has 5 bytes"), ({"files": {"x": {"offset": 9, "length": 1}}},
+                          "'x' has 1 bytes at 9, where the shard has no such file")):  # fmt: skip
+        tars[1].with_suffix(".json").write_text(json.dumps(indexes[1] | change))
+        told = run("index", root, "--force")
+        assert words in told.stderr
+        assert told.exit_code == 0
+    tars[0].with_suffix(".json").write_text('{"files": 3}')
+    assert "webshart" not in run("index", root, "--force").stderr
     assert len(StreamingDataset(str(root))) == 6
     assert convert(str(root), str(tmp_path / "out")).kind == "tars"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from click.testing import CliRunner, Result
 
 from shard_tools import ShardWriter
 from shard_tools.change.check.verify import verify
+from shard_tools.change.life.delete import delete
+from shard_tools.change.life.versions import tag
 from shard_tools.change.sets.copy import CopyReport, copy
 from shard_tools.change.sets.reindex import index
 from shard_tools.cli import cli
@@ -28,7 +31,9 @@ from streaming.errors import (
 )  # fmt: skip
 from streaming.shards.index.layout import UNFINISHED_FILE, WRITERS_DIRECTORY
 from streaming.shards.schema.value import class_schema
+from streaming.shards.versions.publish import read_head
 from streaming.storage import Storage
+from tests.support.models.living_sets import Killed, interrupted, kill
 from tests.support.processes.forked import Forked, killed_until_it_is_done
 from tests.support.servers.fault_proxy import Fault, FaultProxy
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
@@ -153,6 +158,84 @@ def test_both_halves_of_a_set(data: Path, tmp_path: Path) -> None:
     for part in ("{000000..000002}", "{000003..000005}", "{000001..000004}"):
         run(f"{data}/{part}.tar", tmp_path / "out")
     assert tree(tmp_path / "out") == tree(data)
+
+
+def keys(folder: Path, **options: Any) -> list[str]:
+    return [sample["__key__"] for sample in StreamingDataset(str(folder), decode=None, **options)]
+
+
+def without_some(data: Path) -> None:
+    """Delete samples of two shards; one shard gets another name, and the other one has nothing left."""
+    delete(str(data), storage=Storage(), keys=keys(data)[5:20])
+
+
+def same_shards(data: Path, target: Path) -> bool:
+    there = {name: body for name, body in tree(data).items() if name.endswith(".tar")}
+    listed = {shard.name for shard in read_head(Storage(), str(data)).table.shards}
+    return {name: there[name] for name in listed} == {
+        name: body for name, body in tree(target).items() if name.endswith(".tar")
+    }
+
+
+def test_shards_that_the_set_has_no_longer_are_deleted_if_asked(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out")
+    without_some(data)
+    before = tree(tmp_path / "out")
+    with pytest.raises(
+        TargetNotEmptyError, match=r"2 shards that an earlier copy brought and .* has no longer, .*--delete"
+    ):
+        run(data, tmp_path / "out")
+    assert tree(tmp_path / "out") == before
+    report = run(f"{data}/", tmp_path / "out", delete=True)
+    assert (report.num_copied, report.num_deleted, report.num_read) == (1, 2, 0)
+    assert same_shards(data, tmp_path / "out")
+    assert keys(tmp_path / "out") == keys(data)
+    assert verify([str(tmp_path / "out")], storage=Storage()).findings == ()
+    again = run(data, tmp_path / "out")
+    assert (again.num_copied, again.num_deleted, again.num_read) == (0, 0, 0)
+
+
+def test_what_was_changed_or_came_from_elsewhere_is_never_deleted(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out")
+    without_some(data)
+    shutil.copytree(data, tmp_path / "moved")
+    before = tree(tmp_path / "out")
+    with pytest.raises(TargetNotEmptyError, match="2 shards of another set"):  # another source
+        run(tmp_path / "moved", tmp_path / "out", delete=True)
+    (tmp_path / "out" / "000001.tar").write_bytes(before["000001.tar"])  # somebody wrote it again
+    with pytest.raises(TargetNotEmptyError, match=r"1 shard of another set, such as .*000001\.tar"):
+        run(data, tmp_path / "out", delete=True)
+    assert tree(tmp_path / "out") == before
+
+
+def test_a_copy_with_versions_keeps_them(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out")
+    tag(str(tmp_path / "out"), "v1", storage=Storage())
+    before = keys(data)
+    without_some(data)
+    for _ in range(2):
+        assert run(data, tmp_path / "out", delete=True).num_deleted == 0
+        assert keys(tmp_path / "out") == keys(data)
+        assert keys(tmp_path / "out", version="v1") == before
+        assert verify([str(tmp_path / "out")], storage=Storage()).findings == ()
+
+
+def test_a_copy_that_deletes_may_be_killed_at_every_write(sound: Path, tmp_path: Path) -> None:
+    is_done, at = False, 0
+    while not is_done:
+        data = Path(shutil.copytree(sound, tmp_path / f"data{at}"))
+        target = tmp_path / f"out{at}"
+        run(data, target)
+        without_some(data)
+        with suppress(Killed), interrupted(at, kill, before=at % 2 == 0):
+            run(data, target, delete=True)
+            is_done = True
+        if not is_done:
+            run(data, target, delete=True)
+        assert keys(target) == keys(data)
+        assert same_shards(data, target)
+        at += 1
+    assert at > 5
 
 
 def test_folders_are_kept(tmp_path: Path) -> None:

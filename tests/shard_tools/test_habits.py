@@ -6,7 +6,6 @@ import json
 from functools import partial
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,27 +21,9 @@ from tests.support.sets.data_sets import write_set
 
 pytestmark = pytest.mark.thorough
 
-WRITING = {
-    "convert": ["convert", "{source}/lines.jsonl", "{target}"],
-    "convert --tokenizer": ["convert", "{source}/lines.jsonl", "{target}", "--tokens-field", "tok"],
-    "index": ["index", "{set}/", "--force", "--index", "{target}"],
-    "reshard": ["reshard", "{set}/", "{target}"],
-    "copy": ["copy", "{set}/", "{target}"],
-    "copy elsewhere": ["copy", "{set}/", "{target}", "--target-option", "read_timeout_s=5"],
-    "map": ["map", "{set}/", "{target}", "made_samples:unchanged", "--workers", "1"],
-    "repair": ["repair", "{set}/000000.tar", "--to", "{target}"],
-    "export": ["export", "{set}/", "{target}", "--to", "parquet"],
-    "column add": ["column", "add", "{set}/", "words", "--lift", "json.number"],
-    "view save": ["view", "save", "{set}/", "some", "--where", "number > 1"],
-}
-
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools", env=env)
-
-
-def everything(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -54,44 +35,11 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return {"source": tmp_path, "set": tmp_path / "set", "target": tmp_path / "new"}
 
 
-@pytest.mark.parametrize("verb", WRITING)
-def test_a_dry_run_writes_nothing_and_tells_what_it_would(verb: str, places: dict[str, Path]) -> None:
-    command = [word.format(**places) for word in WRITING[verb]]
-    before = everything(places["source"])
-    dry = run(*command, "--dry-run")
-    assert (dry.exit_code, dry.stderr) == (0, "")
-    assert dry.stdout.endswith("Dry run: nothing was written.\n")
-    assert run(*command, "--dry-run", "--debug").stdout == dry.stdout
-    told = json.loads(run(*command, "--dry-run", "--json").stdout)
-    assert told["dry_run"]
-    assert told["first"]["action"] in {"write", "delete"}
-    assert everything(places["source"]) == before
-    done = run(*command, "--quiet")
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert everything(places["source"]) != before
-
-
 def test_a_dry_run_finds_what_the_run_would(places: dict[str, Path]) -> None:
     assert "20 " not in run("convert", places["source"] / "lines.jsonl", places["set"], "--dry-run").stdout
     assert run("convert", places["source"] / "lines.jsonl", places["set"], "--dry-run").exit_code == 1
     assert run("reshard", f"{places['set']}/", places["target"], "--where", "nothing = 1", "--dry-run").exit_code == 2
     assert "7 samples" in run("reshard", f"{places['set']}/", places["target"], "--dry-run").stdout
-
-
-def test_every_command_that_writes_has_a_dry_run() -> None:
-    def commands(group: click.Group, above: str = "") -> dict[str, click.Command]:
-        found: dict[str, click.Command] = {}
-        for name, one in group.commands.items():
-            found |= commands(one, f"{name} ") if isinstance(one, click.Group) else {above + name: one}
-        return found
-
-    overwriting = {
-        name for name, one in commands(cli).items()
-        if any("--overwrite" in param.opts or "--force" in param.opts for param in one.params)
-    }  # fmt: skip
-    dry = {name for name, one in commands(cli).items() if any("--dry-run" in param.opts for param in one.params)}
-    assert overwriting <= dry
-    assert {name.partition(" --")[0].removesuffix(" elsewhere") for name in WRITING} <= dry
 
 
 def test_a_read_only_store_refuses(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ def odd(sample):
     return None if int(sample["__key__"]) % 2 == 0 else sample["txt"].upper()
 def wrong(sample):
     raise KeyError(sample["__key__"])
+def pid(sample):
+    import os
+    return str(os.getpid())
 """
 
 
@@ -81,6 +84,48 @@ def upper(numbers: Iterable[int]) -> dict[str, Any]:
 
 
 # --- computed
+
+
+def without(url: str, numbers: Iterable[int]) -> None:
+    """Remove the tars of some shards, as if they had not been written yet."""
+    of_shards = [sorted(Path(url, "_shardstream/fields").rglob(f"{number:03d}-*.tar*")) for number in numbers]
+    for path in (path for paths in of_shards for path in paths):
+        path.unlink()
+
+
+def test_one_process_makes_all_tars_that_are_missing(tmp_path: Path, module: Path) -> None:
+    """It started anew for each tar: a set of a thousand shards began a thousand times."""
+    url = write(tmp_path / "set")
+    options: dict[str, Any] = {"storage": Storage(), "fields": ("txt",), "running": Running(workers=1)}
+    assert compute_field(url, "pid.txt", "made:pid", **options).num_written == 5
+    before = values(url, "pid.txt")
+    assert len({*before.values()}) == 1
+    without(url, (1, 3))
+    assert compute_field(url, "pid.txt", "made:pid", **options).num_written == 2
+    after = values(url, "pid.txt")
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed == {f"{number:04d}" for number in (*range(12, 24), *range(36, 48))}
+    assert len({after[key] for key in changed}) == 1
+
+
+@pytest.mark.parametrize("tars", [[0, 1, 2, 3, 4], [1, 3], [0, 4], [2]])
+def test_what_fails_is_named_whatever_tars_are_missing(tars: list[int], tmp_path: Path, module: Path) -> None:
+    url = write(tmp_path / "set")
+    how: dict[str, Any] = {"storage": Storage(), "fields": ("txt",), "running": HERE}
+    compute_field(url, "pid.txt", "made:odd", on_missing="skip", **how)
+    assert values(url, "pid.txt") == upper(range(NUM))
+    without(url, tars)
+    compute_field(url, "pid.txt", "made:odd", on_missing="skip", **how)
+    assert values(url, "pid.txt") == upper(range(NUM))
+    without(url, tars)
+    last = min(NUM, PER_SHARD * (tars[-1] + 1)) - 1
+    module.write_text(MODULE.replace("return None if", f"return 1 / 0 if sample['txt'] == 'text {last}' else None if"))
+    importlib.reload(sys.modules["made"])
+    with pytest.raises(ConfigError, match="made in another way"):
+        compute_field(url, "pid.txt", "made:odd", on_missing="skip", **how)
+    with pytest.raises(ZeroDivisionError) as failed:
+        compute_field(url, "more.txt", "made:odd", on_missing="skip", **how)
+    assert f"sample {last} of" in str(failed.value.__notes__)
 
 
 @pytest.mark.thorough

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert, lines
 from shard_tools.make.convert.base.identity import changed_meanwhile
+from shard_tools.terminal.options import LIMIT
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from tests.support.sources.conversions import members
@@ -248,3 +249,111 @@ def test_most_of_documents_that_may_be_left_out(tmp_path: Path) -> None:
     assert "--max-bad allows 1" in run("convert", tmp_path / "a.jsonl", tmp_path / "b", *how, "--max-bad", 1).stderr
     assert "give both" in run("convert", tmp_path / "a.jsonl", tmp_path / "c", "--max-bad", 1).stderr
     assert members(tmp_path / "a") == {"000000000.tok": bytes([0, 1, ord("x"), 0])}
+
+
+# ------------------------------------------------------------------------------------------------------------- a share
+
+
+def bad_lines(root: Path, num: int, bad: set[int]) -> Path:
+    (root / "a.jsonl").write_bytes(b"".join(b"{broken\n" if n in bad else line(n) for n in range(num)))
+    return root
+
+
+def bad_texts(root: Path, num: int, bad: set[int]) -> Path:
+    """Documents of which some are no text."""
+    rows = [{"text": n if n in bad else f"text {n}"} for n in range(num)]
+    (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def bad_rows(root: Path, num: int, bad: set[int]) -> Path:
+    """Rows of Parquet of which some have no text."""
+    pq.write_table(pa.table({"text": [None if n in bad else f"text {n}" for n in range(num)]}), root / "a.parquet")
+    return root
+
+
+def bad_images(root: Path, num: int, bad: set[int]) -> Path:
+    body = picture()
+    for n in range(num):
+        (root / f"{n:05d}.png").write_bytes(b"" if n in bad else body)
+    return root
+
+
+TOKENS = ("--tokenizer", "bytes", "--workers", "1", "--eos", "none")
+SHARES: dict[str, tuple[Callable[[Path, int, set[int]], Path], tuple[str, ...], bool]] = {
+    "lines": (bad_lines, (), False), "texts": (bad_texts, TOKENS, False), "rows": (bad_rows, TOKENS, True),
+    "images": (bad_images, (), True),
+}  # fmt: skip
+"""What is bad; options; and whether the source knows its number before it is read."""
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize("spelling", ["%", ""])
+def test_a_share_is_of_all_inputs(kind: str, spelling: str, tmp_path: Path) -> None:
+    """400 inputs, 12 bad: 3 % and no less; wherever they are, since fewer than 1,000 are not judged before the end."""
+    make, how, _ = SHARES[kind]
+    (tmp_path / "in").mkdir()
+    root = make(tmp_path / "in", 400, {*range(5), *range(200, 207)})
+    for number, (share, code) in enumerate({3.0: 0, 2.8: 0, 2.7: 1, 0.5: 1, 100.0: 0}.items()):
+        text = f"{share:g}%" if spelling else f"{share / 100}"
+        told = run("convert", root, tmp_path / f"{number}", *how, "--on-error", "skip", "--max-bad", text)
+        assert told.exit_code == code, (share, told.output)
+        assert not code or f"--max-bad {share:g}% of 400 inputs allows" in " ".join(told.stderr.split())
+
+
+@pytest.mark.parametrize(("at", "ends"), [(range(900, 930), False), (range(1100, 1130), True)])
+@pytest.mark.parametrize("kind", ["lines", "texts", "rows"])
+def test_a_source_that_does_not_know_its_number_is_judged_from_1000_on(
+    kind: str, at: range, ends: bool, tmp_path: Path
+) -> None:
+    """Of 3,000 inputs 1 % is bad, in one place: too many of those read so far, if that is behind the first thousand."""
+    make, how, knows = SHARES[kind]
+    (tmp_path / "in").mkdir()
+    root = make(tmp_path / "in", 3000, {*at})
+    told = run("convert", root, tmp_path / "out", *how, "--on-error", "skip", "--max-bad", "1%")
+    assert told.exit_code == int(ends and not knows), told.output
+    assert ("inputs read so far allows" in " ".join(told.stderr.split())) == (ends and not knows)
+
+
+def test_two_of_few_are_no_rate_and_a_run_that_goes_on_counts_both(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    few = bad_lines(tmp_path / "in", 20, {3, 4})
+    assert run("convert", few, tmp_path / "few", "--on-error", "skip", "--max-bad", "0.1%").exit_code == 0
+    bad_lines(tmp_path / "in", 20, {3, 4, 17})
+    for kept in range(4):
+        out = tmp_path / f"out{kept}"
+        how = ("--on-error", "skip", "--max-samples", 5)
+        assert run("convert", tmp_path / "in", out, *how).exit_code == 0
+        for path in sorted(out.glob("*.tar"))[kept:]:
+            path.unlink()
+        assert run("convert", tmp_path / "in", out, *how, "--max-bad", "1%").exit_code == 1
+        assert run("convert", tmp_path / "in", out, *how, "--max-bad", "15%").exit_code == 0
+
+
+@pytest.mark.parametrize("how", [(), TOKENS])
+def test_what_is_appended_is_judged_alone(how: tuple[str, ...], tmp_path: Path) -> None:
+    make = bad_texts if how else bad_lines
+    for day, bad in enumerate([set[int](), {1, 2, 3}]):
+        (tmp_path / f"{day}").mkdir()
+        make(tmp_path / f"{day}", 40, bad)
+        (tmp_path / f"{day}/a.jsonl").rename(tmp_path / f"{day}.jsonl")
+    assert run("convert", tmp_path / "0.jsonl", tmp_path / "set", *how).exit_code == 0
+    for share, code in (("5%", 1), ("7.5%", 0)):
+        words = ("append", tmp_path / "1.jsonl", tmp_path / "set", *how[:4], "--on-error", "skip", "--max-bad", share)
+        told = run(*words)
+        assert told.exit_code == code, told.output
+    assert len(StreamingDataset(str(tmp_path / "set"))) == 77
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "200%", "1.5", "0%", "1/0"])
+@pytest.mark.parametrize("verb", ["convert", "append", "map"])
+def test_what_is_no_bound_is_refused_by_every_verb(verb: str, value: str) -> None:
+    told = run(verb, "a", "b", *(["m:f", "--on-error", "drop"] if verb == "map" else []), "--max-bad", value)
+    assert told.exit_code == 2
+    assert "'--max-bad'" in told.stderr
+
+
+def test_bounds_are_written_in_one_way() -> None:
+    told = [LIMIT.convert(text, None, None) for text in ("20", "0", "0.1%", "0.001", "1/1000", "1", "100%", "1.0")]
+    assert told == [20, 0, 0.001, 0.001, 0.001, 1, 1.0, 1.0]
+    assert [type(one) for one in told] == [int, int, float, float, float, int, float, float]

@@ -6,12 +6,15 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import re
 import shlex
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,11 +43,18 @@ from shard_tools.make.convert.append import append
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.tokens import TokenizeOptions, tokenize
 from shard_tools.make.tokens.append import append_tokens
-from shard_tools.make.write.change import SetChange
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexMismatchError, NotFoundError, StateError, StorageError, UnfinishedError
-from streaming.shards.catalog.build import index_shards
-from streaming.shards.versions.publish import OvertakenError, read_head
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexMismatchError,
+    NotFoundError,
+    StateError,
+    StorageError,
+    UnfinishedError,
+)
+from streaming.shards.catalog.build import index_shards, read_schema
+from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
 from streaming.storage.adapters import object as object_client
 from streaming.storage.adapters.obstore_client import client
@@ -217,7 +227,7 @@ def test_inputs_that_name_no_files_are_new(tmp_path: Path) -> None:
         optimize(pairs, range(3), tmp_path / "set", append=True, overwrite=True, **given)
     with ShardWriter(str(tmp_path / "other/{:03d}.tar")) as writer:
         writer.write({"__key__": "0", "txt": ""})
-    with pytest.raises(ConfigError, match="was not made by optimize"):
+    with pytest.raises(ConfigError, match=r"was not made by shard_tools\.optimize"):
         optimize(pairs, range(3), tmp_path / "other", append=True, **given)
 
 
@@ -513,54 +523,200 @@ def parts_of(folder: Path, **options: Any) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: Path, tmp_path: Path) -> None:
-    options = SplitOptions(split=("val=30%", "test=20%"), max_samples=3)
-    report = split(str(web), str(tmp_path / "out"), options=options)
+def shares(folder: Path, **named: int) -> dict[str, Fraction]:
+    """Targets below a folder, with their shares in percent."""
+    return {str(folder / name): Fraction(share, 100) for name, share in named.items()}
+
+
+def write_pictures(folder: Path) -> ConvertOptions:
+    for number in range(24):
+        path = folder / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 2, 3)).save(path)
+    return ConvertOptions(max_samples=5)
+
+
+def write_rows(folder: Path) -> ConvertOptions:
+    folder.mkdir()
+    table(folder / "rows.parquet", rows_of(0, 24))
+    return ConvertOptions(max_samples=5, columns=("n",), key_field="id")
+
+
+def write_records(folder: Path) -> ConvertOptions:
+    write_day(folder, "tars", 0)
+    write_day(folder, "tars", 1)
+    return ConvertOptions(kind="tars", max_samples=2)
+
+
+def split_kind(kind: str, tmp_path: Path) -> Path:
+    """A set of this kind."""
+    source, target = tmp_path / "source", tmp_path / "set"
+    if kind == "tokens":
+        jsonl(source / "a.jsonl", rows_of(0, 24))
+        given = TokenizeOptions(tokenizer="bytes", text_field="text", columns=("n",), max_samples=5)
+        tokenize(str(source), str(target), options=given)
+    elif kind == "without an index":
+        with ShardWriter(str(target / "{:06d}.tar"), max_samples=5, index=False) as writer:
+            for row in rows_of(0, 24):
+                writer.write({"__key__": row["id"], "txt": row["text"]})
+    else:
+        write = {"images": write_pictures, "parquet": write_rows, "tars": write_records}[kind]
+        convert(str(source), str(target), options=write(source))
+    return target
+
+
+@pytest.mark.parametrize("kind", ["images", "tokens", "parquet", "tars", "without an index"])
+def test_sets_of_every_kind_are_divided(kind: str, tmp_path: Path) -> None:
+    """Fields, columns and what they mean go along; every sample is in at most one of the new sets."""
+    made = split_kind(kind, tmp_path)
+    whole = {sample.pop("__key__"): sample for sample in StreamingDataset(str(made), decode=None)}
+    targets = shares(tmp_path / "out", a=45, b=30)
+    report = split(str(made), targets, options=SplitOptions(seed=3))
     found = parts_of(tmp_path / "out", decode=None)
-    whole = {sample["__key__"]: sample["json"] for sample in StreamingDataset(str(web), decode=None)}
-    assert {name: len(one) for name, one in found.items()} == {one.name: one.num_samples for one in report.sets}
-    assert {key: value["json"] for one in found.values() for key, value in one.items()} == whole
-    assert sum(map(len, found.values())) == len(whole)
+    assert [one.num_samples for one in report.sets] == [len(found["a"]), len(found["b"])]
+    assert report.num_left_out == len(whole) - len(found["a"]) - len(found["b"])
+    assert not found["a"].keys() & found["b"].keys()
+    for sample in whole.values():
+        del sample["__url__"]
+    assert all(one.items() <= whole.items() for one in found.values())
+    schemas = [read_schema(Storage(), str(path)) for path in (made, tmp_path / "out/a", tmp_path / "out/b")]
+    assert len({(tuple(one.classes.items()), tuple(one.tokens.items())) for one in schemas}) == 1
     for name in found:
         assert not verify([str(tmp_path / "out" / name)], storage=Storage()).findings
+
+
+def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: Path, tmp_path: Path) -> None:
+    targets, options = shares(tmp_path / "out", train=50, val=30, test=20), SplitOptions(max_samples=3, seed=8)
+    report = split(str(web), targets, options=options)
+    found = parts_of(tmp_path / "out", decode=None)
+    whole = {sample["__key__"]: sample["json"] for sample in StreamingDataset(str(web), decode=None)}
+    assert {name: len(one) for name, one in found.items()} == {
+        Path(one.target).name: one.num_samples for one in report.sets
+    }
+    assert {key: value["json"] for one in found.values() for key, value in one.items()} == whole
+    assert (sum(map(len, found.values())), report.num_left_out) == (len(whole), 0)
     assert keys(tmp_path / "out/train", where="n < 100") == [key for key in whole if key in found["train"]]
-    again = split(str(web), str(tmp_path / "out"), options=options)
+    again = split(str(web), targets, options=options)
     assert (again.was_complete, again.sets) == (True, report.sets)
     jsonl(tmp_path / "days/1.jsonl", rows_of(100, 60))
     append(str(tmp_path / "days"), str(web))
     with pytest.raises(TargetNotEmptyError, match="holds other files"):
-        split(str(web), str(tmp_path / "out"), options=options)
-    split(str(web), str(tmp_path / "out"), options=replace(options, overwrite=True))
+        split(str(web), targets, options=options)
+    split(str(web), targets, options=replace(options, overwrite=True))
     grown = parts_of(tmp_path / "out", decode=None)
     assert all(found[name].items() <= grown[name].items() for name in found)
     assert 8 <= len(grown["val"]) <= 35
+
+
+def test_seeds_and_shares_divide_and_nothing_else(web: Path, tmp_path: Path) -> None:
+    """One seed gives the same sets, another one others; a share that grows at the end keeps what it had."""
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 80))
+    append(str(tmp_path / "days"), str(web))
+
+    def divided(name: str, seed: int, **named: int) -> dict[str, set[str]]:
+        report = split(str(web), shares(tmp_path / name, **named), options=SplitOptions(seed=seed))
+        assert report.num_source - report.num_left_out == sum(one.num_samples for one in report.sets)
+        return {part: {*samples} for part, samples in parts_of(tmp_path / name).items()}
+
+    first = divided("first", 0, a=20, b=30)
+    assert divided("again", 0, a=20, b=30) == first
+    assert divided("other", 1, a=20, b=30) != first
+    grown = divided("grown", 0, a=20, b=60)
+    assert grown["a"] == first["a"]
+    assert grown["b"] > first["b"]
+    assert divided("one", 0, a=20) == {"a": first["a"]}
 
 
 def test_a_group_is_never_in_two_sets(web: Path, tmp_path: Path) -> None:
     jsonl(tmp_path / "days/1.jsonl", [{**row, "n": row["n"] % 9} for row in rows_of(100, 40)])
     append(str(tmp_path / "days"), str(web))
     lift_all([str(web)], ["json.text"], storage=Storage(), index_url=None, workers=1)
-    split(str(web), str(tmp_path / "out"), options=SplitOptions(split=("val=40%",), group_field="n"))
+    halves = shares(tmp_path / "out", a=60, b=40)
+    split(str(web), halves, options=SplitOptions(group_field="n"))
     groups = [{sample["json"]["n"] for sample in one.values()} for one in parts_of(tmp_path / "out").values()]
     assert not groups[0] & groups[1]
-    split(str(web), str(tmp_path / "late"), options=SplitOptions(split=("val=40%",), group_field="json.text"))
+    split(str(web), shares(tmp_path / "late", a=60, b=40), options=SplitOptions(group_field="json.text"))
     with pytest.raises(ConfigError, match="--group-field"):
-        split(str(web), str(tmp_path / "none"), options=SplitOptions(split=("val=40%",), group_field="m"))
-    with pytest.raises(ConfigError, match="name at least one set"):
-        split(str(web), str(tmp_path / "none"), options=SplitOptions(split=()))
+        split(str(web), shares(tmp_path / "none", a=60, b=40), options=SplitOptions(group_field="m"))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_group_of_whole_numbers_is_one_in_a_column_of_floats(tmp_path: Path) -> None:
+    for name, number in (("a", int), ("b", float)):
+        with ShardWriter(str(tmp_path / name / "{:06d}.tar"), columns={"person": "json.person"}) as writer:
+            for n in range(30):
+                writer.write({"__key__": f"{name}{n}", "json": {"person": number(n % 10)}})
+    sources = [str(tmp_path / name) for name in "ab"]
+    split(sources, shares(tmp_path / "out", a=50, b=50), options=SplitOptions(group_field="person"))
+    people = [{sample["json"]["person"] for sample in one.values()} for one in parts_of(tmp_path / "out").values()]
+    assert not people[0] & people[1]
+
+
+WRONG_SPLITS: dict[str, tuple[list[str], str]] = {
+    "no share": (["{web}", "{out}/a=10%", "{out}/b"], "has no share"),
+    "no target": (["{web}"], "there is no TARGET=SHARE"),
+    "not a share": (["{web}", "{out}/a=half"], "expected a share such as 0.5%"),
+    "percent without its sign": (["{web}", "{out}/a=80", "{out}/b=20"], "write 80%"),
+    "too much": (["{web}", "{out}/a=80%", "{out}/b=0.3"], "the shares add up to 110%, more than 100%"),
+    "twice": (["{web}", "{out}/a=10%", "{out}/a=20%"], "each target is named once"),
+    "one place": (["{web}", "{out}/a=10%", "{out}/a/=20%"], "two targets are the same place"),
+    "one in another": (["{web}", "{out}/a=10%", "{out}/a/b=20%"], "give targets beside the source"),
+    "in the source": (["{web}", "{web}/a=10%"], "give targets beside the source"),
+    "the source": (["{web}", "{web}/=10%"], "source and target are the same place"),
+    "no sample": (["{web}", "{out}/a=0.0001%"], "none of 12 samples is in its share"),
+    "no such column": (["{web}", "{out}/a=50%", "--group-field", "m"], "--group-field"),
+    "once an option": (
+        ["{web}", "{out}", "--split", "val=5%", "--split", "test=1/8"],
+        "shard_tools split {web} {out}/train=82.5% {out}/val=5% {out}/test=1/8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SPLITS)
+def test_a_split_that_cannot_be_is_refused_before_anything_is_written(case: str, web: Path, tmp_path: Path) -> None:
+    arguments, words = WRONG_SPLITS[case]
+    names = {"web": web, "out": tmp_path / "out"}
+    told = CliRunner().invoke(cli, ["split", *(one.format(**names) for one in arguments)], prog_name="shard_tools")
+    assert told.exit_code == (1 if case == "no sample" else 2)
+    assert words.format(**names) in " ".join(told.stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
+    """A cure that spells the new form works; a dry run writes nothing and says what is then written."""
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(cli, [str(one) for one in arguments], prog_name="shard_tools")
+
+    told = " ".join(run("split", web, tmp_path / "old", "--split", "val=40%").stderr.split())
+    cure = re.search(r"with its share: shard_tools (split .*)", told)
+    assert cure is not None
+    assert run(*shlex.split(cure[1])).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "old").iterdir()) == ["train", "val"]
+    places = [f"{tmp_path}/day=1/a=40%", f"{tmp_path}/day=1/b=2/5", "--seed", "1"]
+    planned = json.loads(run("split", web, *places, "--dry-run", "--json").stdout)
+    assert not (tmp_path / "day=1").exists()
+    done = json.loads(run("split", web, *places, "--json").stdout)
+    assert planned["dry_run"]
+    counts = [
+        [(one["target"], one["share"], one["num_samples"]) for one in report["sets"]] for report in (planned, done)
+    ]
+    assert counts[0] == counts[1]
+    assert done["num_left_out"] == 12 - sum(count for *_, count in counts[1])
+    assert "left out, since the shares add up to less than 100%" in run("split", web, *places).stdout
 
 
 @pytest.mark.parametrize("at", [0, 3, 9, 14, 22])
 def test_a_split_that_is_killed_is_refused_and_done_again(web: Path, tmp_path: Path, at: int) -> None:
-    options = SplitOptions(split=("val=30%",), max_samples=2)
-    split(str(web), str(tmp_path / "calm"), options=options)
+    calm, out = (shares(tmp_path / name, train=70, val=30) for name in ("calm", "out"))
+    options = SplitOptions(max_samples=2)
+    split(str(web), calm, options=options)
     with contextlib.suppress(Killed), interrupted(at, kill, before=True):
-        split(str(web), str(tmp_path / "out"), options=options)
+        split(str(web), out, options=options)
         pytest.fail("it was not killed")
     with pytest.raises((UnfinishedError, NotFoundError)):
         StreamingDataset(str(tmp_path / "out"))
-    assert not split(str(web), str(tmp_path / "out"), options=options).was_complete
+    assert not split(str(web), out, options=options).was_complete
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
 
 
@@ -631,7 +787,7 @@ def test_a_run_goes_on_with_its_version_while_the_set_grows(web: Path, tmp_path:
         delete(str(web), storage=Storage(), keys=["0003"])
         wanted = rest(batches)
     assert sorted(seen + wanted) == [f"{n:04d}" for n in range(12)]
-    words = "They are those of version 1 of this set: open it with version=1"
+    words = "They are those of version 1 of this set, and version 3 is open: open it with version=1"
     with DataLoader(StreamingDataset(str(web)), batch_size=2) as loader, pytest.raises(StateError, match=words):
         loader.load_state_dict(state)
     tag(str(web), "v1", storage=Storage(), version=1)
@@ -653,6 +809,16 @@ def test_versions_are_compared_by_their_keys(web: Path, tmp_path: Path) -> None:
     assert (found.first_added, found.first_removed) == (("0101", "0102"), ("0004",))
 
 
+def test_a_tag_is_given_once_more(web: Path) -> None:
+    for version in (None, 1):
+        assert tag(str(web), "v1", storage=Storage(), version=version).names == ("v1",)
+    files = {path: path.stat().st_mtime_ns for path in web.rglob("*.parquet")}
+    tag(str(web), "v1", storage=Storage())
+    assert {path: path.stat().st_mtime_ns for path in web.rglob("*.parquet")} == files
+    delete(str(web), storage=Storage(), keys=["0001"])
+    assert tag(str(web), "v1", storage=Storage(), version=1).number == 1
+
+
 def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_path: Path) -> None:
     tag(str(web), "v1", storage=Storage())
     for version, words in (("v2", r"there are 1, v1, 1 \(the current one\)"), (7, "has none of this name")):
@@ -672,11 +838,25 @@ def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_p
 # -------------------------------------------------------------------------------------------------- kills, the command
 
 
+def test_a_killed_change_is_given_up_as_the_log_says(
+    web: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+    with pytest.raises(Killed), interrupted(2, kill, before=True, only=["put_if"]):
+        append(str(tmp_path / "days"), str(web))
+    with caplog.at_level(logging.WARNING):
+        prune(str(web), storage=Storage())
+    words = shlex.split(caplog.records[-1].getMessage().rpartition("shard_tools ")[2])
+    assert {"version", "--abandon"} <= {*words}
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    assert not history(str(web), storage=Storage()).pending
+
+
 def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_path: Path) -> None:
     jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
     with pytest.raises(Killed), interrupted(0, kill, before=True, only=["put_if"]):
         append(str(tmp_path / "days"), str(web))  # while the set begins to live
-    with pytest.raises(Killed), interrupted(1, kill, before=True, only=["put_if"]):
+    with pytest.raises(Killed), interrupted(2, kill, before=True, only=["put_if"]):
         append(str(tmp_path / "days"), str(web))
     assert len([*web.glob("*.tar")]) == 6
     assert len(keys(web)) == 12
@@ -686,31 +866,6 @@ def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_pa
         prune(str(web), storage=Storage(), abandon=["other"])
     assert prune(str(web), storage=Storage(), abandon=[work]).num_shards == 3
     assert append(str(tmp_path / "days"), str(web)).num_added == 9
-    assert not prune(str(web), storage=Storage()).pending
-
-
-def test_of_two_runs_of_one_change_the_earlier_neither_publishes_nor_deletes(web: Path) -> None:
-    head = read_head(Storage(), str(web))
-
-    def begun() -> tuple[SetChange, Path]:
-        change = SetChange(Storage(), head, command="dedupe", what="the same", identity=["the same"])
-        path = web / change.new_name("000000.tar")
-        change.__enter__()
-        path.write_bytes(b"the same")
-        return change, path
-
-    failed = (StorageError, StorageError("a disk failed"), None)
-    (earlier, path), (later, _) = begun(), begun()
-    later.__exit__(*failed)
-    assert not path.exists()
-    with pytest.raises(OvertakenError, match="taken it over"):
-        earlier.publish(head.table)
-    (earlier, path), (later, _) = begun(), begun()
-    earlier.__exit__(*failed)
-    assert path.exists(), "the later run lists it"
-    later.publish(head.table)
-    later.__exit__(None, None, None)
-    assert keys(web) == [f"{number:04d}" for number in range(12)]
     assert not prune(str(web), storage=Storage()).pending
 
 
@@ -735,6 +890,153 @@ def test_two_runs_of_one_append_do_not_take_back_what_the_other_has_published(we
     assert len(keys(web)) == 28
     assert len(keys(web, version=4)) == 29
     assert not verify([str(web)], storage=Storage()).findings
+
+
+def test_a_run_of_a_change_does_not_take_back_what_another_run_of_it_may_publish(web: Path, tmp_path: Path) -> None:
+    """Two runs of one append write the same files; the one that fails leaves them to the other, whoever began first."""
+    delete(str(web), storage=Storage(), keys=["0000"])
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
+    files = files_of(web)
+
+    def failing() -> None:
+        def stop() -> None:
+            raise StorageError("no answer")
+
+        with pytest.raises(StorageError, match="no answer"), interrupted(4, stop, before=True):
+            append(str(tmp_path / "days"), str(web))
+
+    failing()
+    assert files_of(web) == files  # alone, it leaves nothing
+    for at in range(8):
+        shutil.copytree(web, tmp_path / "copy")
+        with interrupted(at, failing, before=True):
+            report = append(str(tmp_path / "days"), str(web))
+        assert (report.num_added, len(keys(web))) == (9, 20)
+        assert not verify([str(web)], storage=Storage()).findings
+        shutil.rmtree(web)
+        (tmp_path / "copy").rename(web)
+
+
+def test_who_is_late_brings_back_no_version_that_is_pruned(web: Path) -> None:
+    delete(str(web), storage=Storage(), keys=["0000"])
+    with ShardWriter(str(web / "{:06d}.tar"), append=True) as writer:
+        writer.write({"__key__": "late", "json": {}})
+        delete(str(web), storage=Storage(), keys=["0005"], purge=True)
+        with pytest.raises(OvertakenError):
+            writer.close()
+    assert [one.number for one in history(str(web), storage=Storage()).versions] == [3]
+    assert {path.name for path in (web / "_shardstream/versions").iterdir()} <= {"3.parquet"}
+
+
+def test_a_tag_that_is_given_while_its_version_is_pruned_is_none(web: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens between reading the current version and writing its name: it can be opened, or there is none."""
+    tag(str(web), "v1", storage=Storage())
+    real = Storage.put_if
+
+    def put_if(self: Storage, url: str, *args: Any) -> Any:
+        monkeypatch.setattr(Storage, "put_if", real)
+        delete(str(web), storage=Storage(), keys=["0001"])
+        prune(str(web), storage=Storage(), drop=["v1"])
+        return real(self, url, *args)
+
+    monkeypatch.setattr(Storage, "put_if", put_if)
+    with pytest.raises(ConfigError, match="version 1 was dropped meanwhile"):
+        tag(str(web), "v2", storage=Storage())
+    assert [one.names for one in history(str(web), storage=Storage()).versions] == [()]
+
+
+def test_a_purge_of_what_was_deleted_before_names_the_versions_that_still_hold_it(web: Path, tmp_path: Path) -> None:
+    """A request for deletion would be told that it is done, and a tagged version would have the sample for ever."""
+    tag(str(web), "v1", storage=Storage())
+    delete(str(web), storage=Storage(), keys=["0001"])
+    (tmp_path / "keys.txt").write_text("0001\n")
+    with pytest.raises(ConfigError, match="the versions v1 hold these samples; drop them first"):
+        delete(str(web), storage=Storage(), keys=str(tmp_path / "keys.txt"), purge=True)
+    assert len(keys(web, version="v1")) == 12
+    prune(str(web), storage=Storage(), drop=["v1"])
+    report = delete(str(web), storage=Storage(), keys=str(tmp_path / "keys.txt"), purge=True)
+    assert (report.num_deleted, report.first_not_found) == (0, ("0001",))
+
+
+def test_what_overwrites_a_set_with_tags_is_refused(web: Path, tmp_path: Path) -> None:
+    tag(str(web), "v1", storage=Storage())
+    options = ConvertOptions(max_samples=4, key_field="id", overwrite=True)
+    write = [
+        lambda: convert(str(tmp_path / "days"), str(web), options=options),
+        lambda: reshard(str(other(tmp_path)), str(web), options=ReshardOptions(overwrite=True)),
+        lambda: split(str(other(tmp_path)), {str(web): Fraction(1)}, options=SplitOptions(overwrite=True)),
+        lambda: overwritten(web),
+    ]
+    files = files_of(web)
+    for one in write:
+        with pytest.raises(ConfigError, match="has the tagged versions v1, which overwriting would destroy"):
+            one()
+        assert {name: body for name, body in files_of(web).items() if name in files} == files
+    assert len(keys(web, version="v1")) == 12
+    prune(str(web), storage=Storage(), drop=["v1"])
+    assert convert(str(tmp_path / "days"), str(web), options=options).num_samples == 12
+
+
+def other(folder: Path) -> Path:
+    with ShardWriter(str(folder / "other/{:06d}.tar"), overwrite=True) as writer:
+        writer.write({"__key__": "a", "txt": "a"})
+    return folder / "other"
+
+
+def overwritten(folder: Path) -> None:
+    with ShardWriter(str(folder / "{:06d}.tar"), overwrite=True) as writer:
+        writer.write({"__key__": "a", "txt": "a"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b"], ["1", "10", "2", "9"], ["part-0", "part-1"], ["x-998", "x-999"], ["000", "001"], ["000001", "extra"],
+     ["0000-train", "0001-train"]],
+)  # fmt: skip
+def test_what_is_added_to_sets_of_other_programs_sorts_behind_what_is_there(names: list[str], tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        with ShardWriter(str(tmp_path / "set" / f"{name}.{{:d}}.tar"), index=False) as writer:
+            writer.write({"__key__": f"{number}", "txt": "x"})
+        (tmp_path / "set" / f"{name}.0.tar").rename(tmp_path / "set" / f"{name}.tar")
+    index_shards(Storage(), [str(tmp_path / f"set/{name}.tar") for name in sorted(names)])
+    before = keys(tmp_path / "set")
+    for day in range(3):
+        with ShardWriter(str(tmp_path / f"days/{day}-{{:d}}.tar"), index=False) as writer:
+            writer.write({"__key__": f"day {day}", "txt": "x"})
+        append(str(tmp_path / "days"), str(tmp_path / "set"), kind="tars")
+        before.append(f"day {day}")
+        assert keys(tmp_path / "set") == before
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_copy_cannot_tell_new_inputs_from_those_it_has(lives: bool, web: Path, tmp_path: Path) -> None:
+    """All inputs were taken as new, and every sample came twice; of a set that lives, options were lost, too."""
+    if lives:
+        jsonl(tmp_path / "days/1.jsonl", rows_of(100, 4))
+        append(str(tmp_path / "days"), str(web))
+    copy(str(web), str(tmp_path / "copied"))
+    before = keys(tmp_path / "copied")
+    jsonl(tmp_path / "days/2.jsonl", rows_of(200, 4))
+    with pytest.raises(ConfigError, match="Append to the set that was copied, and copy it again"):
+        append(str(tmp_path / "days"), str(tmp_path / "copied"))
+    assert not verify([str(tmp_path / "copied")], storage=Storage()).findings
+    assert keys(tmp_path / "copied") == before
+    with pytest.raises(TargetNotEmptyError):
+        convert(str(tmp_path / "days"), str(tmp_path / "copied"), options=ConvertOptions(max_samples=4, key_field="id",
+                                                                                         columns=("n",)))  # fmt: skip
+    append(str(tmp_path / "days"), str(web))
+    copy(str(web), str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == keys(web)
+
+
+def test_a_lost_input_alone_is_not_nothing_new(tmp_path: Path) -> None:
+    """A source whose only new input is broken was taken for one with nothing new."""
+    write_day(tmp_path / "source", "images", 0)
+    convert(str(tmp_path / "source"), str(tmp_path / "set"))
+    (tmp_path / "source/a/broken.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"broken\.png: empty file"):
+        append(str(tmp_path / "source"), str(tmp_path / "set"))
+    assert append(str(tmp_path / "source"), str(tmp_path / "set"), on_error="skip").num_added == 0
 
 
 def test_as_commands(web: Path, tmp_path: Path) -> None:

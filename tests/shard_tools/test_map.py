@@ -15,15 +15,23 @@ from click.testing import CliRunner, Result
 from made_samples import changed
 from PIL import Image
 
-from shard_tools import ShardWriter
+from shard_tools import ShardWriter, optimize
+from shard_tools.change.check.verify import verify
 from shard_tools.change.functions.mapped import MapCall, MapOptions, map_set
 from shard_tools.change.functions.run import Running
+from shard_tools.change.life.delete import delete
+from shard_tools.change.life.prune import prune
+from shard_tools.change.life.versions import tag
+from shard_tools.change.sets.copy import copy
 from shard_tools.change.sets.inspect import list_samples
 from shard_tools.cli import cli
 from shard_tools.make.convert.base.records import Record
 from shard_tools.make.convert.journal import TargetNotEmptyError
+from shard_tools.make.write.change import SetChange
+from streaming import StreamingDataset
 from streaming.build.decode import resolve_decoders
 from streaming.errors import ChecksumError, ConfigError, DecodeError
+from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import Storage
 from tests.support.sources.conversions import contents, members
 
@@ -329,3 +337,112 @@ def test_a_set_without_an_index_is_taken_too(tmp_path: Path, source: Path) -> No
 
 def test_the_function_is_known_to_the_tests() -> None:
     assert made_samples.changed is changed
+
+
+# -------------------------------------------------------------------------------------------------------------- append
+
+
+def write_more(folder: Path, first: int, num: int, **options: Any) -> None:
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=4, columns=["json.w"], **options) as writer:
+        for number in range(first, first + num):
+            writer.write({"__key__": f"{number:04d}", "txt": "t" * number, "json": {"w": number}})
+
+
+def keys_of(target: Path) -> list[str]:
+    return [sample["__key__"] for sample in StreamingDataset(str(target))]
+
+
+def test_only_samples_of_new_shards_are_mapped(tmp_path: Path) -> None:
+    """The function is called for these alone; options come from the set; what is deleted does not come back."""
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    write_more(raw, 0, 10)
+    made = MapOptions(max_samples=3, where="json.w != 1", fields=("txt",))
+    map_set(str(raw), str(out), "made_samples:unchanged", options=made, running=HERE)
+    assert map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE).was_complete
+    write_more(raw, 10, 5, append=True)
+    report = map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
+    assert (report.num_inputs, report.num_samples, report.num_resumed_samples) == (5, 14, 9)
+    assert keys_of(out) == [f"{n:04d}" for n in range(15) if n != 1]
+    delete(str(raw), storage=Storage(), keys=["0002", "0011"])
+    write_more(raw, 15, 2, append=True)
+    report = map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
+    assert (report.num_inputs, report.num_samples) == (2, 16)
+    assert keys_of(out) == [f"{n:04d}" for n in range(17) if n != 1]
+    assert not verify([str(out)], storage=Storage()).findings
+    assert len({*keys_of(out)}) == 16
+
+
+def test_shards_of_another_set_are_new_whatever_they_are_called(tmp_path: Path) -> None:
+    write_more(tmp_path / "a", 0, 6)
+    write_more(tmp_path / "b", 100, 6)
+    out = tmp_path / "out"
+    map_set(str(tmp_path / "a"), str(out), "made_samples:unchanged", running=HERE)
+    for _ in range(2):
+        map_set(str(tmp_path / "b"), str(out), "made_samples:unchanged", append=True, running=HERE)
+    copy(str(tmp_path / "a"), str(tmp_path / "c"))
+    map_set([str(tmp_path / "c"), str(tmp_path / "b")], str(out), "made_samples:unchanged", append=True, running=HERE)
+    assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), *(f"{n:04d}" for n in range(100, 106))]
+
+
+def test_a_day_of_which_nothing_is_made_adds_nothing(tmp_path: Path) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    write_more(raw, 0, 6)
+    map_set(str(raw), str(out), "made_samples:early", running=HERE)
+    write_more(raw, 50, 3, append=True)
+    report = map_set(str(raw), str(out), "made_samples:early", append=True, running=HERE)
+    assert (report.num_inputs, report.num_empty, report.num_samples) == (3, 3, 6)
+    assert [path.name for path in (out / "_shardstream").glob("pending/*")] == []
+    write_more(raw, 9, 1, append=True)
+    assert map_set(str(raw), str(out), "made_samples:early", append=True, running=HERE).num_samples == 7
+
+
+def test_what_cannot_be_appended_by_map_is_refused(tmp_path: Path) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    write_more(raw, 0, 6)
+    map_set(str(raw), str(out), "made_samples:unchanged", running=HERE)
+    write_more(raw, 6, 2, append=True)
+    with pytest.raises(ConfigError, match="was made by another function"):
+        map_set(str(raw), str(out), "made_samples:changed", append=True, running=HERE)
+    with pytest.raises(ConfigError, match=r"was not made by `shard_tools map`.*ShardWriter"):
+        map_set(str(raw), str(write_and_return(tmp_path / "else")), "made_samples:unchanged", append=True, running=HERE)
+    with pytest.raises(ConfigError, match=r"was not made by shard_tools\.optimize.*add to it by `shard_tools map`"):
+        optimize(len, ["x"], out, append=True, workers=0, progress=False)
+    refused = shell("map", raw, out, "made_samples:unchanged", "--append", "--max-samples", 3)
+    assert refused.exit_code == 2
+    assert "--max-samples: with --append, options come from the set" in refused.stderr
+    delete(str(raw), storage=Storage(), keys=["0001"])
+    prune(str(raw), storage=Storage())
+    with pytest.raises(ConfigError, match="the index no longer says what that held"):
+        map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
+    assert keys_of(out) == [f"{n:04d}" for n in range(6)]
+
+
+def write_and_return(folder: Path) -> Path:
+    write_more(folder, 0, 3)
+    return folder
+
+
+def test_of_two_maps_that_append_one_wins(tmp_path: Path) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    write_more(raw, 0, 6)
+    map_set(str(raw), str(out), "made_samples:unchanged", running=HERE)
+    write_more(raw, 6, 4, append=True)
+    calls: list[Any] = []
+    real = SetChange.publish
+
+    def publish(self: SetChange, *args: Any, **kwargs: Any) -> int:
+        if not calls:
+            calls.append(1)
+            tag(str(out), "between", storage=Storage())
+            write_more(out, 100, 1, append=True)
+        return real(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SetChange, "publish", publish)
+        with pytest.raises(OvertakenError, match="somebody else has changed"):
+            map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=HERE)
+    assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), "0100"]
+    done = shell("map", raw, out, "made_samples:unchanged", "--append", "--workers", 1, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["num_inputs"] == 4
+    assert keys_of(out) == [*(f"{n:04d}" for n in range(6)), "0100", *(f"{n:04d}" for n in range(6, 10))]

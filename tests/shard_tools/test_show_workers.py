@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from shard_tools.look.show.decoding.workers import DecodingWorkers, TokenTexts, _Worker
 
 from shard_tools import ShardWriter
 from shard_tools.look.show.data.trees import boxes_in, tree_of
 from shard_tools.look.show.decoding import process, workers
+from shard_tools.look.show.decoding.workers import DecodingWorkers, TokenTexts, _Worker
 from shard_tools.make.tokens.tokenizer import find_tokenizer
 from streaming.errors import DecodeError
 from streaming.storage import Storage

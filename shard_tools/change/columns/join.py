@@ -67,6 +67,8 @@ def join_column(
     begun, progress = time.monotonic(), progress or NoProgress()
     rows, digest = open_rows(source, storage, name=target.name, on=options.on, value=options.value)
     version = target.version_of(file=digest, on=options.on, value=rows.value, missing=options.missing)
+    if (done := target.finished(version)) is not None:
+        return done
     groups = _groups(target.sizes, max(1, options.memory_bytes // _BYTES_A_SAMPLE))
     progress.start(total_bytes=None, total=len(target.urls))
     found, types = _Found(), dict[int, str]()

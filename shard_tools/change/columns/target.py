@@ -56,6 +56,7 @@ class AddReport(Report):
         num_unmatched: Rows that match no sample.
         first_unmatched: Keys of the first of them.
         num_shared: Samples that share their key with another one; each gets the value of that key.
+        was_complete: Whether an earlier run had written everything, so that this one wrote nothing.
         seconds: Wall time.
     """
 
@@ -70,6 +71,7 @@ class AddReport(Report):
     num_unmatched: int = 0
     first_unmatched: tuple[str, ...] = ()
     num_shared: int = 0
+    was_complete: bool = False
     seconds: float = 0.0
 
 
@@ -166,8 +168,6 @@ class ColumnTarget:
             )
         self._taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
         self._overwrite = overwrite
-        if len(self._taken) == len(self.homes):  # otherwise an interrupted run may have left them: see version_of
-            self._refuse_taken(self._taken)
 
     @cached_property
     def homes(self) -> list[str]:
@@ -201,20 +201,42 @@ class ColumnTarget:
         self._refuse_taken([home for home in self._taken if not self._is_of(version, home)])
         return version
 
+    def finished(self, version: str) -> AddReport | None:
+        """Return the report of this version of the column if it is there; None: it is to be made.
+
+        ``overwrite`` makes every value again.
+        """
+        there = [self._document(home) for home in self._taken]
+        known = [one for one in there if one is not None and one.column_version == version]
+        if self._overwrite or len(known) < len(self.homes):
+            return None
+        return AddReport(
+            name=self.name, type=known[0].type, column_version=version, num_shards=len(self.urls),
+            num_samples=sum(self.sizes), num_missing=sum(one.num_missing for one in known), was_complete=True,
+        )  # fmt: skip
+
     def _is_of(self, version: str, home: str) -> bool:
+        document = self._document(home)
+        return document is not None and document.column_version == version
+
+    def _document(self, home: str) -> ColumnDocument | None:
         url = join_url(home, column_document_path(self.name))
         try:
-            document = self.storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
+            return self.storage.read_parsed(url, ColumnDocument.from_bytes, is_sealed)
         except IndexFormatError:
-            return False
-        return document.column_version == version
+            return None
 
     def _refuse_taken(self, homes: Sequence[str]) -> None:
         if homes and not self._overwrite:
-            raise ConfigError(
-                f"column {self.name!r} already exists beside the index in {redact(homes[0]) or '.'}. Runs may have "
-                f"been trained with it: choose another name, or give --overwrite"
-            )
+            raise self.taken(homes[0])
+
+    def taken(self, home: str | None = None) -> ConfigError:
+        """Return the error for a name that another column has, in this directory of an index; None: in the first."""
+        home = self.homes[0] if home is None else home
+        return ConfigError(
+            f"column {self.name!r} already exists beside the index in {redact(home) or '.'}. Runs may have "
+            f"been trained with it: choose another name, or give --overwrite"
+        )
 
     def begin(self) -> None:
         """Withdraw an older column of this name: until everything is written, the column does not exist."""

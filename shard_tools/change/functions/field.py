@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import streaming
@@ -85,10 +87,14 @@ def compute_field(
         inputs.shared = [(storage, tars[0].shard_url)]
         work = Produce(function=FieldCall(function=function, field=name), read=inputs.read, columns={}, name=spec)
         progress.start(total_bytes=None, total=sum(tar.rows.total_samples for tar in tars))
+        samples = _Left.of(
+            [(firsts[tar.shard_url], table.num_samples) for tar, table in zip(tars, tables, strict=True)]
+        )
         with (running or Running()).runner(work, inputs.shared) as runner:
-            for tar, table in zip(tars, tables, strict=True):
-                values = _Values(target, runner, inputs, spec, progress)
-                yield tar.write(values.of(firsts[tar.shard_url], table.keys), table.keys)
+            values = _Values(target, runner, inputs, samples, spec, progress)
+            with closing(values):
+                for tar, table in zip(tars, tables, strict=True):
+                    yield tar.write(values.of(table.keys), table.keys)
 
     return target.fill(write)
 
@@ -114,31 +120,66 @@ def _firsts(target: FieldTarget, dataset: Any) -> dict[str, int]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """The samples of the shards whose tars are missing, numbered one after the other.
+
+    Attributes:
+        firsts: Number in the dataset of the first sample of each of these shards.
+        ends: Number of samples of these shards up to each one, and with it.
+    """
+
+    firsts: Sequence[int]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, shards: Sequence[tuple[int, int]]) -> _Left:
+        """Return the samples of shards, each given by its first sample and their number."""
+        return cls(firsts=[first for first, _ in shards], ends=[*accumulate(num for _, num in shards)])
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def part(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """Return the ranges of the dataset's numbers that these samples have."""
+        found = []
+        for first, begin, end in zip(self.firsts, (0, *self.ends), self.ends, strict=False):
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                found.append((first + low - begin, first + high - begin))
+        return found
+
+
 class _Values:
-    """What the function returns for the samples of one shard."""
+    """What the function returns for the samples that are left, shard by shard, by processes that run throughout."""
 
     def __init__(
-        self, target: FieldTarget, runner: Runner, inputs: SetInputs, name: str, progress: Progress
+        self, target: FieldTarget, runner: Runner, inputs: SetInputs, left: _Left, name: str, progress: Progress
     ) -> None:  # fmt: skip
-        self._target, self._runner, self._inputs, self._name, self._progress = target, runner, inputs, name, progress
+        self._target, self._inputs, self._left, self._name, self._progress = target, inputs, left, name, progress
+        self._items, self._num_done = runner.items(left.part, 0, len(left)), 0
 
-    def of(self, first: int, keys: Sequence[str]) -> Iterator[Any]:
-        """Yield the bytes of the value of each sample, which are valid until the next one is asked for; None: none.
+    def close(self) -> None:
+        """End the work of the runner."""
+        self._items.close()
+
+    def of(self, keys: Sequence[str]) -> Iterator[Any]:
+        """Yield the value of each sample of the next shard.
+
+        It is bytes that are valid until the next one is asked for, or None for a sample without a value.
 
         Raises:
             DataError: A sample has none, and that is an error.
             Exception: Whatever the function raised.
         """
-        items = self._runner.items(self._inputs.part, first, first + len(keys))
-        try:
-            for made, buffers in items:
-                if made.kind is Kind.FAILED:
-                    _, key, _ = made.given
-                    where = f"{self._inputs.describe(made.number)}, key {key!r}"
-                    raise error_of(made, f"{self._name} failed on {where}")
-                if made.kind is Kind.EMPTY:
-                    self._target.refuse_missing([keys[made.number - first]], self._name)
-                yield buffers[0] if made.kind is Kind.SAMPLE else None
-                self._progress.advance(num=1)
-        finally:
-            items.close()
+        first, self._num_done = self._num_done, self._num_done + len(keys)
+        for made, buffers in islice(self._items, len(keys)):
+            if made.kind is Kind.FAILED:
+                _, key, _ = made.given
+                ((number, _),) = self._left.part(made.number, made.number + 1)
+                where = f"{self._inputs.describe(number)}, key {key!r}"
+                raise error_of(made, f"{self._name} failed on {where}")
+            if made.kind is Kind.EMPTY:
+                self._target.refuse_missing([keys[made.number - first]], self._name)
+            yield buffers[0] if made.kind is Kind.SAMPLE else None
+            self._progress.advance(num=1)

@@ -8,7 +8,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -18,7 +18,14 @@ import numpy as np
 from shard_tools.change.functions.produce import Given, ReadHere
 from shard_tools.change.functions.set_inputs import SetInputs, opened
 from shard_tools.make.convert.base.files import SourceFile, find_files, is_local, open_each
-from shard_tools.make.convert.base.identity import EVERYWHERE, Origins, SourceStorage, origins_of, version_of_file
+from shard_tools.make.convert.base.identity import (
+    EVERYWHERE,
+    KnownInputs,
+    Origins,
+    SourceStorage,
+    origins_of,
+    version_of_file,
+)
 from shard_tools.make.convert.lines import SUFFIXES, read_lines
 from shard_tools.running.engine import Shared
 from shard_tools.running.functions import digest_of
@@ -41,6 +48,9 @@ class Inputs(Protocol):
 
     def origins(self) -> Origins:
         """Return the files that the inputs name or come from, each with the number of its input."""
+
+    def new_to(self, known: KnownInputs) -> Inputs:
+        """Return the inputs that do not come from what is known."""
 
     def part(self, start: int, stop: int) -> Any:
         """Return a picklable description of inputs ``[start, stop)``, for :attr:`read`."""
@@ -195,9 +205,14 @@ class ListInputs:
                 found += origins_of([*_files_in(self._values[number])], store, number=number)
         return Origins(inputs=found, store=store)
 
-    def without(self, numbers: Collection[int]) -> ListInputs:
-        """Return all inputs but these."""
-        return ListInputs([self._values[number] for number in range(len(self)) if number not in numbers])
+    def new_to(self, known: KnownInputs) -> ListInputs:
+        """Return the inputs that name a file which is not known; those that name no file are new, too."""
+        numbered = [one for one in self.origins().inputs if one.number != EVERYWHERE]
+        new = {one.number for one in numbered if not known.has(one)}
+        old = {one.number for one in numbered} - new
+        if not old:
+            return self
+        return ListInputs([self._values[number] for number in range(len(self)) if number not in old])
 
     def part(self, start: int, stop: int) -> list[Any]:
         """Return inputs ``[start, stop)``."""

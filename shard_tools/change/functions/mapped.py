@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,35 +12,40 @@ import crc32c
 import numpy as np
 import pyarrow as pa
 
+from shard_tools.change.functions.append import MAP, NewInputs, journal_of_function
 from shard_tools.change.functions.produce import Given, Produce
-from shard_tools.change.functions.run import FunctionReport, Running, pack_made
+from shard_tools.change.functions.run import FunctionReport, Running, add_made, pack_made
 from shard_tools.change.sets.bad_list import BadList
-from shard_tools.change.sets.open_set import READ_THREADS, open_set, table_of_shard
+from shard_tools.change.sets.open_set import READ_THREADS, load_samples, open_set, table_of_shard
 from shard_tools.change.sets.pieces import ShardPieces
 from shard_tools.change.sets.rewrite.meaning import Retold
 from shard_tools.change.sets.rewrite.selection import ShardPart, Taken, select
 from shard_tools.change.sets.rewrite.shard_source import ShardSource
-from shard_tools.make.convert.base.identity import Origins, SourceIdentity, SourceStorage
+from shard_tools.make.convert.base.identity import KnownInputs, Origins, SourceIdentity, SourceStorage
 from shard_tools.make.convert.base.records import Record, ShardOptions
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
+from shard_tools.make.write.change import open_head, without_work, work_of
 from shard_tools.running.engine import Shared
 from shard_tools.running.functions import identity_of, imported
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.build.batches.bad_file import shown_url
 from streaming.build.decode import decode_field, resolve_decoders
 from streaming.build.decode.values import packed
-from streaming.common.arguments import unpacked_name
+from streaming.common.arguments import counted, unpacked_name
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, DecodeError
 from streaming.sets.filters.select import late_names
+from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import KEY
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.joined import Classes
 from streaming.shards.tar.blocks import is_meta
-from streaming.storage import Storage, redact, split_url
+from streaming.shards.versions.publish import Head
+from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import Int64Array
 
+_log = logging.getLogger(__name__)
 _WINDOW_BYTES = 8 << 20
 _PART_DIGITS = 3
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -74,6 +80,7 @@ def map_set(
     spec: str,
     *,
     options: MapOptions | None = None,
+    append: bool = False,
     running: Running | None = None,
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | None = None,
@@ -92,6 +99,9 @@ def map_set(
         target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         spec: ``"module:function"``: a module that can be imported, also from the current folder.
         options: Options of the new shards.
+        append: Add to the set in ``target``, which the same function made, the samples of shards that are new to it,
+            and publish them as its next version. Shards are known by their content. The set gives the options, except
+            ``index_url``, ``allow_unfinished`` and ``workers``.
         running: Where the function runs, and how its failures are treated.
         storage_options: Options of both stores.
         progress: Receives the samples read and the bytes written.
@@ -99,6 +109,7 @@ def map_set(
     Raises:
         ConfigError: There is no such function, or options do not fit the source.
         TargetNotEmptyError: The target holds shards of other work.
+        OvertakenError: With ``append``, another change of the set was published meanwhile; nothing was added.
         DataError: A sample cannot be read or stored, or no sample is left.
         Exception: The function's exception; a note names the sample.
     """
@@ -110,6 +121,8 @@ def map_set(
     for one in sources:
         refuse_overlap(one, place)
         warn_of_nesting(one, place)
+    if append:
+        options = _options_of(open_head(storage, place.directory), storage, options)
     inputs, versions, retold = _selected(sources, place, options, storage, storage_options)
     names = tuple(dict.fromkeys((*inputs.taken.columns, *options.columns)))
     work = Produce(
@@ -118,12 +131,36 @@ def map_set(
     )  # fmt: skip
     identity = {
         **options.identity(), "function": identity_of(function), "columns": list(names), "late": versions,
-        "fields": None if options.fields is None else sorted(options.fields), **retold.identity(),
+        "fields": None if options.fields is None else sorted(options.fields), "where": options.where,
+        "view": options.view, **retold.identity(),
     }  # fmt: skip
+    how: dict[str, Any] = {"running": running or Running(), "progress": progress or NoProgress()}
+    if append:
+        new = NewInputs(inputs, place, identity, storage_options, made_by=MAP)
+        return add_made(replace(work, read=new.inputs.read), new, schema=retold.schema(names), **how)
     return pack_made(
-        work, inputs, place, options, running=running or Running(), progress=progress or NoProgress(),
-        command=("map", " ".join(sources)), identity=identity, storage_options=storage_options,
-        schema=retold.schema(names),
+        work, inputs, place, options, command=("map", " ".join(sources)), identity=identity,
+        storage_options=storage_options, schema=retold.schema(names), **how,
+    )  # fmt: skip
+
+
+def _options_of(head: Head, storage: Storage, given: MapOptions) -> MapOptions:
+    """Return the options with which a set was made; ``given`` are those that say how it is read.
+
+    Raises:
+        ConfigError: Another command made it, or its source was selected or changed in a way that fits no new samples.
+    """
+    said = journal_of_function(head, storage, MAP).options
+    if said["view"] is not None or "meaning" in said:
+        what = f"of the view {said['view']!r}" if said["view"] is not None else "with classes renumbered by name"
+        raise ConfigError(
+            f"--append: {redact(head.home)} was made {what}, which says nothing of new samples; map the whole source "
+            "to another target"
+        )
+    return MapOptions(
+        max_bytes=said["max_bytes"], max_samples=said["max_samples"], columns=tuple(said["late"]),
+        fields=None if said["fields"] is None else tuple(said["fields"]), where=said["where"], workers=given.workers,
+        index_url=given.index_url, allow_unfinished=given.allow_unfinished,
     )  # fmt: skip
 
 
@@ -155,9 +192,7 @@ def _selected(
         urls=shards.urls, index_url=options.index_url, storage_options=storage_options,
         scanned=shards.scanned is not None, retold=retold,
     )  # fmt: skip
-    inputs = SampleInputs(
-        taken=taken, urls=shards.urls, fingerprint=shards.chunks.fingerprint, read=read, storage=storage
-    )
+    inputs = SampleInputs(taken=taken, urls=shards.urls, chunks=shards.chunks, read=read, storage=storage)
     return inputs, {name: column.version for name, column in sorted(late.items())}, retold
 
 
@@ -170,31 +205,79 @@ class SampleInputs:
     Args:
         taken: The selection.
         urls: The shards.
-        fingerprint: Fingerprint of the source's chunk table.
+        chunks: Their chunk table.
         read: Reads the samples of a part.
         storage: Their store.
     """
 
     def __init__(
-        self, *, taken: Taken, urls: tuple[str, ...], fingerprint: str, read: Callable[[Any], Iterator[Given]],
-        storage: Storage,
-    ) -> None:  # fmt: skip
+        self, *, taken: Taken, urls: tuple[str, ...], chunks: ChunkTable, read: _ReadShards, storage: Storage
+    ) -> None:
         self.taken, self.urls, self.read = taken, urls, read
+        self._chunks, self._storage = chunks, storage
         of_folders = {split_url(url)[0]: url for url in urls}
         self.shared: Shared = [(storage, url) for url in of_folders.values()]
         self._facts: dict[str, object] = {
-            "kind": "shards", "num_inputs": taken.num_samples, "fingerprint": fingerprint, "samples": taken.digest(),
+            "kind": "shards", "num_inputs": taken.num_samples, "fingerprint": chunks.fingerprint,
+            "samples": taken.digest(),
         }  # fmt: skip
         self._firsts = np.cumsum([0] + [part.rows.size for part in taken.parts])
         store = SourceStorage.of(storage)
         infos = zip(urls, self._firsts.tolist(), map_threads(store.info, urls, READ_THREADS), strict=False)
         inputs = [
             SourceIdentity(
-                name=split_url(url)[1], url=url, number=first, size_bytes=info.size_bytes, version=info.version
+                name=split_url(url)[1], url=url, number=first, size_bytes=info.size_bytes, version=info.version,
+                content=chunks.of_shard(number).fingerprint,
             )
-            for url, first, info in infos
-        ]
+            for number, (url, first, info) in enumerate(infos)
+        ]  # fmt: skip
         self._origins = Origins(inputs=inputs, store=store)
+
+    def new_to(self, known: KnownInputs) -> SampleInputs:
+        """Return the samples of shards that are not known, nor rewritten from known ones.
+
+        Raises:
+            ConfigError: A shard may hold samples of a known one that is gone.
+        """
+        gone = {
+            name: one for one in known.gone(self._origins.inputs) for name in (one.name, without_work(one.name))
+        }  # fmt: skip
+        which, num_rest = list[int](), 0
+        for number, one in enumerate(self._origins.inputs):
+            if known.has(one):
+                continue
+            before = None if work_of(one.name) is None else gone.get(without_work(one.name))
+            if before is not None and self._is_rest(number, before):
+                num_rest += 1
+            else:
+                which.append(number)
+        if num_rest:
+            _log.warning(
+                "samples were deleted from %s of the source since; what was made of them stays in the target until you "
+                "delete it there, too", counted(num_rest, "shard"),
+            )  # fmt: skip
+        urls = tuple(self.urls[number] for number in which)
+        return SampleInputs(
+            taken=replace(self.taken, parts=tuple(self.taken.parts[number] for number in which)), urls=urls,
+            chunks=ChunkTable.concat([self._chunks.of_shard(number) for number in which]),
+            read=replace(self.read, urls=urls), storage=self._storage,
+        )  # fmt: skip
+
+    def _is_rest(self, number: int, before: SourceIdentity) -> bool:
+        """Return whether a shard was written in place of a known one, and so holds only samples of that one.
+
+        Raises:
+            ConfigError: The index no longer says what that one held.
+        """
+        url = self.urls[number]
+        old = load_samples(self._storage, join_url(split_url(url)[0], before.name), self.read.index_url)
+        if old is None:
+            raise ConfigError(
+                f"--append: {redact(url)} may be written in place of {before.name}, which the target was made of, and "
+                "the index no longer says what that held; map the whole source to another target"
+            )
+        is_it = old.chunks.fingerprint == before.content
+        return is_it and {*self.taken.parts[number].samples().keys} <= {*old.keys}
 
     def origins(self) -> Origins:
         """Return the shards, each with the number of its first selected sample."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import streaming
 from shard_tools.change.functions.produce import Given
-from shard_tools.make.convert.base.identity import Origins
+from shard_tools.make.convert.base.identity import KnownInputs, Origins
 from shard_tools.running.engine import Shared
 from streaming.build.batches.bad_file import shown_url
 from streaming.errors import NotFoundError
@@ -30,12 +30,12 @@ def opened(url: str, storage_options: Mapping[str, object] | None) -> SetInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadSet:
-    """Read samples of a set by number, in a worker process."""
+    """Read samples of a set by ranges of their numbers, in a worker process."""
 
     dataset: Any
 
-    def __call__(self, part: tuple[int, int]) -> Iterator[Given]:
-        numbers = range(*part)
+    def __call__(self, part: Sequence[tuple[int, int]]) -> Iterator[Given]:
+        numbers = [number for one in part for number in range(*one)]
         try:
             samples = self.dataset[numbers]
         except Exception:  # noqa: BLE001  one of them is at fault: find which
@@ -82,9 +82,13 @@ class SetInputs:
         """Return no files: the fingerprint covers the content of all shards, and every byte read is checked."""
         return Origins()
 
-    def part(self, start: int, stop: int) -> tuple[int, int]:
+    def new_to(self, known: KnownInputs) -> SetInputs:  # noqa: ARG002  a set of files is known by name, a sample by none
+        """Return all samples."""
+        return self
+
+    def part(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
         """Return the range of sample numbers."""
-        return start, stop
+        return ((start, stop),)
 
     def describe(self, number: int) -> str:
         """Return the sample's number and the first shard of the set."""

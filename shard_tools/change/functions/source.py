@@ -25,6 +25,10 @@ _PROGRESS_S = 0.1
 _log = logging.getLogger(__name__)
 
 
+class NoSampleError(DataError):
+    """A function gave no sample of any input."""
+
+
 @dataclass(slots=True, kw_only=True)
 class InputTally:
     """Progress through the inputs, including earlier runs.
@@ -115,7 +119,7 @@ class FunctionSource:
             Exception: The function's exception, with a note that names the input; with the policy ``"drop"`` only
             errors from other causes.
             TooManyBadSamplesError: It fails on too many inputs.
-            DataError: No input gives a sample.
+            NoSampleError: No input gives a sample.
         """
         tally, reported, num_inputs = self.tally, _InputProgress(self.progress, len(self.inputs)), len(self.inputs)
         items = self.runner.items(self.inputs.part, tally.input, num_inputs, tally.part)
@@ -143,7 +147,7 @@ class FunctionSource:
         tally.input, tally.part = num_inputs, 0
         reported.end()
         if not tally.num_samples:
-            raise DataError(
+            raise NoSampleError(
                 f"{self.name}: no sample of {counted(num_inputs, 'input')}: {tally.num_empty} gave none, and it failed "
                 f"on {tally.num_failed}"
             )

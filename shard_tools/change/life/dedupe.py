@@ -20,6 +20,7 @@ from shard_tools.change.sets.open_set import READ_THREADS, tables_of
 from shard_tools.make.write.change import open_head
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
+from streaming import StreamingDataset
 from streaming.common.arguments import did_you_mean
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError
@@ -227,8 +228,9 @@ def _by_bytes(head: Head, storage: Storage, by: str) -> tuple[list[list[int]], i
     candidates = _occurring_again(code)
     candidates = candidates[code[candidates] != 0]
     groups: dict[bytes, list[int]] = {}
-    for some in _parts(candidates, np.concatenate(sizes)):
-        for number, digest in zip(some.tolist(), _digests(head, storage, compared, some), strict=True):
+    opened = stored(head, storage, compared) if candidates.size else None
+    for some in _parts(candidates, np.concatenate(sizes)) if opened is not None else ():
+        for number, digest in zip(some.tolist(), _digests(opened, some), strict=True):
             groups.setdefault(digest, []).append(number)
     return [group for group in groups.values() if len(group) > 1], candidates.size
 
@@ -274,9 +276,8 @@ def _parts(numbers: Int64Array, sizes: Int64Array) -> Iterator[Int64Array]:
         yield numbers[first:]
 
 
-def _digests(head: Head, storage: Storage, fields: Sequence[str], numbers: Int64Array) -> list[bytes]:
-    """Return a digest of the bytes of these fields, for each of these samples."""
-    opened = stored(head, storage, fields)
+def _digests(opened: StreamingDataset, numbers: Int64Array) -> list[bytes]:
+    """Return a digest of the compared bytes of each of these samples."""
     found = []
     for sample in opened[numbers.tolist()]:
         digest = hashlib.sha256()

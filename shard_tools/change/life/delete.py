@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,10 @@ from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, NotFoundError
 from streaming.sets.filters.select import NothingKeptError, excluded_keys
 from streaming.shards.catalog.build import no_samples, samples_url
+from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import KEY, Values, read_sample_columns
 from streaming.shards.index.files import is_sealed
+from streaming.shards.versions.history import kept_versions
 from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, join_url, redact
 
@@ -113,7 +115,7 @@ def delete(
     sizes = {shard.name: shard.size_bytes for shard in head.table.shards}
     _refuse_all(head, num_deleted)
     if purge:
-        refuse_tagged(storage, home, leaves)
+        refuse_tagged(storage, home, {*leaves, *_shards_with(head, storage, wanted or ())})
     version = leave_out(
         head, storage, leaves, command="delete", dry_run=dry_run, workers=workers, progress=progress or NoProgress()
     )
@@ -124,6 +126,17 @@ def delete(
         num_bytes=sum(sizes[name] for name in leaves), num_not_found=len(missing),
         first_not_found=tuple(missing[:_SHOWN]), dry_run=dry_run, purged=purged, seconds=time.monotonic() - begun_s,
     )  # fmt: skip
+
+
+def _shards_with(head: Head, storage: Storage, keys: Sequence[str]) -> set[str]:
+    """Return the shards of earlier versions alone that hold samples with these keys, which were deleted before."""
+    current = {shard.name for shard in head.table.shards}
+    earlier: dict[str, ChunkTable] = {}
+    for one in kept_versions(storage, head.home) if keys else ():
+        earlier |= {name: table for name, table in one.table.by_shard().items() if name not in current}
+    if not earlier:
+        return set()
+    return {*by_keys(replace(head, table=ChunkTable.merged(earlier)), storage, keys)[0]}
 
 
 def _refuse_all(head: Head, num_deleted: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,10 @@ from streaming.shards.index.layout import (
 )
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import KeptVersion, kept_versions
-from streaming.shards.versions.publish import read_head
+from streaming.shards.versions.publish import Head, read_head
 from streaming.storage import Storage, join_url, redact
 
+_log = logging.getLogger(__name__)
 _NOTE = "prune"
 """Note of a prune in progress: the names of shards that it may remove. No version lists them once it is dropped."""
 
@@ -103,31 +105,22 @@ def prune(
         raise ConfigError(f"--abandon {min(unknown)}: no change of this name is pending in {redact(home)}")
     suspects = _names(one.table for one in goes) | {*noted.get("names", ())}
     if not dry_run and (goes or suspects):
-        note = {
-            "format": "shardstream-pending", "version": 1, "command": "prune", "what": "", "names": sorted(suspects),
-            "dropped": [one.name for one in goes],
-        }  # fmt: skip
-        storage.put(join_url(home, pending_path(_NOTE)), write_document(note))
-        # Any file in this folder tells listings that the set has versions.
-        storage.put(join_url(home, version_path(str(head.number))), head.data)
-        for one in goes:  # first: nobody can tag them from now on, and a concurrent `tag` sees that they are gone
-            storage.delete(join_url(home, version_path(one.name)))
+        _drop(storage, head, goes, suspects)
     # List shards first, then notes, then versions: a change writes its note before its shards, and deletes the note
     # only after it has published them.
     sizes = {info.url: info.size_bytes for info in storage.list(home)}
-    left = {work: words for work, words in pending(storage, home).items() if work != _NOTE}
+    left = {work: one for work, one in pending(storage, home).items() if work != _NOTE}
     gone = {one.name for one in goes}
     kept = (one.table for one in kept_versions(storage, home) if one.name not in gone)
-    now = [read_head(storage, home).table, *kept]
+    current = read_head(storage, home)
+    now = [current.table, *kept]
     held = _names(now)
     published = {work_of(name) for name in held}  # a run may be killed between publishing and deleting its note
-    waits = left.keys() - {*abandon} - published
+    waits = {work for work, one in left.items() if one.may_publish(current.number)} - {*abandon} - published
     removed = [
         name for name in _shards_among(sizes, home)
         if name not in held and (name in suspects or (work_of(name) is not None and work_of(name) not in waits))
     ]  # fmt: skip
-    num_bytes = sum(sizes.get(join_url(home, name), 0) for name in removed)
-    num_shards = sum(join_url(home, name) in sizes for name in removed)
     if not dry_run:
         _remove(storage, home, {*removed}, sizes, held | {*_inputs(now)}, waits)
         if not waits:  # which may write tars of late fields that no version names yet
@@ -135,11 +128,32 @@ def prune(
                 storage.delete(url)
         for work in [*(left.keys() - waits), _NOTE]:
             storage.delete(join_url(home, pending_path(work)))
+    for work in sorted(waits):
+        _log.warning(
+            "%s: %s is not published: it is running, or was killed, so its shards stay; run it again, or give it up: "
+            "shard_tools version prune %s --abandon %s",
+            work, left[work], shell_place(home), shell_word(work),
+        )  # fmt: skip
+    shards = [url for url in (join_url(home, name) for name in removed) if url in sizes]
     return PruneReport(
         target=redact(home), dropped=tuple(one.name for one in goes), kept=tuple(one.name for one in stays),
-        num_shards=num_shards, num_bytes=num_bytes, pending={work: left[work] for work in sorted(waits)},
-        dry_run=dry_run,
+        num_shards=len(shards), num_bytes=sum(sizes[url] for url in shards),
+        pending={work: left[work].words for work in sorted(waits)}, dry_run=dry_run,
     )  # fmt: skip
+
+
+def _drop(storage: Storage, head: Head, goes: Sequence[KeptVersion], suspects: Collection[str]) -> None:
+    """Delete the tables of versions, after a note of the shards that may go with them, so that a kill loses none."""
+    names = [one.name for one in goes]
+    note = {
+        "format": "shardstream-pending", "version": 1, "command": "prune", "what": ", ".join(names) or "shards",
+        "names": sorted(suspects), "dropped": names,
+    }  # fmt: skip
+    storage.put(join_url(head.home, pending_path(_NOTE)), write_document(note))
+    # Any file in this folder tells listings that the set has versions.
+    storage.put(join_url(head.home, version_path(str(head.number))), head.data)
+    for name in names:  # first: nobody can tag them from now on, and a concurrent `tag` sees that they are gone
+        storage.delete(join_url(head.home, version_path(name)))
 
 
 def _parted(

@@ -127,7 +127,10 @@ def history(home: str, *, storage: Storage) -> HistoryReport:
     tables = {one.number: one.table for one in kept} | {head.number: head.table}
     names = {number: tuple(one.name for one in kept if one.is_tag and one.number == number) for number in tables}
     versions = [_report(storage, head, table, names[number]) for number, table in sorted(tables.items())]
-    return HistoryReport(target=redact(home), versions=tuple(versions), pending=pending(storage, home))
+    waits = {
+        work: one.words for work, one in pending(storage, home).items() if one.may_publish(head.number)
+    }  # fmt: skip
+    return HistoryReport(target=redact(home), versions=tuple(versions), pending=waits)
 
 
 def show(home: str, version: VersionName, *, storage: Storage) -> VersionReport:

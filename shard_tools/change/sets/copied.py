@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shard_tools.change.sets.target import TargetContents
-from streaming.errors import IndexFormatError, NotFoundError
+from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
 from streaming.shards.index.layout import COPIED_FILES, INDEX_DIRECTORY
@@ -65,6 +64,22 @@ class CopyNote:
         """Return the note of a copy to ``base``, in a directory of shards, of this ``writer``."""
         return cls(url=join_url(directory, f"{COPIED_FILES}{writer}.json"), base=base, here=here)
 
+    def earlier(self) -> dict[str, str]:
+        """Return the shards that earlier runs of this copy noted: their versions by URL."""
+        return {join_url(self.base, name): version for name, (version, _) in _read(self.url, self.here).items()}
+
+    def keep(self, urls: Collection[str]) -> None:
+        """Keep the entries of earlier runs for these shards, which the source has no longer, until :meth:`forget`."""
+        there = _read(self.url, self.here) if urls else {}
+        self.entries |= {name: one for name, one in there.items() if join_url(self.base, name) in urls}
+
+    def forget(self, urls: Collection[str]) -> None:
+        """Drop the entries of shards that are deleted, and write the note."""
+        left = {name: one for name, one in self.entries.items() if join_url(self.base, name) not in urls}
+        self._num_new += len(self.entries) - len(left)
+        self.entries = left
+        self.write()
+
     def add(self, shard: BroughtShard, version: str | None, *, is_new: bool = True) -> None:
         """Note a shard that is right; from time to time, write the note."""
         if version is None:
@@ -91,14 +106,21 @@ def recorded(shards: Iterable[BroughtShard], base: str, contents: TargetContents
     for url in contents.sizes:
         directory, name = split_url(url)
         if name.startswith(_PREFIX) and directory.endswith(INDEX_DIRECTORY):
-            with contextlib.suppress(NotFoundError, IndexFormatError):  # shards are read where it cannot be
-                noted |= here.read_parsed(url, lambda data, _: _parsed(data), is_sealed)
+            noted |= _read(url, here)
     versions = contents.versions
     return {
         shard.target
         for shard in shards
         if noted.get(_name(shard, base)) == (versions.get(shard.target), _digest(shard.chunks))
     }
+
+
+def _read(url: str, here: Storage) -> dict[str, tuple[str, str]]:
+    """Return the entries of a note; none of one that cannot be read, so that shards are read instead."""
+    try:
+        return here.read_parsed(url, lambda data, _: _parsed(data), is_sealed)
+    except (AccessDeniedError, NotFoundError, IndexFormatError):  # many stores deny access to a missing file
+        return {}
 
 
 def _parsed(data: Any) -> dict[str, tuple[str, str]]:

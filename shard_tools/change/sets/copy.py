@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from contextlib import closing, suppress
@@ -20,7 +20,9 @@ from shard_tools.change.sets.late import tell_left_out
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
+    Journal,
     TargetNotEmptyError,
+    load_journal,
     save_journal,
     whole_journal,
 )
@@ -33,6 +35,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from streaming.common.arguments import check_choice, counted, format_bytes
 from streaming.errors import (
+    AccessDeniedError,
     ChecksumError,
     ConfigError,
     DataError,
@@ -54,11 +57,12 @@ from streaming.shards.catalog.build import (
 from streaming.shards.fetch.read import FetchRange, fetch_range
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
-from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, samples_path
+from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.value import Schema
-from streaming.shards.versions.publish import change_schema, write_index
+from streaming.shards.versions.history import kept_versions
+from streaming.shards.versions.publish import change_schema, read_table, write_index
 from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 
 _log = logging.getLogger(__name__)
@@ -78,6 +82,7 @@ class CopyReport(Report):
         num_copied: Shards that this run wrote; the others existed already.
         num_copied_bytes: Bytes of those.
         num_read: Of the others, those that were read and found right; the rest is known by recorded checksums.
+        num_deleted: Shards deleted at the target, which an earlier copy brought and the source has no longer.
         num_without_samples: Shards without a sample table, which the source lacks, too.
         seconds: Wall time.
     """
@@ -89,6 +94,7 @@ class CopyReport(Report):
     num_copied: int
     num_copied_bytes: int
     num_read: int
+    num_deleted: int
     num_without_samples: int
     seconds: float
 
@@ -120,6 +126,7 @@ def copy(
     target_options: Mapping[str, object] | None = None,
     workers: int = 4,
     overwrite: bool = False,
+    delete: bool = False,
     check: str = "recorded",
     allow_unfinished: bool = False,
     executor: Executor | None = None,
@@ -145,6 +152,7 @@ def copy(
         target_options: Options of the target's store; None: those of the source.
         workers: Number of shards copied in parallel.
         overwrite: Replace different shards of the same name.
+        delete: Delete shards at the target that an earlier copy brought and the source has no longer.
         check: ``"recorded"``, or ``"full"``: read every shard that exists at the target.
         allow_unfinished: Copy what is there of an unfinished source; the copy stays marked as unfinished, too.
         executor: Executor on which shards and sample tables are copied, such as a cluster, instead of on threads.
@@ -154,7 +162,8 @@ def copy(
         IndexMissingError: The source has no index to check against.
         UnfinishedError: The source is unfinished.
         ChecksumError, IndexMismatchError: A shard of the source is damaged, or is not the one that was indexed.
-        TargetNotEmptyError: The target holds a different shard of the same name, or files that are not of this set.
+        TargetNotEmptyError: The target holds a different shard of the same name, files that are not of this set, or
+        shards that this set has no longer, and ``delete`` is False.
         ConfigError: Source and target are the same place, two shards would have the same name, or the executor is on a
         machine that cannot access the files of this one.
         StorageError: A store failed.
@@ -178,39 +187,86 @@ def copy(
     progress.start(total_bytes=num_bytes, total=len(shards))
     written, known = {shard.target for shard in shards}, _sizes_of_set(shards, tables, index_url)
     mark = _mark_of(shards, here, " ".join(sources), None if marks else len(shards))
-    contents = TargetContents.of(place, here, written=written, known=known, writers=mark.others(of_other_work=True))
+    note, writers = _note_of(shards, place, sources, here), mark.others(of_other_work=True)
+    former = _former(note, written, known)
+    contents = TargetContents.of(place, here, written=written, known=known, writers=writers, brought=former)
+    gone = _gone(former, contents, here, " ".join(sources), delete=delete)
     meanings = _meet(shards, there, here, index_url, contents, overwrite=overwrite)
     calls = Calls(workers=workers, executor=executor, progress=progress)
     known_right = recorded(_alike(shards, contents) if check == "recorded" else [], place.directory, contents, here)
     right = _find_right(shards, contents, known_right, here, calls, overwrite=overwrite)
     missing = [shard for shard in shards if shard.target not in right]
-    if missing or mark.is_set() or marks:
+    if missing or gone or mark.is_set() or marks:
         mark.begin()
-    note = _note_of(shards, place, " ".join(sources), here)
+    note.keep(former)
     for shard in (shard for shard in shards if shard.target in right):
         note.add(shard, contents.versions.get(shard.target), is_new=shard.target not in known_right)
     _bring_all(missing, shards[0], there, here, note, calls)
-    num_without = _copy_index(shards, meanings, there, here, index_url, calls)
+    num_without = _copy_index(shards, meanings, there, here, index_url, calls, former=former)
+    _delete(gone, here, note)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # so it completes earlier copies of parts that were interrupted
         mark.finish(lambda one: is_all and one is not None and one.work == mark.work)
     return CopyReport(
-        target=redact(place.directory),
-        num_shards=len(shards),
-        num_samples=sum(shard.chunks.total_samples for shard in shards),
-        num_bytes=num_bytes,
-        num_copied=len(missing),
-        num_copied_bytes=sum(shard.size_bytes for shard in missing),
-        num_read=len(right - known_right),
-        num_without_samples=num_without,
-        seconds=time.monotonic() - started,
-    )
+        target=redact(place.directory), num_shards=len(shards), num_bytes=num_bytes, num_copied=len(missing),
+        num_samples=sum(shard.chunks.total_samples for shard in shards), num_deleted=len(gone),
+        num_copied_bytes=sum(shard.size_bytes for shard in missing), num_read=len(right - known_right),
+        num_without_samples=num_without, seconds=time.monotonic() - started,
+    )  # fmt: skip
 
 
-def _note_of(shards: Sequence[_Shard], place: Destination, source: str, here: Storage) -> CopyNote:
+def _note_of(shards: Sequence[_Shard], place: Destination, sources: Sequence[str], here: Storage) -> CopyNote:
     """Return the note of this copy, beside its first shard."""
     home = split_url(shards[0].target)[0] or "."
+    source = " ".join(one.rstrip("/") for one in sources)
     return CopyNote.of(place.directory, home, digest_of_work("copy", redact(source)), here)
+
+
+def _former(note: CopyNote, written: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Return the shards that an earlier run of this copy noted, and that the source has no longer: their versions."""
+    homes = {split_url(url)[0] for url in written}
+    noted = note.earlier().items()
+    return {url: one for url, one in noted if url not in known and url not in written and split_url(url)[0] in homes}
+
+
+def _gone(former: Collection[str], contents: TargetContents, here: Storage, what: str, *, delete: bool) -> list[str]:
+    """Return those of them that are at the target, in none of the versions that it keeps.
+
+    Raises:
+        TargetNotEmptyError: There are some, and ``delete`` is False.
+    """
+    there = sorted(url for url in former if url in contents.sizes)
+    held = {url for home in {split_url(url)[0] for url in there} for url in _held(here, home)}
+    gone = [url for url in there if url not in held]
+    if gone and not delete:
+        raise TargetNotEmptyError(
+            f"{redact(split_url(gone[0])[0])} holds {counted(len(gone), 'shard')} that an earlier copy brought and "
+            f"{redact(what)} has no longer, such as {redact(gone[0])}; delete them there, too, with --delete, or give "
+            "another target"
+        )
+    return gone
+
+
+def _delete(gone: Sequence[str], here: Storage, note: CopyNote) -> None:
+    """Delete shards that the index no longer lists, and their sample tables."""
+    for url in gone:
+        directory, name = split_url(url)
+        here.delete(url)
+        here.delete(join_url(directory, samples_path(name)))
+    note.forget(gone)
+
+
+def _held(here: Storage, home: str) -> list[str]:
+    """Return the shards of all versions of a target that has some."""
+    versions = [one.table for one in kept_versions(here, home)]
+    return [join_url(home, shard.name) for table in [*versions, *_living(here, home)] for shard in table.shards]
+
+
+def _living(here: Storage, home: str) -> list[ChunkTable]:
+    with suppress(NotFoundError):
+        table = read_chunks(here, home)
+        return [table] if table.version is not None else []
+    return []
 
 
 def _bring_all(
@@ -227,9 +283,12 @@ def _bring_all(
 
 def _copy_index(
     shards: Sequence[_Shard], meanings: Mapping[str, Schema], there: Storage, here: Storage, index_url: str | None,
-    calls: Calls,
+    calls: Calls, *, former: Collection[str],
 ) -> int:  # fmt: skip
-    """Write sample tables, schemas and chunk tables; return the number of shards without a sample table."""
+    """Write sample tables, schemas, and chunk tables without the ``former`` shards.
+
+    Return the number of shards without a sample table.
+    """
     small = Calls(workers=max(calls.workers, _TABLE_THREADS), executor=calls.executor)
     shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
     num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
@@ -239,11 +298,26 @@ def _copy_index(
             change_schema(here, directory, meanings[directory])
         mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
         with suppress(IndexFormatError):  # `verify` of the source reports it
-            journal = whole_journal(home, there, sum(shard.chunks.total_samples for shard in mine))
-            if journal is not None:  # which lists the fields of its samples
+            journal = _journal_of(home, there, sum(shard.chunks.total_samples for shard in mine))
+            if journal is not None:
                 save_journal(directory, journal, here)
-    _write_chunk_tables(shards, here)
+    _write_chunk_tables(shards, here, former)
     return num_without
+
+
+def _journal_of(home: str, storage: Storage, num_samples: int) -> Journal | None:
+    """Return the journal for a copy of the set in ``home``, if its conversion is known and all of it is copied.
+
+    It lists the fields of the samples. Of a set that was changed since, it says how that was made, for `append`.
+    """
+    journal = whole_journal(home, storage, num_samples)
+    if journal is not None:
+        return journal
+    with suppress(NotFoundError, AccessDeniedError):
+        table, found = read_table(storage, join_url(home, chunks_path())), load_journal(home, storage)
+        if table.version is not None and table.total_samples == num_samples and found is not None and found.complete:
+            return replace(found, num_samples=num_samples, fields=None)
+    return None
 
 
 def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, target: str) -> list[_Shard]:
@@ -442,8 +516,8 @@ def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _
     return True
 
 
-def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
-    """Write the chunk table of each directory of the target: the copied shards, and those listed there before."""
+def _write_chunk_tables(shards: Sequence[_Shard], here: Storage, former: Collection[str]) -> None:
+    """Write the chunk table of each directory of the target: the copied shards, and others of the set there before."""
     homes: dict[str, dict[str, ChunkTable]] = {}
     for shard in shards:
         homes.setdefault(split_url(shard.target)[0], {})[shard.chunks.shards[0].name] = shard.chunks
@@ -451,7 +525,8 @@ def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
         before: ChunkTable | None = None
         with suppress(NotFoundError):
             before = read_chunks(here, home)
-        known = {} if before is None else before.by_shard()
+        listed = {} if before is None else before.by_shard()
+        known = {name: one for name, one in listed.items() if join_url(home, name) not in former}
         write_index(here, home, ChunkTable.merged(known, tables), before)
 
 
@@ -460,6 +535,7 @@ def show_copy(report: CopyReport) -> None:
     click.echo(
         f"{report.target}: {counted(report.num_shards, 'shard')}, {counted(report.num_samples, 'sample')}, "
         f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
-        f"{report.num_shards - report.num_copied:,} were there already, {report.num_read:,} of them read, in "
-        f"{report.seconds:.1f} s ({rate(report.num_bytes, report.seconds)})"
+        f"{report.num_shards - report.num_copied:,} were there already, {report.num_read:,} of them read"
+        f"{f', {report.num_deleted:,} deleted' if report.num_deleted else ''}, in {report.seconds:.1f} s "
+        f"({rate(report.num_bytes, report.seconds)})"
     )

@@ -1,12 +1,16 @@
-"""Check the other files of an index: late columns, views, notes of conversions, the journal."""
+"""Check the other files of an index: late columns, views, notes of conversions, the journal; and indexes of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from shard_tools.change.sets.open_set import load_samples
 from shard_tools.make.convert.journal import NAME, SOURCES, load_journal, load_sources
-from shard_tools.running.report import Finding
+from shard_tools.running.report import Finding, Report
 from streaming.common.threads import map_threads
 from streaming.errors import AccessDeniedError, DataError, IndexFormatError, NotFoundError, StorageError
 from streaming.sets.filters.late_columns import ColumnDocument, LateColumn, read_values
@@ -23,6 +27,8 @@ from streaming.shards.index.layout import (
 )
 from streaming.storage import Storage, join_url, redact, split_url
 
+_SUFFIX = ".json"  # of webshart's index, beside a tar of the same name
+_SHOWN = 3
 _FILES = 16  # read in parallel; they are small
 _Check = Callable[[], object]
 
@@ -110,3 +116,70 @@ def _listed(storage: Storage, folder: str) -> list[str]:
         return [info.url for info in storage.list(folder)]
     except StorageError:  # the store cannot list, or has no such folder
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webshart(Report):
+    """Indexes of webshart beside shards: ``NAME.json`` has size and place of each file in ``NAME.tar``.
+
+    They have no checksums, so shards are read all the same, and compared with them.
+
+    Attributes:
+        num: Number of shards that have one.
+        unlike: What contradicts the shards, one line for each of the first indexes that do.
+        num_unlike: Number of these indexes.
+    """
+
+    num: int = 0
+    unlike: tuple[str, ...] = ()
+    num_unlike: int = 0
+
+
+def webshart_beside(urls: Sequence[str], storage: Storage, index_url: str | None) -> Webshart:
+    """Compare indexes of webshart with the shards beside them, once these are indexed.
+
+    If the first shard has none, no other is looked for.
+    """
+    if not urls or _places_by_webshart(storage, urls[0]) is None:
+        return Webshart()
+
+    def compared(url: str) -> str | None:
+        said = _places_by_webshart(storage, url)
+        return None if said is None else _unlike(url, said, storage, index_url)
+
+    found = [one for one in map_threads(compared, urls, _FILES) if one is not None]
+    unlike = [one for one in found if one]
+    return Webshart(num=len(found), unlike=tuple(unlike[:_SHOWN]), num_unlike=len(unlike))
+
+
+def _places_by_webshart(storage: Storage, url: str) -> tuple[int | None, dict[str, tuple[int, int]]] | None:
+    """Return the size of a shard and the offset and length of each of its files, by webshart's index of it."""
+    try:
+        said: Any = json.loads(bytes(storage.read(url.removesuffix(".tar") + _SUFFIX)))
+        files = said["files"]
+        entries = files.items() if isinstance(files, dict) else [(one.get("path"), one) for one in files]
+        places = {str(name): (int(one["offset"]), int(one.get("length", one.get("size")))) for name, one in entries}
+        return said.get("filesize"), places
+    except (StorageError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # there is none, or the file is of another program
+
+
+def _unlike(
+    url: str, said: tuple[int | None, dict[str, tuple[int, int]]], storage: Storage, index_url: str | None
+) -> str:  # fmt: skip
+    """Return what webshart's index says that is not so; "" if all of it is."""
+    table = load_samples(storage, url, index_url)
+    if table is None:
+        return ""
+    size_bytes, places = said
+    where = redact(url.removesuffix(".tar") + _SUFFIX)
+    if size_bytes not in {None, 0, table.shard.size_bytes}:
+        return f"{where}: its shard has {size_bytes:,} bytes, got {table.shard.size_bytes:,}"
+    there = {
+        place for starts, sizes in table.fields.values() for place in zip(starts.tolist(), sizes.tolist(), strict=True)
+    }  # fmt: skip
+    wrong = next((name for name, place in places.items() if place not in there), None)
+    if wrong is None:
+        return ""
+    offset, length = places[wrong]
+    return f"{where}: {wrong!r} has {length:,} bytes at {offset:,}, where the shard has no such file"

@@ -14,7 +14,7 @@ import click
 import numpy as np
 import pyarrow as pa
 
-from shard_tools.change.sets.index_files import check_beside
+from shard_tools.change.sets.index_files import Webshart, check_beside, webshart_beside
 from shard_tools.change.sets.open_set import READ_THREADS, keys_again, place_of, sizes_of, unlike_sets
 from shard_tools.make.write.mark import unmark
 from shard_tools.running.engine import DEFAULT_WORKERS
@@ -73,6 +73,8 @@ class IndexReport(Report):
         lacking: Columns that the sample table of a shard lacks and others have, by shard.
         num_passed_over: Number of files that belong to no sample, in the shards that this run read.
         first_passed_over: The first of them, each with its shard and the reason.
+        columns: Late columns that were added afterwards.
+        webshart: Indexes of webshart beside the shards, if this run read some: their number, and what is wrong in them.
         findings: Damaged files of the index that cannot be rebuilt from shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
         declared_whole: Directories whose mark as unfinished was removed.
@@ -95,6 +97,8 @@ class IndexReport(Report):
     findings: tuple[Finding, ...] = ()
     num_passed_over: int = 0
     first_passed_over: tuple[str, ...] = ()
+    columns: tuple[Report, ...] = ()
+    webshart: Webshart = field(default_factory=Webshart)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
@@ -219,6 +223,7 @@ def index(
         findings=tuple(findings),
         num_passed_over=tally.passed_over.num_files,
         first_passed_over=tally.passed_over.first,
+        webshart=webshart_beside(shards, storage, index_url) if tally.num_bytes else Webshart(),
     )
 
 
@@ -353,6 +358,14 @@ def _oddities(report: IndexReport) -> Iterator[str]:
             "columns joined by key, `cat` and --when take them for one another. `shard_tools reshard SOURCE TARGET "
             "--key-prefix '{shard}/'` tells them apart; if it is intended, give --duplicate-keys keep"
         )
+    if report.webshart.num:
+        yield (
+            f"beside {counted(report.webshart.num, 'shard')}: an index of webshart. It has no checksums, which this "
+            "index needs, so the shards were read. Its captions and sizes of images are not taken; `column add --from` "
+            "takes a table of them, by key"
+        )
+    for line in report.webshart.unlike:
+        yield f"{plain(line)}; whoever reads by that index gets other bytes: write it again, or remove it"
     if report.lacking:
         url, names = next(iter(report.lacking.items()))
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.convert.pack import Destination, refuse_writers
@@ -25,7 +26,7 @@ class TargetContents:
     @classmethod
     def of(
         cls, place: Destination, storage: Storage, *, written: Collection[str], known: Mapping[str, int],
-        writers: Writers,
+        writers: Writers, brought: Mapping[str, str] = MappingProxyType({}),
     ) -> TargetContents:  # fmt: skip
         """Return the contents of a target, which may be only shards of one set, with or without their index.
 
@@ -35,6 +36,7 @@ class TargetContents:
             written: URLs of the shards that the command writes; the command itself checks files of these names.
             known: Sizes of all shards of that set.
             writers: Other commands that write to the target.
+            brought: Versions by URL of shards that an earlier run wrote, and that the set has no longer.
 
         Raises:
             TargetNotEmptyError: The target or its index has other shards, or there are other writers.
@@ -43,8 +45,11 @@ class TargetContents:
         base = place.directory.rstrip("/") + "/"
         listed = [*storage.list(place.directory)]
         sizes = {info.url: info.size_bytes for info in listed}
+        versions = {info.url: info.version for info in listed}
 
         def is_other(url: str, size_bytes: int) -> bool:
+            if url in brought and versions.get(url, brought[url]) == brought[url]:
+                return False
             return url not in written and known.get(url) != size_bytes
 
         others = [url for url, size_bytes in sizes.items() if is_shard(url, base) and is_other(url, size_bytes)]
@@ -62,4 +67,4 @@ class TargetContents:
                         f"{redact(table)} lists shards of another set, such as {redact(url)}, which does not exist; "
                         "give another target, or delete this index"
                     )
-        return cls(sizes=sizes, versions={info.url: info.version for info in listed})
+        return cls(sizes=sizes, versions=versions)

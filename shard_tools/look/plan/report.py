@@ -175,6 +175,7 @@ class PlanReport:
         limits: How ``memory_limit`` is divided: chunks, batches built ahead and, for packs, their documents.
         packs: For packs: their number, and how documents are used.
         num_ranges: Largest number of ranges of a chunk: its own, and one for each late field.
+        versions: Numbers of the versions of sets that live, by the name of their source; ``""`` is a single set.
         loads: The computed data ranks, ascending.
         sampled: Only some, equally spaced ranks were computed, so totals are estimates.
         filtered: A filter leaves bytes out, so the bytes read are estimated.
@@ -211,6 +212,7 @@ class PlanReport:
     ramp: Mapping[int, int] | None = None
     packs: PackTotals | None = None
     num_ranges: int = 1
+    versions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shares: MixtureShares | None = None
     has_end: bool = True
 
@@ -368,6 +370,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
         packs=PackTotals.of(planned, options.sizes) if planned.is_packed else None,
         num_ranges=max((getattr(one, "num_ranges", 1) for _, one in sets_of(planned)), default=1),
+        versions=planned.opened_versions,
     )
     may_slice = not report.shuffle and whole.dp_world_size > 1
     return _with_warnings(report, loads, may_slice=may_slice, tables=loads.sliced)

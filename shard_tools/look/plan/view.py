@@ -17,6 +17,7 @@ from shard_tools.look.plan.shares import MixtureShares
 from streaming.common.arguments import counted, format_bytes
 from streaming.errors import ConfigError
 from streaming.sets.sources.fetch_units import shown_total
+from streaming.shards.versions.history import shown_versions
 
 _SHOWN_RANKS = 16
 _SHOWN_REPLICAS = 8
@@ -169,7 +170,8 @@ def _summary(report: PlanReport) -> list[str]:
         size = ", ".join(f"{counted(count, thing)} from row {row:,} on" for row, count in report.ramp.items())
     ranks = f"{counted(report.data_world_size, 'data rank')}, {counted(report.replica_world_size, 'process')}"
     lines = [
-        f"data      {counted(report.num_samples, thing)} in {shards}, {format_bytes(report.num_bytes)}",
+        f"data      {counted(report.num_samples, thing)} in {shards}, {format_bytes(report.num_bytes)}"
+        + (f"; {shown_versions(report.versions)}" if report.versions else ""),
         f"mesh      {axes}: {ranks} each",
         f"batch     {size}",
         f"epoch {report.epoch:<3} {counted(report.num_batches, 'batch')}, {counted(report.epoch_samples, thing)}"

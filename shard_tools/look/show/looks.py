@@ -80,9 +80,7 @@ def _looks(subject: Subject, page: StepPage, tiles: int, packs: int, beside: str
             wanted.setdefault(page.set_name(row), []).extend(numbers)
         found = _by_number(subject, wanted)
         listed = (_pack(page, row, found) for row in shown)
-        return Looks(
-            packs=tuple(one for one in listed if one.documents), others=len(rows) - len(shown), beside=beside
-        )
+        return Looks(packs=tuple(one for one in listed if one.documents), others=len(rows) - len(shown), beside=beside)
     shown = rows[:tiles]
     wanted = {}
     for row in shown:

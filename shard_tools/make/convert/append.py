@@ -14,6 +14,7 @@ from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
     Growing,
     LeavesOut,
+    NoRecordError,
     Record,
     Remarks,
     ShardOptions,
@@ -24,7 +25,7 @@ from shard_tools.make.convert.base.records import (
 )
 from shard_tools.make.convert.elsewhere import ShardTarget
 from shard_tools.make.convert.journal import Journal, load_inputs, load_journal, load_sources, sources_of
-from shard_tools.make.convert.left_out import Sifted
+from shard_tools.make.convert.left_out import Allowance, OnError, Sifted
 from shard_tools.make.convert.media.metadata import is_metadata
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, write_run
 from shard_tools.make.convert.recode import ImageOptions
@@ -37,7 +38,7 @@ from shard_tools.running.report import Report, plain
 from streaming.common.arguments import counted
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.chunk_table import ChunkTable
-from streaming.shards.index.layout import COPIED_FILES, INDEX_DIRECTORY, inputs_path
+from streaming.shards.index.layout import inputs_path
 from streaming.shards.schema.kinds import kind_by_name
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.publish import Head
@@ -45,6 +46,8 @@ from streaming.storage import Storage, join_url, redact, split_url
 
 _THREADS = 16
 _SHOWN = 3
+_FEWEST_DIGITS = 3
+"""Numbers of fewer digits soon get one more, and then sort before those that are there."""
 _MEDIA = {"images": "image", "audio": "audio"}
 _log = logging.getLogger(__name__)
 
@@ -94,7 +97,7 @@ def append(
     workers: int = DEFAULT_WORKERS["local"],
     allow_unfinished: bool = False,
     on_error: str = "raise",
-    max_bad: int | None = None,
+    max_bad: float | None = None,
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> AppendReport:
@@ -111,7 +114,7 @@ def append(
         workers: Threads that read.
         allow_unfinished: Take what is there of shards that are still being written.
         on_error: As for ``convert``: inputs that give no sample are an error, or (``"skip"``) left out and listed.
-        max_bad: With ``"skip"``, most inputs left out so; None: any number.
+        max_bad: With ``"skip"``, most inputs left out so: a number, or a share as a float; None: any number.
         storage_options: How to reach both stores.
         progress: Receives the samples and bytes written.
 
@@ -131,16 +134,15 @@ def append(
     how |= {"on_error": on_error, "max_bad": max_bad}
     options = ConvertOptions(kind=kind, **how) if journal is None else _options_of(journal, head, kind, how)
     work = Appending.of(storage, head, options, journal, 0 if journal is None else journal.num_records)
-    reader = work.opened(source, place, lambda: _open(work, options, source, place, storage))
-    if reader is None:
+    opened = work.opened(source, place, lambda: _open(work, options, source, place, storage), options.leaving_out)
+    if opened is None:
         return work.report(None, None, begun_s, options.kind)
-    named = source if isinstance(source, str) else ", ".join(source)
-    num_lost = options.leaving_out.refuse(reader.skipped, redact(named))
+    reader, allowance = opened
     check_columns(reader, options.named_columns)
     numbered = work.numbered(reader, options.key_field)
     written, image_columns = reencoded(numbered, options)
     if options.leaving_out.skips:
-        written = Sifted(below=written, on_error=options.leaving_out, num_lost=num_lost)
+        written = Sifted(below=written, allowance=allowance, first=work.numbers_from)
     columns = (*getattr(reader, "columns", ()), *image_columns, *options.columns)
     added = work.add(
         written, numbered, source, columns=columns, meaning=getattr(reader, "meaning", Schema()), storage=storage,
@@ -203,15 +205,17 @@ class Appending:
             records: Number of records that it was made from, if this may differ from the number of samples.
 
         Raises:
-            ConfigError: The set is a copy, which does not list its inputs.
+            ConfigError: It does not say which inputs it was made of, as copies do not.
         """
-        inputs = load_sources(head.home, storage) + load_inputs(head.home, head.inputs, storage)
-        if not inputs and _is_copy(storage, head.home):
+        sources = load_sources(head.home, storage)
+        names_inputs = journal is not None and ("function" not in journal.options or "late" in journal.options)
+        if names_inputs and not sources:
             raise ConfigError(
-                f"{redact(head.home)} is a copy, which does not list the inputs of its samples, so all of the source "
-                "would be added, also what the set holds already. Append to the set that was copied, and copy it "
-                "again; or write samples that are new for sure with ShardWriter(…, append=True)"
+                f"{redact(head.home)}: the list of the inputs that it was made of is missing (sources.parquet, which "
+                "copies leave out), so new ones cannot be told from those that it has. Append to the set that was "
+                "copied, and copy it again; or write the new samples with ShardWriter(…, append=True)"
             )
+        inputs = sources + load_inputs(head.home, head.inputs, storage)
         pattern = (
             _pattern_of([shard.name for shard in head.table.shards]) if journal is None
             else str(journal.options["pattern"])
@@ -222,33 +226,39 @@ class Appending:
         )
 
     def opened(
-        self, source: str | Sequence[str], place: Destination, opens: Callable[[], Source]
-    ) -> Source | None:  # fmt: skip
-        """Open the new inputs of a source; None: there are none.
+        self, source: str | Sequence[str], place: Destination, opens: Callable[[], Source], leaving_out: OnError
+    ) -> tuple[Source, Allowance] | None:
+        """Open the new inputs of a source, and return how many of them may be left out; None: there are none.
 
         Args:
             source: The source.
             place: The set.
             opens: Opens the source without the inputs that are ``known``.
+            leaving_out: What is done with inputs that give no sample.
 
         Raises:
             ConfigError: An input of the set was changed, or the schema of the source contradicts the set's.
             NotFoundError: There is no source.
+            DataError, TooManyBadSamplesError: Inputs give no sample, or too many.
         """
         for one in [source] if isinstance(source, str) else source:
             refuse_overlap(one, place)
+        named = redact(source if isinstance(source, str) else ", ".join(source))
         try:
             reader = opens()
-        except NotFoundError:
+        except NotFoundError as error:
             self.refuse_changed()
-            if self.known.left_out:
-                return None
-            raise
+            if not self.known.left_out:
+                raise
+            if isinstance(error, NoRecordError):
+                leaving_out.allowance(error, named)
+            return None
         self.refuse_changed()
+        allowance = leaving_out.allowance(reader, named)
         if self.known.left_out and not reader.origins().inputs:
             return None
         self._refuse_mixed(reader)
-        return reader
+        return reader, allowance
 
     def numbered(self, reader: Source, named: str | None) -> Numbered:
         """Return the records numbered after those of the set; ``named`` is the field of their keys, if there is one."""
@@ -495,21 +505,15 @@ def _options_of(journal: Journal, head: Head, kind: str, how: Mapping[str, Any])
     )  # fmt: skip
 
 
-def _is_copy(storage: Storage, home: str) -> bool:
-    """Return whether ``copy`` has brought shards to a directory."""
-    notes = join_url(home, COPIED_FILES)
-    return any(info.url.startswith(notes) for info in storage.list(join_url(home, INDEX_DIRECTORY)))
-
-
 def _pattern_of(names: Sequence[str]) -> str:
-    """Return the pattern of the names of shards, by the last of them."""
-    for name in reversed(names):
-        stem = without_work(name).removesuffix(".tar")
-        start = stem.rstrip("0123456789")
-        digits = len(stem) - len(start)
-        if digits and not {"{", "}"} & set(start):
-            return f"{start}{{:0{digits}d}}.tar"
-    return "{:06d}.tar"
+    """Return a pattern of names that sort after all of these: further numbers, if the last name has room for many."""
+    last = max(map(without_work, names), default="000000.tar").removesuffix(".tar")
+    start = last.rstrip("0123456789")
+    digits = len(last) - len(start)
+    if {"{", "}"} & set(start):
+        return "{:06d}.tar"
+    has_room = digits >= _FEWEST_DIGITS and int(last[len(start) :]) < 9 * 10 ** (digits - 1)
+    return f"{start}{{:0{digits}d}}.tar" if has_room else f"{last}_{{:06d}}.tar"
 
 
 def _stem(name: str) -> str:

@@ -34,6 +34,7 @@ _VERSION, _KEPT = 1, 32
 _THREADS = 16
 _COLUMNS = {
     "number": pa.int64(), "name": pa.string(), "size_bytes": pa.int64(), "version": pa.string(), "crc32c": pa.uint32(),
+    "content": pa.string(),
 }  # fmt: skip
 NAME = "_shardstream/convert.json"
 SOURCES = "_shardstream/sources.parquet"
@@ -177,7 +178,7 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
 def sources_of(origins: Sequence[SourceIdentity]) -> bytes:
     """Return the file of a set's inputs."""
     columns = {name: pa.array([getattr(one, name) for one in origins], kind) for name, kind in _COLUMNS.items()}
-    return write_table(pa.table(columns), {"kind": SOURCES_KIND}, plain=["number", "name", "version"])
+    return write_table(pa.table(columns), {"kind": SOURCES_KIND}, plain=["number", "name", "version", "content"])
 
 
 def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:

@@ -69,6 +69,7 @@ from streaming.shards.index.layout import (
     samples_path,
 )
 from streaming.shards.schema.value import Schema
+from streaming.shards.versions.history import refuse_tags
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 from streaming.types import SHARD_SUFFIXES
 
@@ -173,7 +174,9 @@ class PackingRun:
         self._there = _contents(place, self._storage)
         if self._there == [join_url(place.directory, SOURCES)]:
             self._there = []  # a run was killed before it wrote its journal: none of its shards are valid
-        if not options.overwrite:
+        if options.overwrite:
+            refuse_tags(self._storage, place.directory)
+        else:
             refuse_writers(self._mark.others(), place.directory, f"or start over with {restart}")
         self._found, self._earlier, self._noted = None, EarlierWork(), list[SourceIdentity]()
         if self._there and not options.overwrite:
@@ -284,6 +287,11 @@ class PackingRun:
                     for url in reversed(there):  # the journal last
                         self._storage.delete(url)
                     self._mark.finish()
+
+    @property
+    def left_out_before(self) -> Mapping[str, int]:
+        """Number of records that earlier runs have left out before the record that this one begins with, by reason."""
+        return self._earlier.position.left_out
 
     def run(self) -> PackedTarget:
         """Write the missing shards, then the index and the journal, which complete the target."""
@@ -439,14 +447,14 @@ def _is_begun(place: Destination, there: Sequence[str]) -> bool:
     return bool(there) and notes.issuperset(there)
 
 
-def refuse_overlap(source: str, place: Destination) -> None:
-    """Refuse to write to the place that is read: writing could delete it.
+def refuse_overlap(source: str, place: Destination, what: str = "source and target") -> None:
+    """Refuse to write to the place that is read, or written by another part of the work: writing could delete it.
 
     Raises:
-        ConfigError: Both are the same place.
+        ConfigError: Both are the same place; ``what`` says what they are.
     """
     if _whole(source) == _whole(place.directory):
-        raise ConfigError(f"{redact(source)}: source and target are the same place; give another target")
+        raise ConfigError(f"{redact(source)}: {what} are the same place; give another target")
 
 
 def refuse_writers(writers: Writers, directory: str, cure: str = "") -> None:
@@ -465,13 +473,18 @@ def refuse_writers(writers: Writers, directory: str, cure: str = "") -> None:
 
 def warn_of_nesting(source: str, place: Destination) -> None:
     """Warn if shards are written below the source, because readers of the source will then get both."""
-    if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
+    if lies_below(place.directory, source):
         _log.warning(
             "%s lies below %s: every reader of the latter, training included, will read the shards of both; give "
             "a target beside the source",
             redact(place.directory),
             redact(source),
         )
+
+
+def lies_below(inner: str, outer: str) -> bool:
+    """Return whether a directory is inside another one, whose readers then find what is in it."""
+    return _whole(inner).startswith(_whole(outer).rstrip("/") + "/")
 
 
 def _whole(url: str) -> str:

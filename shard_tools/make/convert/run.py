@@ -21,7 +21,7 @@ from shard_tools.make.convert.sources import LAYOUTS, open_source
 from shard_tools.running.printing import show_earlier
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report, plain, plain_place
-from streaming.common.arguments import counted, did_you_mean, format_bytes
+from streaming.common.arguments import checked_limit, counted, did_you_mean, format_bytes
 from streaming.common.inflate import MAX_GZIP_RATIO
 from streaming.errors import ConfigError
 from streaming.shards.schema.value import Schema
@@ -49,7 +49,7 @@ class RecordOptions(ShardOptions):
         unlike_columns: Take files of unlike columns as they are, and log it.
         on_error: ``"raise"``: an input that gives no sample is an error; ``"skip"``: it is left out and listed.
         document_token: The id between documents of a stream of ids, or ``"none"``.
-        max_bad: With ``"skip"``, most inputs left out so; None: any number.
+        max_bad: With ``"skip"``, most inputs left out so: a number, or a share as a float; None: any number.
     """
 
     kind: str = "auto"
@@ -64,7 +64,7 @@ class RecordOptions(ShardOptions):
     unlike_columns: bool = False
     document_token: str | None = None
     on_error: str = "raise"
-    max_bad: int | None = None
+    max_bad: float | None = None
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -78,6 +78,8 @@ class RecordOptions(ShardOptions):
             raise ConfigError(f"--on-error {self.on_error!r}: expected one of {', '.join(ON_ERROR)}")
         if self.max_bad is not None and self.on_error != "skip":
             raise ConfigError("--max-bad bounds what --on-error skip leaves out; give both")
+        if self.max_bad is not None:
+            checked_limit(self.max_bad, name="--max-bad", whole="the inputs")
 
     def identity(self) -> dict[str, object]:
         """Return what the bytes of the result depend on."""
@@ -210,7 +212,7 @@ def convert(
     place = Destination.of(target)
     reader = options.open(source, target, storage, classes=options.classes, images=options.image_folder)
     named = source if isinstance(source, str) else ", ".join(source)
-    num_lost = options.leaving_out.refuse(reader.skipped, redact(named))
+    allowance = options.leaving_out.allowance(reader, redact(named))
     check_columns(reader, options.named_columns)
     written, image_columns = reencoded(reader, options)
     sifted = None
@@ -220,7 +222,7 @@ def convert(
                 "--on-error skip: what cannot be read is found by reading front to back, in one process; leave "
                 "--engine out"
             )
-        written = sifted = Sifted(below=written, on_error=options.leaving_out, num_lost=num_lost)
+        written = sifted = Sifted(below=written, allowance=allowance)
     classes: dict[str, int] = getattr(reader, "classes", {})
     seed: int | None = getattr(reader, "shuffle_seed", options.shuffle_seed)
     packed = pack(

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from shard_tools.make.convert.append import Appending, AppendReport
+from shard_tools.make.convert.base.records import Source
 from shard_tools.make.convert.journal import Journal, load_journal
 from shard_tools.make.convert.pack import Destination
-from shard_tools.make.tokens.documents import Share
+from shard_tools.make.tokens.documents import Reading, Share
+from shard_tools.make.tokens.encode import DocumentEncoder
 from shard_tools.make.tokens.run import TokenizeOptions, open_encoder, open_id_encoder, open_reader, reading_of
 from shard_tools.make.tokens.source import POSITION_COLUMN, TOKENS_COLUMN, TokenSource, describe, key_of, meaning_of
 from shard_tools.make.tokens.tokenizer import BYTES, find_tokenizer
@@ -37,7 +39,7 @@ def append_tokens(
     workers: int = DEFAULT_WORKERS["local"],
     allow_unfinished: bool = False,
     on_error: str | None = None,
-    max_bad: int | None = None,
+    max_bad: float | None = None,
     storage_options: Mapping[str, object] | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -56,7 +58,7 @@ def append_tokens(
         workers: Batches in progress.
         allow_unfinished: Take what is there of shards that are still being written.
         on_error: As for ``convert``; None: as the set was made.
-        max_bad: With ``"skip"``, most inputs left out so; None: any number.
+        max_bad: With ``"skip"``, most inputs left out so: a number, or a share as a float; None: any number.
         storage_options: How to reach the stores.
         executor: Where to encode; None: in a thread.
         progress: Receives documents and bytes of text.
@@ -79,11 +81,38 @@ def append_tokens(
         on_error=on_error or journal.options["on_error"], max_bad=max_bad,
     )  # fmt: skip
     work = Appending.of(storage, head, options, journal, _records_of(head, storage))
-    reader = work.opened(
-        source, place, lambda: open_reader(source, place.directory, options, storage, known=work.known)
-    )
-    if reader is None:
+    opened = work.opened(
+        source, place, lambda: open_reader(source, place.directory, options, storage, known=work.known),
+        options.leaving_out,
+    )  # fmt: skip
+    if opened is None:
         return work.report(None, None, begun_s, options.kind)
+    reader, allowance = opened
+    encoder = _encoder(options, reader, storage, executor, journal, head)
+    numbered = work.numbered(reader, options.key_field)
+    with contextlib.ExitStack() as stack:
+        pool = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
+        documents = TokenSource(
+            below=numbered, reading=_reading(options, reader, journal), encoder=encoder, executor=pool,
+            ahead=2 * workers + 2, keep=options.keep, fields_kept=tuple(extension for _, extension in options.fields),
+            columns=options.columns, on_error=options.leaving_out, allowance=allowance,
+            progress=progress or NoProgress(), first=work.numbers_from,
+        )  # fmt: skip
+        added = work.add(
+            documents, numbered, source, columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
+            meaning=meaning_of(encoder), storage=storage, storage_options=storage_options, progress=NoProgress(),
+        )  # fmt: skip
+    return work.report(reader, added, begun_s, options.kind)
+
+
+def _encoder(
+    options: TokenizeOptions, reader: Source, storage: Storage, executor: Executor | None, journal: Journal, head: Head
+) -> DocumentEncoder:  # fmt: skip
+    """Return the encoder that made the tokens of a set.
+
+    Raises:
+        ConfigError: Tokenizer, template or ends are other ones.
+    """
     of_ids = options.tokens_field is not None
     if options.tokenizer is not None:  # before its ends are looked up, which another tokenizer has not
         special = of_ids or options.messages_field is not None
@@ -91,22 +120,14 @@ def append_tokens(
         _check_same({"tokenizer": key_of(file)}, journal, head)
     encoder = open_id_encoder(options, reader, storage) if of_ids else open_encoder(options, storage, executor)
     _check_same(describe(encoder), journal, head)
-    said, numbered = journal.options, work.numbered(reader, options.key_field)
-    progress = progress or NoProgress()
-    with contextlib.ExitStack() as stack:
-        pool = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
-        name, start, stop = said["share"]
-        reading = reading_of(options, reader, Share(name=name, start=start, stop=stop))
-        documents = TokenSource(
-            below=numbered, reading=replace(reading, group_field=said["group_field"]), encoder=encoder, executor=pool,
-            ahead=2 * workers + 2, keep=options.keep, fields_kept=tuple(extension for _, extension in options.fields),
-            columns=options.columns, on_error=options.leaving_out, progress=progress,
-        )  # fmt: skip
-        added = work.add(
-            documents, numbered, source, columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
-            meaning=meaning_of(encoder), storage=storage, storage_options=storage_options, progress=NoProgress(),
-        )  # fmt: skip
-    return work.report(reader, added, begun_s, options.kind)
+    return encoder
+
+
+def _reading(options: TokenizeOptions, reader: Source, journal: Journal) -> Reading:
+    """Return how documents are found, those of the set's share alone."""
+    name, start, stop = journal.options["share"]
+    reading = reading_of(options, reader, Share(name=name, start=start, stop=stop))
+    return replace(reading, group_field=journal.options["group_field"])
 
 
 def _options_of(

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from typing import TypeAlias
 
 from shard_tools.make.convert.base.records import MAX_LISTED, Record, Skipped
 from shard_tools.make.tokens.ids import TokenIds
 from shard_tools.make.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.make.write.columns import follow
+from streaming.common.arguments import parse_share
 from streaming.errors import ConfigError
 
 Content: TypeAlias = str | Conversation | TokenIds
@@ -51,27 +53,30 @@ def parse_shares(specs: Sequence[str]) -> tuple[Share, ...]:
     Raises:
         ConfigError: A share is invalid, a name repeats, or nothing is left for ``train``.
     """
-    shares: list[Share] = []
-    stop = 0
+    named: dict[str, Fraction] = {}
     for spec in specs:
         name, _, text = spec.partition("=")
-        if not name or not name.isidentifier() or name == TRAIN or name in {share.name for share in shares}:
+        if not name or not name.isidentifier() or name == TRAIN or name in named:
             raise ConfigError(f"--split {spec!r}: expected another name than {TRAIN!r} and a share, such as val=0.5%")
-        start, stop = stop, stop + int(_fraction(spec, text) * _HASHES)
-        shares.append(Share(name=name, start=start, stop=stop))
-    if stop >= _HASHES:
+        named[name] = parse_share(text, name=f"--split {spec!r}")
+    if sum(named.values()) >= 1:
         raise ConfigError(f"--split {' '.join(specs)}: nothing is left for {TRAIN!r}, which gets the rest; take less")
-    return (Share(name=TRAIN, start=stop), *shares) if shares else (Share(),)
+    shares = laid_out(named)
+    return (Share(name=TRAIN, start=shares[-1].stop), *shares) if shares else (Share(),)
 
 
-def _fraction(spec: str, text: str) -> Fraction:
-    try:
-        share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"--split {spec!r}: expected a share such as 0.5%, 0.005 or 1/200") from error
-    if not 0 < share < 1:
-        raise ConfigError(f"--split {spec!r}: a share lies between 0 and 1 (100%), got {text}")
-    return share
+def laid_out(named: Mapping[str, Fraction]) -> tuple[Share, ...]:
+    """Return the shares with these names as ranges of hashes that follow each other, from 0 on."""
+    stops = [int(total * _HASHES) for total in accumulate(named.values())]
+    return tuple(
+        Share(name=name, start=start, stop=stop) for name, start, stop in zip(named, [0, *stops], stops, strict=False)
+    )
+
+
+def place_of(data: bytes, seed: int = 0) -> int:
+    """Return the hash in ``[0, 2**64)`` that decides into which share something falls; each seed has its own hashes."""
+    salt = seed.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,10 @@ class SetTally:
         num_tokens: Tokens of these documents.
         longest: Tokens of the longest document.
         num_differing: Conversations whose tokens differ from those of their whole text.
+        num_read: Records read of the source, by earlier runs, too.
         rejected: Number of records without tokens, by reason.
+        rejected_before: The same, of earlier runs.
+        last_bad: The latest of them that is not empty, and why.
         keys: Keys of messages that were compared with the template.
         waiting: Number and reason of rejected records, to be attached to the next document written.
         listed: Rejected records by their place, up to 10,000 of them.
@@ -110,10 +118,19 @@ class SetTally:
     num_tokens: int = 0
     longest: int = 0
     num_differing: int = 0
+    num_read: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    rejected_before: Counter[str] = field(default_factory=Counter)
+    last_bad: str = "one of an earlier run"
     keys: set[str] = field(default_factory=set)
     waiting: list[tuple[int, str]] = field(default_factory=list)
     listed: dict[str, Skipped] = field(default_factory=dict)
+
+    @property
+    def num_bad(self) -> int:
+        """Number of records without tokens that are not empty, of earlier runs, too."""
+        both = self.rejected + self.rejected_before
+        return both.total() - both["empty"]
 
     def reject(self, number: int, where: str, reason: str, what: str) -> None:
         """Count a rejected record, and list it."""
@@ -175,8 +192,7 @@ class Reading:
         if self.share.stop - self.share.start < _HASHES:
             if self.group_field is not None:
                 hashed = dump(self._value(record, self.group_field))
-            place = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "little")
-            if not self.share.start <= place < self.share.stop:
+            if not self.share.start <= place_of(hashed) < self.share.stop:
                 return None
         return Document(number=number, record=record, content=content, num_bytes=num_bytes)
 

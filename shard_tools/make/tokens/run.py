@@ -230,6 +230,7 @@ def tokenize(
     if len(shares) > 1 and "{" in split_url(target)[1]:
         raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
     reader = open_reader(source, target, options, storage)
+    allowance = options.leaving_out.allowance(reader, redact(source if isinstance(source, str) else ", ".join(source)))
     of_ids = options.tokens_field is not None
     encoder = open_id_encoder(options, reader, storage) if of_ids else open_encoder(options, storage, executor)
     progress = progress or NoProgress()
@@ -248,6 +249,7 @@ def tokenize(
                 fields_kept=tuple(extension for _, extension in options.fields),
                 columns=options.columns,
                 on_error=options.leaving_out,
+                allowance=allowance,
                 progress=progress,
                 tally=tally,
             )
@@ -342,7 +344,6 @@ def open_reader(
         NotFoundError: There is nothing to read.
     """
     reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True, known=known)
-    options.leaving_out.refuse(reader.skipped, redact(source if isinstance(source, str) else ", ".join(source)))
     if known is not None and known.left_out and not reader.origins().inputs:
         return reader
     if reader.kind in _WITHOUT_TEXT:
@@ -412,6 +413,7 @@ def _packing(
 
 def _write(documents: TokenSource, packing: PackingRun, storage: Storage) -> TokenSet:
     """Write one set."""
+    documents.tally.rejected_before.update(packing.left_out_before)
     packed = packing.run()
     place = packing.place
     earlier = list(_earlier_counts(place, packed, storage))

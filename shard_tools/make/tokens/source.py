@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shard_tools.make.convert.base.identity import Origins
 from shard_tools.make.convert.base.records import Record, Skipped, Source
 from shard_tools.make.convert.base.rows import dump_json
-from shard_tools.make.convert.left_out import OnError
+from shard_tools.make.convert.left_out import Allowance, OnError
 from shard_tools.make.tokens.documents import Content, Document, Reading, SetTally
 from shard_tools.make.tokens.encode import DocumentEncoder, Encoded
 from shard_tools.make.tokens.messages import Conversation, RejectedError
@@ -45,7 +45,9 @@ class TokenSource:
         fields_kept: Fields of the records that are kept unchanged.
         columns: Additional columns of the sample table.
         on_error: What is done with records without tokens; empty ones are left out in any case.
+        allowance: Bounds the number of records without tokens, except empty ones.
         progress: Called with bytes of text.
+        first: Number of the first record of the underlying source.
         tally: Counts of this run.
     """
 
@@ -58,7 +60,9 @@ class TokenSource:
     fields_kept: tuple[str, ...]
     columns: tuple[str, ...]
     on_error: OnError
+    allowance: Allowance
     progress: Progress
+    first: int = 0
     tally: SetTally = field(default_factory=SetTally)
 
     @property
@@ -119,9 +123,11 @@ class TokenSource:
             raise DataError(
                 f"no document {share}yields tokens (left out: {reasons or 'none'}); check the source and options"
             )
+        self.allowance.check(self.tally.num_bad, self.tally.num_read, self.tally.last_bad, is_end=True)
 
     def _documents(self, records: Iterator[Record], start: int) -> Iterator[Document]:
         for number, record in enumerate(records, start):
+            self.tally.num_read = number + 1 - self.first
             try:
                 document = self.reading.document(number, record)
             except RejectedError as error:
@@ -155,7 +161,9 @@ class TokenSource:
         if not self.tally.rejected[reason]:
             _log.warning("%s is left out: %s: %s; others like it are counted but not logged", where, reason, what)
         self.tally.reject(number, place, reason, what)
-        self.on_error.check(self.tally.rejected.total() - self.tally.rejected["empty"], f"{where}: {reason}: {what}")
+        if reason != "empty":
+            self.tally.last_bad = f"{where}: {reason}: {what}"
+            self.allowance.check(self.tally.num_bad, self.tally.num_read, self.tally.last_bad)
 
     def _encoded(self, documents: Iterator[Document]) -> Iterator[tuple[Document, Encoded]]:
         """Yield documents with their tokens, in order; batches are encoded ahead."""

@@ -10,13 +10,14 @@ import hashlib
 import json
 import logging
 import re
-import secrets
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+from uuid import uuid4
 
-from streaming.errors import ConfigError, NotFoundError, ShardstreamError, UnfinishedError, shell_place
+from streaming.errors import ConfigError, ShardstreamError, StorageError, UnfinishedError, shell_place
 from streaming.shards.catalog.unfinished import FINISHED
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed, read_document, write_document
@@ -97,16 +98,10 @@ def with_added(head: Head, meaning: Schema) -> Schema:
     return both
 
 
-def work_note(command: str, what: str, *, run: str = "") -> bytes:
-    """Return a note of work that is not published yet, as a file in ``pending/``.
-
-    Args:
-        command: The command.
-        what: What it adds or leaves out, for people.
-        run: Distinguishes this run from others of the same work.
-    """
+def work_note(command: str, what: str, **more: object) -> bytes:
+    """Return a note of work that is not published yet, as a file in ``pending/``."""
     return write_document(
-        {"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what), "run": run}
+        {"format": _FORMAT, "version": _VERSION, "command": command, "what": redact_text(what), **more}
     )
 
 
@@ -114,8 +109,9 @@ class SetChange:
     """One change of a set: entered, it begins; left by an error, it takes back what it has written.
 
     Its shards have names that end with ``-vWORK.tar``, where WORK follows from the version that it begins with and from
-    what it does. So a run after one that was killed writes the same files, and no other change does. Of two runs of one
-    change at the same time the later takes over: the note names it, and the earlier neither publishes nor deletes.
+    what it does. So a run after one that was killed writes the same files, and no other change does. A run that finds
+    the note of an earlier run, or whose note another run has replaced, takes nothing back: that run may be alive, and
+    about to publish the same files.
 
     Args:
         storage: The store.
@@ -133,7 +129,8 @@ class SetChange:
         self._storage, self.head = storage, head
         parts = [head.number, head.table.fingerprint, command, identity]
         self.work = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-        self._note = work_note(command, what, run=secrets.token_hex(8))
+        self._note = work_note(command, what, run=uuid4().hex, begins=head.number)
+        self._is_alone = True
         self._names: list[str] = []
 
     def __enter__(self) -> Self:
@@ -143,21 +140,22 @@ class SetChange:
             OvertakenError: Somebody else changed the set meanwhile.
         """
         self.head = revive(self._storage, self.head)
+        self._is_alone = not self._storage.exists(self._url)
         self._storage.put(self._url, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Forget the change; if it failed, delete what it has written, unless another run of it has published that."""
+        """Forget the change; if it failed, delete what it has written, unless another run of it may need that."""
         if kind is not None and not issubclass(kind, Exception):
             return  # a run that is stopped can be gone on with
-        with suppress(ShardstreamError):
-            if not self._is_ours():
-                return
-            self._storage.delete(self._url)  # before the files: without its note, no run publishes what is deleted
+        with suppress(ShardstreamError, OSError):
             if kind is not None:
+                if not (self._is_alone and bytes(self._storage.read(self._url)) == self._note):
+                    return
                 self._take_back()
+            self._storage.delete(self._url)
 
     def named(self, name: str) -> str:
         """Return a name, or a pattern of names, as this change writes it: ``7.tar`` as ``7-v1a2b3c4d.tar``."""
@@ -184,11 +182,10 @@ class SetChange:
         Raises:
             OvertakenError: Somebody else published meanwhile, or gave up this change.
         """
-        if not self._is_ours():
+        if not self._storage.exists(self._url):
             raise OvertakenError(
                 f"{redact(self.head.home)}: this change was given up meanwhile (version prune --abandon {self.work}), "
-                "or another run of the same command has taken it over; nothing of this run is in the set. Run the same "
-                "command again"
+                "and what it wrote may be gone; run the same command again"
             )
         return publish(self._storage, self.head, table, schema=schema, inputs=inputs, records=records)
 
@@ -196,16 +193,16 @@ class SetChange:
     def _url(self) -> str:
         return join_url(self.head.home, pending_path(self.work))
 
-    def _is_ours(self) -> bool:
-        try:
-            return bytes(self._storage.read(self._url)) == self._note
-        except NotFoundError:
-            return False
-
     def _take_back(self) -> None:
         home = self.head.home
         tables = [read_head(self._storage, home).table, *(one.table for one in kept_versions(self._storage, home))]
         held = {shard.name for table in tables for shard in table.shards}
+        with suppress(StorageError):  # what was begun is not noted yet; a store may list nothing
+            below = join_url(home, "")
+            self._names += [
+                name for name in (info.url.removeprefix(below) for info in self._storage.list(home))
+                if work_of(name) == self.work
+            ]  # fmt: skip
         if held.isdisjoint(self._names):
             self._storage.delete(join_url(home, inputs_path(self.work)))
         for name in {*self._names} - held:
@@ -219,14 +216,34 @@ def files_of(home: str, name: str, schema: Schema) -> list[str]:
     return [join_url(home, path) for path in (name, samples_path(name), *late)]
 
 
-def pending(storage: Storage, home: str) -> dict[str, str]:
-    """Return the changes of a set that are not published, and what each does, in words."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """The note of a change that may not be published.
+
+    Attributes:
+        words: What it does.
+        begins: Number of the version that it begins with; None: unknown.
+    """
+
+    words: str
+    begins: int | None = None
+
+    def may_publish(self, number: int) -> bool:
+        """Return whether the change can still publish, while the current version has this number."""
+        return self.begins is None or self.begins >= number
+
+
+def pending(storage: Storage, home: str) -> dict[str, Pending]:
+    """Return the notes of changes of a set, by the name of the change."""
     below = join_url(home, PENDING_DIRECTORY, "")
     found = {}
     for info in storage.list(below):
-        words = "a change"
+        one = Pending(words="a change")
         with suppress(ShardstreamError, ValueError, TypeError, KeyError):
             note = storage.read_parsed(info.url, lambda data, _: read_document(data), is_sealed)
-            words = f"{note['command']} ({note['what']})"
-        found[info.url.removeprefix(below).removesuffix(".json")] = words
+            begins = note.get("begins")
+            one = Pending(
+                words=f"{note['command']} ({note['what']})", begins=begins if isinstance(begins, int) else None
+            )
+        found[info.url.removeprefix(below).removesuffix(".json")] = one
     return found

@@ -30,6 +30,7 @@ from streaming.shards.schema.value import Schema, class_schema
 from streaming.shards.tar.blocks import is_meta
 from streaming.shards.tar.group import MAX_FIELDS
 from streaming.shards.tar.headers import END_OF_ARCHIVE, member_header, padding
+from streaming.shards.versions.history import refuse_tags
 from streaming.storage import Storage, StoreWriter, join_url, redact, scheme_of, split_url
 from streaming.types import override
 
@@ -337,7 +338,12 @@ class ShardWriter:
 
         An existing shard directly before the first one comes from an interrupted writer. With ``overwrite`` it may be
         older, so it does not count.
+
+        Raises:
+            ConfigError: The set there has tagged versions, which would be overwritten.
         """
+        if self._overwrite:
+            refuse_tags(self._storage, self._pattern.directory or ".")
         before = self._next_shard - 1
         mark.begin_shards(goes_on=lambda: not self._overwrite and self._storage.exists(self._pattern.url(before)))
 

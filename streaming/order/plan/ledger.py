@@ -318,8 +318,9 @@ class Ledger:
         return cls(tuple(map(Entry.from_dict, data)))
 
     def resumed(
-        self, made: Entry, first_free: Callable[[], int], *, grown: Mapping[str, Callable[[], int]] | None = None
-    ) -> tuple[Ledger, list[str]]:
+        self, made: Entry, first_free: Callable[[], int], *, grown: Mapping[str, Callable[[], int]] | None = None,
+        where_is: Callable[[str, str], str] = lambda *_: "",
+    ) -> tuple[Ledger, list[str]]:  # fmt: skip
         """Continue the run with the current mixture.
 
         Args:
@@ -327,6 +328,7 @@ class Ledger:
             first_free: Returns the first row that may be drawn differently; called only if something changes.
             grown: For each source that has the shards of the state and more after them, a function that returns the
                 first pass over the source that may include the new shards.
+            where_is: Says how to open a source, by its name, as it was with a fingerprint; "" if that is not known.
 
         Returns:
             The ledger of the run, and a description of each change. If the mixture equals the saved one, nothing
@@ -337,7 +339,7 @@ class Ledger:
         """
         grown = grown or {}
         self._check_dealt(made)
-        self._check_fingerprints(made, grown)
+        self._check_fingerprints(made, grown, where_is)
         was = self.last.sources
         changes = [f"the source {name!r} is added" for name in sorted(set(made.sources) - set(was))]
         changes += [f"the source {name!r} is dropped" for name in sorted(set(was) - set(made.sources))]
@@ -356,6 +358,7 @@ class Ledger:
                 "weights= and ends=None may change at a resume. To give up the rest of this epoch instead, load no "
                 "state and call set_epoch with the next one"
                 + ("; or give the shards that the source had, until the epoch is over" if grown else "")
+                + "".join(f". {found}" for name in sorted(grown) if (found := where_is(name, was[name])))
             )
         start = max(first_free(), self.last.start)
         joins = {name: first_pass() for name, first_pass in grown.items()}
@@ -376,17 +379,21 @@ class Ledger:
                 "the same, or start a new run"
             )
 
-    def _check_fingerprints(self, made: Entry, grown: Mapping[str, object]) -> None:
+    def _check_fingerprints(
+        self, made: Entry, grown: Mapping[str, object], where_is: Callable[[str, str], str]
+    ) -> None:  # fmt: skip
         known = self.sources
         for name, fingerprint in made.sources.items():
             if known.get(name, fingerprint) != fingerprint and name not in grown:
                 why = why_differs(known[name], fingerprint)
                 if why is not None:  # the shards are equal, but the kept samples, or their meaning, differ
                     raise StateError(f"the source {name!r} is not the one of this state: {why}")
+                version = where_is(name, known[name])
+                version += ". " if version else ""
                 raise StateError(
                     f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, the "
-                    f"state has {known[name][:12]}. Open the same shards in the same order, with the index and the "
-                    "filter they had. Unless the source is a Packed, new shards may follow if their names sort after "
+                    f"state has {known[name][:12]}. {version}Open the same shards in the same "
+                    "order, with the index and the filter they had. New shards may follow if their names sort after "
                     f'all of these; make others a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
                     "StreamingDataset(the new shards)})"
                 )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Self, TypeAlias
 
 from streaming.common.arguments import checked_count, checked_flag, checked_int, checked_seed, is_list, is_whole
 from streaming.errors import ConfigError, StateError
@@ -22,6 +23,11 @@ _TEXT = "ledger_text"
 places that the state of a new loader has, too: of a ledger that grew, only its first entry."""
 _MICRO = "micro_batches"
 """The place in a step, in states of loaders that cut steps; other states, also those of earlier releases, lack it."""
+_VERSIONS = "versions"
+"""The versions of sets that live, in states over such sets; other states, also those of earlier releases, lack it."""
+Versions: TypeAlias = Mapping[str, Sequence[int]]
+"""Numbers of the versions of sets, by the name of their source; ``""`` is that of a single set."""
+NO_VERSIONS: Versions = MappingProxyType({})
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size", "has_begun",
     "batch_sizes", "lengths", "ledger", _TEXT,
@@ -95,6 +101,8 @@ class LoaderState:
         lengths: Tokens per row of packs by row of the run, including future ones; None: rows are not packs, or not
             recorded.
         within: Its place in the step after ``samples_seen``; None: steps are not cut into micro-batches.
+        versions: Versions of the sets that were read, if they have any; only for messages, since the fingerprint
+            identifies the samples.
     """
 
     epoch: int
@@ -109,6 +117,7 @@ class LoaderState:
     batch_sizes: Sizes | None = None
     lengths: Steps | None = None
     within: WithinStep | None = None
+    versions: Versions = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -175,7 +184,11 @@ class LoaderState:
             "lengths": None if self.lengths is None else self.lengths.to_text(),
             "ledger": entries,
             _TEXT: None if entries is None else json.dumps(entries),
-        } | ({} if self.within is None else {_MICRO: self.within.to_text()})
+        } | {
+            **({} if self.within is None else {_MICRO: self.within.to_text()}),
+            **({_VERSIONS: json.dumps({name: [*numbers] for name, numbers in self.versions.items()})}
+               if self.versions else {}),
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
@@ -198,12 +211,13 @@ class LoaderState:
                 f"state version: this release reads version {STATE_VERSION}, got {version!r}; load it with the release "
                 "that saved it"
             )
-        if set(data) - {_MICRO} != set(_NAMES):
-            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - {*_NAMES, _MICRO}))
+        optional = {_MICRO, _VERSIONS}
+        if set(data) - optional != set(_NAMES):
+            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - {*_NAMES, *optional}))
             raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
         given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}
-        if _MICRO in data:
-            given["within"] = WithinStep.from_text(data[_MICRO])
+        readers = ((_MICRO, "within", WithinStep.from_text), (_VERSIONS, "versions", _versions_of))
+        given |= {name: read(data[key]) for key, name, read in readers if key in data}
         given["order"] = OrderSettings.from_dict(data["order"])
         kinds: tuple[tuple[str, type[Steps]], ...] = (("batch_sizes", Sizes), ("lengths", Steps))
         for name, kind in kinds:
@@ -215,6 +229,21 @@ class LoaderState:
         if data["ledger"] is not None or data[_TEXT] is not None:
             given["ledger"] = Ledger.from_list(_whole_ledger(data["ledger"], data[_TEXT]))
         return cls(**given)
+
+
+def _versions_of(text: Any) -> Versions:
+    """Return the versions in a state.
+
+    Raises:
+        StateError: They are none.
+    """
+    try:
+        found = json.loads(text)
+        if all(is_list(numbers) and all(map(is_whole, numbers)) for numbers in found.values()):
+            return dict(found)
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        pass
+    raise StateError(f"state: {_VERSIONS}: expected numbers by name as JSON, such as '{{\"\": [3]}}', got {text!r}")
 
 
 def _whole_ledger(entries: Any, text: Any) -> Any:

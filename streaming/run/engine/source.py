@@ -80,8 +80,20 @@ class Source(ShardSet, Table, Bytes, Protocol):
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the order of each pass under these settings."""
 
-    def where_is(self, fingerprint: str) -> str:
-        """Say how to open what had this fingerprint, of which there is a state; "" if that is not known."""
+    @property
+    def opened_versions(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of the versions of sets that were opened, by the name of their source; ``""`` is a single set.
+
+        Sets that have no versions are left out.
+        """
+
+    def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:
+        """Say how to open what had this fingerprint, of which there is a state; "" if that is not known.
+
+        Args:
+            fingerprint: The fingerprint.
+            numbers: Versions of the sets that the state names; empty: it names none.
+        """
 
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
         """Return the setting that makes this set need less memory, for messages; "" if it has none.

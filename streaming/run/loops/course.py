@@ -162,7 +162,10 @@ class Single(RunOrder):
 
     @override
     def facts(self) -> dict[str, Any]:
-        return {"fingerprint": self.source.fingerprint, "num_samples": self.samples_per_pass, "ledger": None}
+        return {
+            "fingerprint": self.source.fingerprint, "num_samples": self.samples_per_pass, "ledger": None,
+            "versions": self.source.opened_versions,
+        }  # fmt: skip
 
     @override
     def restored(self, state: LoaderState, row: int) -> RunOrder:
@@ -180,7 +183,7 @@ class Single(RunOrder):
                 else f"this state belongs to another data set: {state.num_samples} samples, fingerprint "
                 f"{state.fingerprint[:12]}; this one has {num_samples} samples, fingerprint {own[:12]}. "
                 + (
-                    self.source.where_is(state.fingerprint)
+                    self.source.where_is(state.fingerprint, state.versions.get("", ()))
                     or "Open the same shards in the same order, with the index they had"
                 )
             )
@@ -233,7 +236,10 @@ class Mixed(RunOrder):
 
     @override
     def facts(self) -> dict[str, Any]:
-        return {"fingerprint": self.source.fingerprint, "num_samples": self.num_samples, "ledger": self.ledger}
+        return {
+            "fingerprint": self.source.fingerprint, "num_samples": self.num_samples, "ledger": self.ledger,
+            "versions": self.source.opened_versions,
+        }  # fmt: skip
 
     @override
     def restored(self, state: LoaderState, row: int) -> RunOrder:
@@ -244,8 +250,8 @@ class Mixed(RunOrder):
             )
         granularity_in(state.ledger.last).check_resumed(self._sizes.at(0))
         mixture = self.source.cut_as(state.ledger)
-        mixture.check_ledger(state.ledger)
-        ledger = mixture.drawing.resumed(state.ledger, state.order, row)
+        mixture.check_ledger(state.ledger, state.versions)
+        ledger = mixture.drawing.resumed(state.ledger, state.order, row, state.versions)
         if mixture is not self.source:
             _log.info("fetch_bytes: the run continues with the fetch units that it began with: %s", in_words(mixture))
         return self if ledger == self.ledger and mixture is self.source else self._with(mixture, ledger, None)

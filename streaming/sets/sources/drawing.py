@@ -21,6 +21,7 @@ from streaming.order.plan.blend import Blend
 from streaming.order.plan.ledger import START, Entry, Ledger
 from streaming.order.plan.order import Orders, OrderSettings
 from streaming.order.plan.schedule import WeightSchedule
+from streaming.order.plan.state import NO_VERSIONS, Versions
 from streaming.sets.sources.packs import PackedDocuments
 from streaming.sets.sources.samples import SampleSource
 
@@ -73,8 +74,16 @@ class Drawing:
     def _even(self, shares: Mapping[str, float], settings: OrderSettings) -> dict[str, Any]:
         return self.deal.even({name: one.chunk_samples for name, one in self.leaves.items()}, shares, settings)
 
-    def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+    def resumed(
+        self, ledger: Ledger, settings: OrderSettings, row: int, versions: Versions = NO_VERSIONS
+    ) -> Ledger:  # fmt: skip
         """Return the ledger of a run that continues at ``row``; log once what changes.
+
+        Args:
+            ledger: The ledger of the state.
+            settings: The order of the state.
+            row: The row.
+            versions: The versions of the sources that the state names, for messages.
 
         Raises:
             StateError: The run cannot continue: a source is a different one, or is missing although its chunks
@@ -92,7 +101,10 @@ class Drawing:
 
         made = self.begun(settings, ledger.last.batch_size or 1).last
         grown = {name: partial(free_pass, name) for name in self.grown(ledger)}
-        found, changes = ledger.resumed(made, lambda: settled()[1], grown=grown)
+        found, changes = ledger.resumed(
+            made, lambda: settled()[1], grown=grown,
+            where_is=lambda name, fingerprint: self.leaves[name].where_is(fingerprint, versions.get(name, ())),
+        )  # fmt: skip
         if set(found.sources) - set(self.leaves):
             orders: Any = self.orders(settings, found)
             orders.check_from(row // settings.lanes)

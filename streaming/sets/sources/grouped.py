@@ -16,6 +16,7 @@ from streaming.common.job.store import job_peers
 from streaming.errors import ConfigError, StateError, shell_place, shell_word
 from streaming.order.plan.ledger import Ledger
 from streaming.order.plan.schedule import Schedule
+from streaming.order.plan.state import NO_VERSIONS, Versions
 from streaming.sets.filters.groups import Coding, Counted, Grouping, group_samples
 from streaming.sets.sources.mixed import MixedSource, Quotas
 from streaming.sets.sources.samples import SampleSource
@@ -118,7 +119,7 @@ class GroupedSource(MixedSource):
         """See ``MixedSource``: groups are parts of one dataset, whose limit is that of all of them."""
         return {}
 
-    def check_ledger(self, ledger: Ledger) -> None:
+    def check_ledger(self, ledger: Ledger, versions: Versions = NO_VERSIONS) -> None:
         """See ``MixedSource``.
 
         Raises:
@@ -133,11 +134,13 @@ class GroupedSource(MixedSource):
             )
         others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
         if others:
+            version = self.leaves[others[0]].where_is("", versions.get(others[0], ()))
             raise StateError(
-                f"this state was saved over other samples: the group {others[0]!r} differs. Open the same shards in "
-                "the same order, with the same filter; if a column was added again since, give it back its old values"
+                f"this state was saved over other samples: the group {others[0]!r} differs. "
+                f"{version + '. ' if version else ''}Open the same shards in the same order, with the same filter; if "
+                "a column was added again since, give it back its old values"
             )
-        super().check_ledger(ledger)
+        super().check_ledger(ledger, versions)
 
     @cached_property
     def read_amplification(self) -> float:

@@ -33,6 +33,7 @@ from streaming.order.plan.ledger import Ledger
 from streaming.order.plan.order import Orders, OrderSettings
 from streaming.order.plan.schedule import Schedule
 from streaming.order.plan.settings import ShuffleConfig
+from streaming.order.plan.state import NO_VERSIONS, Versions
 from streaming.sets.sources.drawing import Drawing, Leaf
 from streaming.sets.sources.fetch_units import FetchBytes, check_can_be_cut, fitting_total, shown_total, unit_sizes
 from streaming.sets.sources.samples import SampleSource
@@ -359,8 +360,17 @@ class MixedSource(JoinedSource):
         """Return the orders of all passes, or of the single endless one; without ``ledger``, for a new run."""
         return self.drawing.orders(settings, ledger or self.begun(settings=settings))
 
-    def check_ledger(self, ledger: Ledger) -> None:
+    @property
+    @override
+    def opened_versions(self) -> dict[str, tuple[int, ...]]:
+        return {name: numbers for name, one in self.leaves.items() for numbers in one.opened_versions.values()}
+
+    def check_ledger(self, ledger: Ledger, versions: Versions = NO_VERSIONS) -> None:  # noqa: ARG002  groups name them
         """Check that the run of a ledger can continue with this mixture; some changes are allowed.
+
+        Args:
+            ledger: The ledger.
+            versions: The versions of the sources that the state names.
 
         Raises:
             StateError: The run cannot continue.

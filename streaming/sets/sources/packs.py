@@ -362,12 +362,11 @@ class _Work:
             ConfigError: No document can be packed.
         """
         name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
-        totals, digest, rows = np.zeros(len(_COUNTS), np.int64), hashlib.sha256(), []
+        totals, digests, rows = np.zeros(len(_COUNTS), np.int64), list[str](), []
         for part in shared_parts(peers, f"packs/{name}", self._part):
             head, start = unframed(part)
             totals += head["counts"]
-            for one in head["digests"]:
-                digest.update(bytes.fromhex(one))
+            digests += head["digests"]
             rows.append(np.frombuffer(part, "<i8", offset=start).reshape(-1, 3))
         firsts, stops, packs = np.concatenate(rows).astype(np.int64).T
         counts = PackCounts(**dict(zip(_COUNTS, totals.tolist(), strict=True)))
@@ -377,7 +376,7 @@ class _Work:
                 f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
                 f"{self._columns[0]!r}, and {left_out}"
             )
-        return PackGroups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest()), counts
+        return PackGroups(firsts=firsts, stops=stops, packs=packs, digests=tuple(digests)), counts
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self._documents.urls), rank, world_size)

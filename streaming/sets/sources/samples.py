@@ -33,7 +33,7 @@ from streaming.shards.late.fields import late_fields, late_names
 from streaming.shards.schema.joined import Classes, translation, unknown_fields
 from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import WITHIN, Schema
-from streaming.shards.versions.history import VersionName, version_with
+from streaming.shards.versions.history import VersionName, which_version
 from streaming.storage import Storage, mirrors_of, redact
 from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
@@ -181,19 +181,33 @@ class SampleSource(ChunkSource, SampleRows):
         """See ``Source``: identifies the samples, and the meaning of their class numbers and token ids."""
         return filter_fingerprint(super().fingerprint, {MEANING: self._stamp} if self._stamp else {})
 
+    def fingerprint_when(self, num_shards: int) -> str:
+        """See ``ChunkSource``: with the meaning that numbers and ids have now."""
+        return filter_fingerprint(super().fingerprint_when(num_shards), {MEANING: self._stamp} if self._stamp else {})
+
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
         """See ``Selection.rows_when``: also None if a class number or token id has changed its meaning."""
         samples, was = without_part(fingerprint, MEANING)
         return super().chunks_when(samples, num_shards) if self._spoken.continues(was) else None
 
-    def where_is(self, fingerprint: str) -> str:
+    @property
+    def opened_versions(self) -> dict[str, tuple[int, ...]]:
+        """See ``Source``."""
+        numbers = tuple(self.shards.versions.values())
+        return {"": numbers} if numbers else {}
+
+    def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:
         """See ``Source``: the version of the set that has these samples."""
-        base = fingerprint.partition(";")[0]
-        for home in self.shards.versions if len(self.shards.versions) == 1 else ():
-            found = version_with(self.storage, home, base)
-            if found is not None:
-                name = repr(found.name) if found.is_tag else found.number
-                return f"They are those of version {found.number} of this set: open it with version={name}"
+        opened = [*self.shards.versions.items()]
+        if len(opened) == 1:
+            ((home, now),) = opened
+            return which_version(self.storage, home, now, fingerprint.partition(";")[0], [*numbers])
+        if numbers and [*numbers] != [now for _, now in opened]:
+            then, now_open = (", ".join(map(str, some)) for some in (numbers, [one for _, one in opened]))
+            return (
+                f"They are those of versions {then} of these sets, and versions {now_open} are open: make each set a "
+                "source of its own, with its version="
+            )
         return ""
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from operator import attrgetter
 from typing import Self, TypeAlias
@@ -52,13 +52,22 @@ class PackGroups:
         firsts: First chunk of each, among those of the dataset.
         stops: End (exclusive) of the chunks of each.
         packs: K, number of packs of each.
-        digest: Identifies the lengths of the documents.
+        digests: Identify the lengths of the documents of each shard, as hex digits; "" of one without any.
+        digest: Identifies the lengths of all documents.
     """
 
     firsts: Int64Array
     stops: Int64Array
     packs: Int64Array
-    digest: str
+    digests: tuple[str, ...]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", self.digest_when(len(self.digests)))
+
+    def digest_when(self, num_shards: int) -> str:
+        """Return what ``digest`` was when there were only the first shards."""
+        return sha256(bytes.fromhex("".join(self.digests[:num_shards]))).hexdigest()
 
 
 class PackedSource(OneOrder):
@@ -75,7 +84,7 @@ class PackedSource(OneOrder):
         fits: Known fits of groups that were counted here.
     """
 
-    can_grow = has_gaps = can_be_cut = False
+    has_gaps = can_be_cut = False
     fields: tuple[str, ...] | None
 
     slices = read_distant = None  # groups are read whole
@@ -173,13 +182,37 @@ class PackedSource(OneOrder):
     @property
     def fingerprint(self) -> str:
         """Identifies these packs: the documents, their lengths, and how they are packed."""
-        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # as before it
-        said = json.dumps([self.documents.fingerprint, self._groups.digest, rules], sort_keys=True)
-        return sha256(said.encode()).hexdigest()
+        return self._fingerprint_of(self.documents.fingerprint, self._groups.digest)
 
-    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:  # noqa: ARG002  as ChunkSource has it
-        """Return all groups if this is the fingerprint, otherwise None: for packs, added documents are not detected."""
-        return len(self.chunk_samples) if fingerprint == self.fingerprint else None
+    def _fingerprint_of(self, documents: str, lengths: str) -> str:
+        """Return the fingerprint of packs, given that of their documents and a digest of their lengths."""
+        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # as before it
+        return sha256(json.dumps([documents, lengths, rules], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def can_grow(self) -> bool:
+        """See ``ChunkSource``: as the documents, since a group lies in one shard."""
+        return self.documents.can_grow
+
+    @property
+    def opened_versions(self) -> dict[str, tuple[int, ...]]:
+        """See ``Source``: those of the documents."""
+        return self.documents.opened_versions
+
+    def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:  # noqa: ARG002  it is one of packs
+        """See ``Source``: the version of the documents that the state names."""
+        return self.documents.where_is("", numbers)
+
+    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
+        """See ``ChunkSource``: the number of groups; None also for a state that does not say how many shards it had."""
+        if fingerprint == self.fingerprint:
+            return len(self.chunk_samples)
+        if num_shards is None or not self.can_grow or not 0 < num_shards < len(self.urls):
+            return None
+        documents, lengths = self.documents.fingerprint_when(num_shards), self._groups.digest_when(num_shards)
+        if fingerprint != self._fingerprint_of(documents, lengths):
+            return None
+        return int(np.searchsorted(self._groups.firsts, np.searchsorted(self.documents.table.shard, num_shards)))
 
     @property
     def urls(self) -> Sequence[str]:

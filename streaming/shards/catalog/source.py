@@ -176,7 +176,12 @@ class OneOrder(ABC):
         made.seed = self.seed if seed is None else checked_seed("seed", seed)
         return made
 
-    def where_is(self, fingerprint: str) -> str:  # noqa: ARG002  few sets know
+    @property
+    def opened_versions(self) -> dict[str, tuple[int, ...]]:
+        """See ``Source``: none."""
+        return {}
+
+    def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:  # noqa: ARG002  few sets know
         """See ``Source``: not known."""
         return ""
 
@@ -340,6 +345,10 @@ class ChunkSource(OfTable):
             late = next(one for one in self.late if one.name == wanted.late)
             return int(late.of_tar[late.numbers[wanted.url]])
         return self.shards.numbers[wanted.url]
+
+    def fingerprint_when(self, num_shards: int) -> str:
+        """Return the fingerprint of the same selection of the first shards alone, for a set that can grow."""
+        return self.selection.identity_when(num_shards)
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
         """See ``Selection.rows_when``."""

@@ -130,11 +130,11 @@ class Selection(ABC):
             return self.table.num_chunks
         last = len(self.chunks.shards) if self.can_grow else 0
         for count in range(last - 1, 0, -1) if num_shards is None else (num_shards,):
-            if 0 < count < last and identity == self._identity_of(count):
+            if 0 < count < last and identity == self.identity_when(count):
                 return int(np.searchsorted(self.table.shard, count))
         return None
 
-    def _identity_of(self, num_shards: int) -> str:
+    def identity_when(self, num_shards: int) -> str:
         """Return the identity of the same selection of the first shards alone."""
         return self.chunks.take(range(num_shards)).fingerprint
 
@@ -293,9 +293,9 @@ class Filtered(Chosen):
         return not self.is_part
 
     @override
-    def _identity_of(self, num_shards: int) -> str:
+    def identity_when(self, num_shards: int) -> str:
         asked = self.name.partition(";")[2].rpartition("kept=")[0]
-        return f"{super()._identity_of(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
+        return f"{super().identity_when(num_shards)};{asked}kept={self.bits.digest_of(num_shards)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

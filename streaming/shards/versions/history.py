@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -94,6 +95,21 @@ def _names(storage: Storage, home: str) -> list[str]:
     return sorted(found, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
 
 
+def refuse_tags(storage: Storage, home: str) -> None:
+    """Refuse to overwrite a set that has tagged versions, which would not be the same any more.
+
+    Raises:
+        ConfigError: It has some.
+    """
+    tags = [name for name in _names(storage, home) if not name.isdecimal()]
+    if tags:
+        drops = " ".join(f"--drop {shell_word(name)}" for name in tags)
+        raise ConfigError(
+            f"{redact(home)} has the tagged versions {', '.join(tags)}, which overwriting would destroy; give another "
+            f"target, or drop them first: shard_tools version prune {shell_place(home)} {drops}"
+        )
+
+
 def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
     """Return all versions that are kept beside the current one, in their order.
 
@@ -110,16 +126,53 @@ def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
     return sorted(found, key=lambda one: (one.number, one.is_tag, one.name))
 
 
-def version_with(storage: Storage, home: str, fingerprint: str) -> KeptVersion | None:
-    """Return a version whose chunk table has this fingerprint; None: there is none, or it cannot be found out."""
+def shown_versions(opened: Mapping[str, Sequence[int]]) -> str:
+    """Describe the versions of sets that were opened, by the name of their source; ``""`` is that of a single set."""
+    found = []
+    for name, numbers in opened.items():
+        words = f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        found.append(f"{name} {words}" if name else words)
+    return "; ".join(found)
+
+
+def which_version(storage: Storage, home: str, now: int, fingerprint: str, numbers: Sequence[int]) -> str:
+    """Say which version of a set to open for a state of it; "" if that is not known.
+
+    Args:
+        storage: The store.
+        home: The directory of the set.
+        now: Number of the version that is open.
+        fingerprint: Fingerprint of the chunk table that the state was saved with; "" if the state does not tell.
+        numbers: The number of the version that the state names; empty: it names none.
+    """
     try:
-        return next((one for one in kept_versions(storage, home) if one.table.fingerprint == fingerprint), None)
+        kept = kept_versions(storage, home)
     except (StorageError, IndexFormatError):
-        return None
+        return ""
+    found = next((one for one in kept if one.table.fingerprint == fingerprint), None)
+    if found is None and numbers:
+        if numbers[0] == now:
+            return ""
+        found = next((one for one in kept if one.number == numbers[0]), None)
+        if found is None:
+            return (
+                f"They are those of version {numbers[0]} of this set, which is pruned, and version {now} is open. The "
+                f"versions that are left: shard_tools version list {shell_place(home)}"
+            )
+    if found is None and not fingerprint and now > 1:
+        return (
+            f"Of this set, version {now} is open; if the state was saved before it had versions, open it with version=1"
+        )
+    if found is None or found.number == now:
+        return ""
+    name = repr(found.name) if found.is_tag else found.number
+    return (
+        f"They are those of version {found.number} of this set, and version {now} is open: open it with version={name}"
+    )
 
 
 def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None) -> None:
-    """Keep a version under a name, for good.
+    """Keep a version under a name, for good. A version that has the name already keeps it.
 
     Args:
         storage: The store.
@@ -133,16 +186,20 @@ def tag(storage: Storage, head: Head, name: str, table: ChunkTable | None = None
     url = join_url(head.home, version_path(checked_name(name, "version")))
     kept = head.table if table is None else table
     data = kept.to_parquet()
+    number = number_of(kept)
     try:
         storage.put_if(url, data, None)
     except ChangedError as error:
-        other = number_of(read_table(storage, url))
+        other = read_table(storage, url)
+        if (number_of(other), other.fingerprint) == (number, kept.fingerprint):
+            return
         raise ConfigError(
-            f"version {name!r} exists already: it is number {other}. Choose another name, or give it up: shard_tools "
-            f"version prune {shell_place(head.home)} --drop {shell_word(name)}"
+            f"version {name!r} exists already: it is number {number_of(other)}. Choose another name, or give it up: "
+            f"shard_tools version prune {shell_place(head.home)} --drop {shell_word(name)}"
         ) from error
-    number = number_of(kept)
-    others = () if table is None else kept_versions(storage, head.home)
-    if table is not None and not any(one.number == number and one.name != name for one in others):
+    # Whoever prunes deletes tables first, then looks which versions are there: what is seen now stays, by this name.
+    is_current = number == number_of(read_table(storage, join_url(head.home, chunks_path())))
+    others = () if is_current else kept_versions(storage, head.home)
+    if not is_current and not any(one.number == number and one.name != name for one in others):
         storage.delete(url)
         raise ConfigError(f"version {number} was dropped meanwhile; shard_tools version list {shell_place(head.home)}")

@@ -6,14 +6,24 @@ So whoever reads sees the version before or the one after, and of two writers th
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
-from streaming.errors import AccessDeniedError, IndexMissingError, NotFoundError, ShardstreamError, shell_place
+from streaming.errors import (
+    AccessDeniedError,
+    IndexMissingError,
+    NotFoundError,
+    ShardstreamError,
+    StorageError,
+    shell_place,
+)
 from streaming.shards.index.chunk_table import KIND, ChunkTable, VersionFacts
 from streaming.shards.index.files import content_errors, damaged, is_sealed, read_facts
 from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, version_path
 from streaming.shards.schema.value import Schema, is_copy
 from streaming.storage import ChangedError, ReadBuffer, Storage, join_url, redact
+
+_log = logging.getLogger(__name__)
 
 
 class OvertakenError(ShardstreamError):
@@ -194,10 +204,27 @@ def publish(
     )  # fmt: skip
     table = replace(table, version=facts)
     data = table.to_parquet()
+    _refuse_overtaken(storage, head, data)  # before it brings back a version that is pruned
     storage.put(join_url(head.home, version_path(str(head.number))), head.data)  # whoever writes it, the same bytes
     _replace(storage, head, data)
-    storage.put(join_url(head.home, SCHEMA_FILE), schema.to_bytes(lives=True))
+    try:
+        storage.put(join_url(head.home, SCHEMA_FILE), schema.to_bytes(lives=True))
+    except (StorageError, OSError) as error:  # the version is published, and the table says what it means
+        _log.warning("%s: the copy of the schema of version %d is not written: %s", redact(head.home),
+                     facts.number, error)  # fmt: skip
     return facts.number
+
+
+def _refuse_overtaken(storage: Storage, head: Head, data: bytes) -> None:
+    """Refuse to publish after somebody else has, unless that was another run of the same change.
+
+    Raises:
+        OvertakenError: Somebody else has.
+    """
+    url = join_url(head.home, chunks_path())
+    is_changed = head.seen is not None and storage.info(url).version != head.seen
+    if is_changed and bytes(storage.read(url)) not in (head.data, data):
+        raise _overtaken(head)
 
 
 def _replace(storage: Storage, head: Head, data: bytes) -> None:

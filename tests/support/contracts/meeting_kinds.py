@@ -203,7 +203,8 @@ def rewritten(verb: str, *more: str) -> Meeting:
 
 def split_up(places: Places, classes: str | None) -> Met:
     target = places["scratch"] / "parts"
-    return command("split", *urls(places), target, "--split", "val=40%", *union(classes), made=target / "train")
+    shares = f"{target / 'train'}=60%", f"{target / 'val'}=40%"
+    return command("split", *urls(places), *shares, *union(classes), made=target / "train")
 
 
 def appended(places: Places, _classes: str | None) -> Met:

@@ -14,6 +14,7 @@ import shutil
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -440,7 +441,7 @@ def appended_to_copy(one: LivingSet, source: Source, name: str) -> Step:
     """A copy does not say what it was made of: nothing of that is added to it once more."""
 
     def run() -> None:
-        with pytest.raises(ConfigError, match="is a copy"):
+        with pytest.raises(ConfigError, match="copies leave out"):
             append(source.spec, one.url, storage_options=one.options)
 
     return Step(words=f"append nothing to the copy {name}", name=name, run=run, apply=lambda _: None)
@@ -722,7 +723,8 @@ def halved(world: World, state: SetState, name: str) -> Step | None:
     return Step(
         words=f"split {name} into {stem}", name=name, makes=names, apply=apply, may_fail=(DataError,),
         run=lambda: split(
-            one.url, url, options=SplitOptions(split=("val=50%",), max_samples=MOST_SAMPLES), storage_options=options
+            one.url, {world.sets[each].url: Fraction(1, 2) for each in names},
+            options=SplitOptions(max_samples=MOST_SAMPLES), storage_options=options,
         ),
     )  # fmt: skip
 

@@ -159,3 +159,8 @@ def refuses_threes(sample: dict[str, Any]) -> Any:
 def plain(number: int) -> dict[str, Any]:
     """A number."""
     return {"txt": str(number)}
+
+
+def early(sample: dict[str, Any]) -> dict[str, Any] | None:
+    """The samples before number 50."""
+    return {} if int(sample["__key__"]) < 50 else None

@@ -12,6 +12,7 @@ from shard_tools.look.plan.sources import is_mixture_file, open_planned
 from shard_tools.look.show.base.samples import SampleSet
 from streaming.common.arguments import some_names
 from streaming.errors import ConfigError
+from streaming.shards.versions.history import shown_versions
 from streaming.storage import Storage, redact, redact_text
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Subject:
         """The subject in words, without secrets."""
         if not self.urls:
             return f"run {some_names([redact(address) for address in self.run])}"
-        return some_names([redact(url) for url in self.urls])
+        versions = "" if self.source is None else shown_versions(self.source.opened_versions)
+        return some_names([redact(url) for url in self.urls]) + (f" ({versions})" if versions else "")
 
     @cached_property
     def storage(self) -> Storage:

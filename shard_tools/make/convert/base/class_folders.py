@@ -18,6 +18,7 @@ from shard_tools.make.convert.base.identity import EVERYWHERE, Origins, origins_
 from shard_tools.make.convert.base.records import (
     NUMBER_KEYS,
     Growing,
+    NoRecordError,
     Record,
     Skipped,
     SourceOptions,
@@ -120,8 +121,8 @@ class ClassFolders(ABC):
         files, others = self._sorted_out(found)
         skipped += others
         if not files:
-            raise NotFoundError(
-                f"{redact(spec)}: no {self.kind} there ({summary(skipped)}); check the path, or use --from"
+            raise NoRecordError(
+                f"{redact(spec)}: no {self.kind} there ({summary(skipped)}); check the path, or use --from", skipped
             )
         files.sort(key=attrgetter("key", "file.name"))
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))

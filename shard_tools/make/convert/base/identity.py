@@ -47,6 +47,7 @@ class SourceIdentity:
         its ETag or version; None: unknown.
         crc32c: Checksum of its bytes; None: they were not read completely, in order.
         number: Number of the input, as in ``Record.origin``; ``EVERYWHERE``: every record may depend on it.
+        content: For a shard, the fingerprint of its rows in the chunk table, which names what is in it; None: unknown.
         url: Its location in this run.
     """
 
@@ -55,6 +56,7 @@ class SourceIdentity:
     version: str | None
     crc32c: int | None = None
     number: int = EVERYWHERE
+    content: str | None = None
     url: str = field(default="", compare=False)
 
     @property
@@ -214,6 +216,8 @@ def settle(inputs: Iterable[SourceIdentity]) -> None:
 class KnownInputs:
     """The inputs of a set to be extended; they are left out of a source.
 
+    Files are known by name; shards with an index are known by content, wherever they lie now.
+
     Args:
         inputs: The inputs.
 
@@ -223,13 +227,18 @@ class KnownInputs:
     """
 
     def __init__(self, inputs: Iterable[SourceIdentity]) -> None:
-        self._known = {one.name: one for one in inputs}
+        self._known = {one.content or one.name: one for one in inputs}
         self.left_out: set[str] = set()
         self.changed: set[str] = set()
 
     def new(self, files: Sequence[_N], storage: SourceStorage) -> list[_N]:
         """Return the files that are not among them; a file that may have changed is read and compared."""
         return [file for file in files if not self._has(file, storage)]
+
+    def gone(self, now: Iterable[SourceIdentity]) -> list[SourceIdentity]:
+        """Return those that a source does not hold any more."""
+        here = {one.content or one.name for one in now}
+        return [one for key, one in self._known.items() if key not in here]
 
     def _has(self, file: Named, storage: SourceStorage) -> bool:
         (now,) = origins_of([file], storage)
@@ -240,10 +249,10 @@ class KnownInputs:
 
         ``storage`` computes a checksum if the version does not decide.
         """
-        known = self._known.get(now.name)
+        known = self._known.get(now.content or now.name)
         if known is None:
             return False
-        same = known.is_surely(now)
+        same = now.content is not None or known.is_surely(now)
         if not same and storage is not None and known.may_be(now):
             storage.expect([now])
             same = storage.checksum(now) == known.crc32c

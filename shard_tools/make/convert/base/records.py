@@ -21,7 +21,7 @@ from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted, parse_bytes
 from streaming.common.inflate import MAX_GZIP_RATIO
-from streaming.errors import ConfigError, DataError, DuplicateKeyError, ShardstreamError
+from streaming.errors import ConfigError, DataError, DuplicateKeyError, NotFoundError, ShardstreamError
 from streaming.order.plan.permutation import hash_range
 from streaming.types import Int64Array
 
@@ -130,6 +130,14 @@ class Growing:
     """The names of a set's classes, in the order of their numbers; new names get the next numbers."""
 
     names: tuple[str, ...]
+
+
+class NoRecordError(NotFoundError):
+    """A source holds no record, only what ``skipped`` names."""
+
+    def __init__(self, message: str, skipped: Sequence[Skipped]) -> None:
+        super().__init__(message)
+        self.skipped = tuple(skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from shard_tools.make.convert.base.class_folders import KeyedFile, keyed, left_out, summary, why_left_out
 from shard_tools.make.convert.base.files import SourceFile, identity_of, list_files, read_file
 from shard_tools.make.convert.base.identity import Origins, origins_of
-from shard_tools.make.convert.base.records import NUMBER_KEYS, Record, SourceOptions, numbered, permutation
+from shard_tools.make.convert.base.records import (
+    NUMBER_KEYS,
+    NoRecordError,
+    Record,
+    SourceOptions,
+    numbered,
+    permutation,
+)
 from shard_tools.running.engine import map_sized
-from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError, first_of
+from streaming.errors import ConfigError, DuplicateKeyError, first_of
 from streaming.storage import Storage, redact
 
 _MANY_FIELDS = 32
@@ -63,7 +70,7 @@ class FolderFiles:
         if errors:
             raise first_of(errors, "files are the field of another")
         if not groups:
-            raise NotFoundError(f"{redact(spec)}: no files with extensions there ({summary(skipped)})")
+            raise NoRecordError(f"{redact(spec)}: no files with extensions there ({summary(skipped)})", skipped)
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
         self._groups = self._ordered(groups, options)
         self._fields = _fields_of(self._groups)
