@@ -198,7 +198,7 @@ def dedupe_command(
 @click.option(
     "--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Another seed divides otherwise."
 )
-@click.option("--split", "former", multiple=True, hidden=True)
+@click.option("--split", "former", multiple=True, hidden=True, help="Give each target its share instead.")
 @click.option("--max-bytes", type=SIZE, default=DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
 @click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
 @click.option(

@@ -95,6 +95,7 @@ OURS = {
     ("shard_tools/change/export/run.py", "name"): "an option of ours",
     ("shard_tools/change/export/run.py", "to"): "a format of ours",
     ("shard_tools/change/life/prune.py", "drops"): "words, each quoted",
+    ("streaming/shards/versions/history.py", "drops"): "words, each quoted",
     ("shard_tools/make/write/change.py", "self.work"): "a number of ours",
     ("shard_tools/look/show/access.py", "host"): "of the command line",
     ("shard_tools/look/show/server.py", "port"): "a number",

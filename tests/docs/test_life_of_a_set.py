@@ -67,7 +67,7 @@ def contents(found: dict[Path, tuple[int, bytes]]) -> dict[Path, bytes]:
 
 def keys(url: object, **options: object) -> list[str]:
     opened = StreamingDataset(str(url), decode=None, fields=("cls",), **options)  # type: ignore[arg-type]
-    return [sample["__key__"] for sample in opened]
+    return [str(sample["__key__"]) for sample in opened]
 
 
 def pictures(folder: Path) -> set[str]:
@@ -96,7 +96,7 @@ def test_the_makefile_lives_through_the_page_and_does_nothing_twice(folder: Path
     assert sorted(keys(folder / "store/train") + keys(folder / "store/val")) == sorted(left)
     opened = StreamingDataset(str(folder / "store/photos"))
     assert opened.class_names == {"cls": ("cat", "dog", "bird")}
-    assert all(sample["caption.txt"].endswith(f"of class {sample['cls']}") for sample in opened)
+    assert all(str(sample["caption.txt"]).endswith(f"of class {sample['cls']}") for sample in opened)
     captions = {sample["__key__"]: sample["caption.txt"] for sample in opened}
     for part in ("train", "val"):
         joined = StreamingDataset(str(folder / "store" / part))

@@ -161,7 +161,7 @@ def test_both_halves_of_a_set(data: Path, tmp_path: Path) -> None:
 
 
 def keys(folder: Path, **options: Any) -> list[str]:
-    return [sample["__key__"] for sample in StreamingDataset(str(folder), decode=None, **options)]
+    return [str(sample["__key__"]) for sample in StreamingDataset(str(folder), decode=None, **options)]
 
 
 def without_some(data: Path) -> None:

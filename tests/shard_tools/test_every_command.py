@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -145,7 +146,7 @@ def first_places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(base / name)
     target = ColumnTarget([str(base / "set")], "there", storage=storage, index_url=None, overwrite=False)
     lift_column(target, "json.n")
-    view = {"where": "n > 2", "subset": None, "exclude": None}
+    view: dict[str, Any] = {"where": "n > 2", "subset": None, "exclude": None}
     save([str(base / "set")], "seen", storage=storage, index_url=None, overwrite=False, **view)
     join_field(str(base / "set"), "late.txt", FromSet(url=str(base / "other"), field="txt", on="__key__"),
                storage=storage)  # fmt: skip

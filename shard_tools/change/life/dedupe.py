@@ -228,8 +228,10 @@ def _by_bytes(head: Head, storage: Storage, by: str) -> tuple[list[list[int]], i
     candidates = _occurring_again(code)
     candidates = candidates[code[candidates] != 0]
     groups: dict[bytes, list[int]] = {}
-    opened = stored(head, storage, compared) if candidates.size else None
-    for some in _parts(candidates, np.concatenate(sizes)) if opened is not None else ():
+    if not candidates.size:
+        return [], 0
+    opened = stored(head, storage, compared)
+    for some in _parts(candidates, np.concatenate(sizes)):
         for number, digest in zip(some.tolist(), _digests(opened, some), strict=True):
             groups.setdefault(digest, []).append(number)
     return [group for group in groups.values() if len(group) > 1], candidates.size

@@ -205,14 +205,13 @@ def index(
     columns, num_again, first_again = _compare_tables(
         shards, table, storage, index_url, with_keys=duplicate_keys == "error"
     )
-    num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
     return IndexReport(
         num_shards=len(shards),
         num_samples=table.total_samples,
         num_chunks=table.num_chunks,
         num_bytes=sum(shard.size_bytes for shard in table.shards),
         num_scanned_bytes=tally.num_bytes,
-        num_pruned=num_pruned,
+        num_pruned=sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0,
         index_urls=tuple(redact(join_url(home, chunks_path())) for home in homes),
         fingerprint=table.fingerprint,
         declared_whole=tuple(redact(mark.directory) for mark in marks) if index_url is None else (),
