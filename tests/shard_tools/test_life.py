@@ -30,6 +30,10 @@ from shard_tools import ShardWriter, optimize
 from shard_tools.change.check.verify import verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.columns.target import drop_column
+from shard_tools.change.fields.listed import drop_field
+from shard_tools.change.fields.target import FieldReport
+from shard_tools.change.functions.field import compute_field
+from shard_tools.change.functions.run import Running
 from shard_tools.change.life.dedupe import dedupe
 from shard_tools.change.life.delete import delete
 from shard_tools.change.life.prune import prune
@@ -706,7 +710,7 @@ def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
     assert "left out, since the shares add up to less than 100%" in run("split", web, *places).stdout
 
 
-@pytest.mark.parametrize("at", [0, 3, 9, 14, 22])
+@pytest.mark.parametrize("at", [*range(9), 14, 22])
 def test_a_split_that_is_killed_is_refused_and_done_again(web: Path, tmp_path: Path, at: int) -> None:
     calm, out = (shares(tmp_path / name, train=70, val=30) for name in ("calm", "out"))
     options = SplitOptions(max_samples=2)
@@ -854,8 +858,8 @@ def test_a_killed_change_is_given_up_as_the_log_says(
 
 def test_what_a_killed_change_wrote_stays_until_it_is_given_up(web: Path, tmp_path: Path) -> None:
     jsonl(tmp_path / "days/1.jsonl", rows_of(100, 9))
-    with pytest.raises(Killed), interrupted(0, kill, before=True, only=["put_if"]):
-        append(str(tmp_path / "days"), str(web))  # while the set begins to live
+    with pytest.raises(Killed), interrupted(1, kill, before=True, only=["put_if"]):
+        append(str(tmp_path / "days"), str(web))  # while the set begins to live: what it means, then its table
     with pytest.raises(Killed), interrupted(2, kill, before=True, only=["put_if"]):
         append(str(tmp_path / "days"), str(web))
     assert len([*web.glob("*.tar")]) == 6
@@ -1228,3 +1232,114 @@ def test_images_without_a_row_of_the_metadata_file_are_not_added(tmp_path: Path)
     jsonl(more / "metadata.jsonl", [{"file_name": "1.png", "text": "b"}])
     assert append(str(source), str(target)).num_added == 1
     assert [sample["json"]["text"] for sample in StreamingDataset(str(target))] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------- faults that random histories of sets have found
+
+
+def score_of(sample: Any) -> str:
+    """Return the value of a late field."""
+    return f"score of {sample['__key__']}"
+
+
+def add_score(web: Path, spec: str = "test_life:score_of", **options: Any) -> FieldReport:
+    return compute_field(str(web), "score.txt", spec, storage=Storage(), running=Running(workers=0), **options)
+
+
+def test_a_copy_is_not_appended_to(web: Path, tmp_path: Path) -> None:
+    """It does not list its inputs, so all of the source would come once more."""
+    copy(str(web), str(tmp_path / "copied"))
+    with pytest.raises(ConfigError, match="copied is a copy, which does not list the inputs"):
+        append(str(tmp_path / "days"), str(tmp_path / "copied"))
+    assert len(keys(tmp_path / "copied")) == 12
+
+
+def test_contents_are_compared_without_late_fields_that_some_lack(web: Path, tmp_path: Path) -> None:
+    add_score(web)
+    jsonl(tmp_path / "days/1.jsonl", rows_of(3, 1))
+    append(str(tmp_path / "days"), str(web))
+    assert dedupe(str(web), storage=Storage()).num_removed == 1
+
+
+def test_no_set_of_a_split_can_be_read_if_one_of_them_is_empty(web: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no sample is in its share"):
+        split(str(web), str(tmp_path / "out"), options=SplitOptions(split=("val=0.001%",)))
+    with pytest.raises((UnfinishedError, NotFoundError)):
+        StreamingDataset(str(tmp_path / "out/train"))
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_of_two_that_change_a_set_as_it_begins_to_live_none_is_lost_unseen(web: Path, at: int) -> None:
+    """A deletion, and a late field: both are there, or one of both was told."""
+    told = []
+    try:
+        with interrupted(at, lambda: add_score(web), before=True):
+            delete(str(web), storage=Storage(), keys=["0000"])
+    except OvertakenError:
+        told.append("delete")
+    found = [*StreamingDataset(str(web), fields=("json",))]
+    assert ("delete" in told) == (len(found) == 12)
+    assert all("score.txt" in sample for sample in StreamingDataset(str(web)))
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_late_field_that_is_added_as_a_set_begins_to_live_is_there_or_refused(
+    web: Path, tmp_path: Path, at: int
+) -> None:
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+    told = False
+    only = ["put", "put_if"]
+    try:
+        with interrupted(at, lambda: append(str(tmp_path / "days"), str(web)), before=True, only=only):
+            add_score(web)
+    except OvertakenError:
+        told = True
+    assert len([*StreamingDataset(str(web), fields=("json",))]) == 14
+    if told:
+        assert all("score.txt" not in sample for sample in StreamingDataset(str(web)))
+        add_score(web)
+        assert all("score.txt" in sample for sample in StreamingDataset(str(web)))
+    else:
+        with pytest.raises(IndexMismatchError, match="has no values"):
+            StreamingDataset(str(web))
+
+
+def test_of_two_that_add_a_late_field_one_is_told(web: Path) -> None:
+    tag(str(web), "v1", storage=Storage())
+    told = pytest.raises(OvertakenError, match=r"somebody else has changed field 'score\.txt'")
+    with told, interrupted(1, lambda: add_score(web), before=True):
+        add_score(web, "test_life:rows_of_key")
+    assert StreamingDataset(str(web))[3]["score.txt"] == "score of 0003"
+
+
+def rows_of_key(sample: Any) -> str:
+    """Return other values of the late field."""
+    return str(sample["__key__"]) * 2
+
+
+def test_a_version_that_is_tagged_as_a_field_is_dropped_keeps_it(web: Path) -> None:
+    """A set that does not live loses the files of the field; one that somebody has let live meanwhile does not."""
+    add_score(web)
+    is_told = contextlib.suppress(OvertakenError)
+    with is_told, interrupted(0, lambda: tag(str(web), "v1", storage=Storage()), before=False):
+        drop_field(str(web), "score.txt", storage=Storage())
+    pinned = [*StreamingDataset(str(web), version="v1")]
+    assert len(pinned) == 12
+
+
+def test_what_a_set_means_now_is_not_what_its_first_version_means(web: Path) -> None:
+    """A field is added after somebody was killed as the set began to live."""
+    with pytest.raises(Killed), interrupted(2, kill, before=True):
+        tag(str(web), "v1", storage=Storage())
+    assert add_score(web).set_version == 2
+    assert all("score.txt" not in sample for sample in StreamingDataset(str(web), version=1))
+
+
+def test_what_is_added_later_costs_what_it_is(web: Path, tmp_path: Path, read_names: Counter[str]) -> None:
+    """A late field that is gone on with reads nothing of the shards that have it, but the first table of the set."""
+    add_score(web)
+    jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+    append(str(tmp_path / "days"), str(web))
+    read_names.clear()
+    assert add_score(web).num_written == 1
+    assert not [name for name in read_names if name.startswith(("000001", "000002"))]

@@ -54,7 +54,7 @@ class _Writes:
         left: Number of writes until then; negative afterwards.
     """
 
-    def __init__(self, at: int, act: Callable[[], None], *, before: bool) -> None:
+    def __init__(self, at: int, act: Callable[[], object], *, before: bool) -> None:
         self.left, self._act, self._before = at, act, before
         self._is_busy = self._is_dead = False
 
@@ -106,7 +106,7 @@ class _Writer:
 
 
 @contextmanager
-def interrupted(at: int, act: Callable[[], None], *, before: bool, only: Sequence[str] = WRITES) -> Iterator[None]:
+def interrupted(at: int, act: Callable[[], object], *, before: bool, only: Sequence[str] = WRITES) -> Iterator[None]:
     """Call ``act`` once, before or after the ``at``-th write to any store, by this thread or another one.
 
     An object that is written in pieces is written when its writer is closed. If ``act`` kills, the process is dead: no
