@@ -1,0 +1,121 @@
+"""Search the texts and JSON of samples in storage order, further at each request, so that the first hit comes soon."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Final
+
+import numpy as np
+
+from shard_tools.look.show.base.reading import Wanted, read_all
+from shard_tools.look.show.base.samples import SampleSet, Search
+from shard_tools.look.stats.kinds import kind_of
+from streaming.build.decode.values import unpacked_head
+from streaming.common.arguments import unpacked_name
+from streaming.errors import ConfigError
+from streaming.types import Int64Array
+
+TEXT_BYTES: Final = 64 << 10
+"""Bytes of a value that are searched, as many as a sample's page shows."""
+SECONDS: Final = 0.5
+"""Time that one request spends on searching; the page asks again every second."""
+MOST_HITS: Final = 10_000
+"""Hits that are kept; the search ends there."""
+_FIRST_SAMPLES, _MOST_SAMPLES = 32, 1024  # of a batch
+_BATCH_BYTES = 8 << 20
+_AROUND = 16  # four bytes of other fields are read for a byte of text, rather than making another request
+_SEARCHED: Final = frozenset({"text", "json"})
+
+
+class TextSearch:
+    """Find the samples with a text in one of their fields of text or JSON, whatever the case. Thread-safe.
+
+    Args:
+        within: The set.
+        where: Restricts the search; None: all samples.
+        text: The text.
+
+    Raises:
+        ConfigError: The text is empty.
+    """
+
+    def __init__(self, within: SampleSet, where: Search | None, text: str) -> None:
+        if not text.strip():
+            raise ConfigError("text: expected a word to search for")
+        self._within, self._where = within, where
+        self._needles = (text.casefold(), json.dumps(text)[1:-1].casefold())
+        self._lock = threading.Lock()  # guards _hits, _next, _is_done
+        self._hits: list[int] = []
+        self._next, self._is_done = 0, False
+
+    def find(self, first: int, stop: int) -> tuple[Int64Array, int | None, str]:
+        """Return hits ``[first, stop)`` as far as they are known after a limited time, and their total.
+
+        Returns:
+            The hits, int64 ``[n]``; their total, or None if the search goes on; its progress in words, "" at its end.
+        """
+        with self._lock:
+            # The first ``_next`` candidates are searched; a thread that waits here most likely needs the same ones.
+            until, size = time.monotonic() + SECONDS, _FIRST_SAMPLES
+            while not self._is_done and len(self._hits) < stop:
+                self._search(size)
+                size = min(2 * size, _MOST_SAMPLES)
+                if time.monotonic() >= until:
+                    break
+            hits = np.array(self._hits[first:stop], np.int64)
+            if self._is_done:
+                is_cut = len(self._hits) >= MOST_HITS
+                return hits, len(self._hits), f"the first {MOST_HITS:,} hits; the search ends there" if is_cut else ""
+            of = "" if self._where is not None else f" of {self._within.total:,}"
+            return hits, None, f"searched {self._next:,}{of} samples so far; ask again to continue"
+
+    def _search(self, size: int) -> None:
+        numbers, is_last = self._candidates(size)
+        taken, wanted, owners = self._wanted(numbers)
+        found: set[int] = set()
+        for (at, is_packed), data in zip(owners, read_all(self._within, wanted, _beside(wanted)), strict=True):
+            if at not in found and self._fits(data, is_packed=is_packed):
+                found.add(at)
+        self._hits += [int(numbers[at]) for at in sorted(found)]
+        self._next += taken
+        self._is_done = (is_last and taken == len(numbers)) or len(self._hits) >= MOST_HITS
+        del self._hits[MOST_HITS:]
+
+    def _candidates(self, size: int) -> tuple[Int64Array, bool]:
+        """Return the numbers of the next samples to search, and whether they are the last."""
+        if self._where is None:
+            stop = min(self._next + size, self._within.total)
+            return np.arange(self._next, stop), stop == self._within.total
+        found = self._where.find(self._next, self._next + size)
+        return found.numbers, found.total is not None and self._next + len(found.numbers) >= found.total
+
+    def _wanted(self, numbers: Int64Array) -> tuple[int, list[Wanted], list[tuple[int, bool]]]:
+        """Return how many of these samples are read at once, the bytes to read, and the sample of each range."""
+        wanted: list[Wanted] = []
+        owners: list[tuple[int, bool]] = []
+        left = _BATCH_BYTES
+        for at, place in enumerate(self._within.places(numbers)):
+            if left <= 0:
+                return at, wanted, owners
+            for name, (start, stop) in self._within.locate(place).fields.items():
+                if kind_of(name) in _SEARCHED and stop > start:
+                    count = min(stop - start, TEXT_BYTES)
+                    wanted.append(Wanted(place.shard, start, start + count))
+                    owners.append((at, unpacked_name(name) is not None))
+                    left -= count
+        return len(numbers), wanted, owners
+
+    def _fits(self, data: bytes, *, is_packed: bool) -> bool:
+        if is_packed:
+            try:
+                data, _ = unpacked_head(data, TEXT_BYTES)
+            except ValueError:  # damaged: the sample's page says so
+                return False
+        text = data.decode("utf-8", "replace").casefold()
+        return any(needle in text for needle in self._needles)
+
+
+def _beside(wanted: list[Wanted]) -> int:
+    return _AROUND * sum(one.stop - one.start for one in wanted)
