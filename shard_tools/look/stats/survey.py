@@ -36,6 +36,7 @@ MOST_SEEN: Final = 10_000_000
 _RUN = 4  # adjacent samples: neighbors show the order, and cost no further request
 _WIDTHS = {"uint16": 2, "uint32": 4}
 _THREADS = 8
+_FIRST_SHARDS = 2  # of a request: of shards of any size, the first are soon read
 _CHECKED_SHARDS = 256  # of which a page compares the sizes with the store, one request each
 _NAMED = 3  # pairs of duplicates
 _LOOKED_UP = 16  # pairs of keys that may be near-equal; some are equal
@@ -224,12 +225,13 @@ class Survey:
         """
         with self._lock:
             # The totals are those of the first ``_num_done`` shards of the order.
-            until = time.monotonic() + seconds
+            until, size = time.monotonic() + seconds, min(_FIRST_SHARDS, _THREADS)
             while self._num_done < len(self._order):
-                some = self._order[self._num_done : self._num_done + _THREADS]
+                some = self._order[self._num_done : self._num_done + size]
                 for one in on_threads(self._read, list(self._subject.parts(some)), _THREADS, name="shardstream-survey"):
                     self._totals.merge(one)
                 self._num_done += len(some)
+                size = min(2 * size, _THREADS)
                 if self._num_done >= len(self._order) and len(self._subject.shards.urls) <= _CHECKED_SHARDS:
                     self._gone = self._subject.gone()
                 if time.monotonic() >= until:

@@ -23,9 +23,9 @@ SECONDS: Final = 0.5
 """Time that one request spends on searching; the page asks again every second."""
 MOST_HITS: Final = 10_000
 """Hits that are kept; the search ends there."""
-_FIRST_SAMPLES, _MOST_SAMPLES = 32, 1024  # of a batch
+_FIRST_SAMPLES, _MOST_SAMPLES = 32, 4096  # of a batch
 _BATCH_BYTES = 8 << 20
-_AROUND = 16  # four bytes of other fields are read for a byte of text, rather than making another request
+_GAP_BYTES = 32 << 20  # between texts, that a batch reads rather than making further requests, the smallest gaps first
 _SEARCHED: Final = frozenset({"text", "json"})
 
 
@@ -75,7 +75,7 @@ class TextSearch:
         numbers, is_last = self._candidates(size)
         taken, wanted, owners = self._wanted(numbers)
         found: set[int] = set()
-        for (at, is_packed), data in zip(owners, read_all(self._within, wanted, _beside(wanted)), strict=True):
+        for (at, is_packed), data in zip(owners, read_all(self._within, wanted, 4 * _GAP_BYTES), strict=True):
             if at not in found and self._fits(data, is_packed=is_packed):
                 found.add(at)
         self._hits += [int(numbers[at]) for at in sorted(found)]
@@ -93,19 +93,25 @@ class TextSearch:
 
     def _wanted(self, numbers: Int64Array) -> tuple[int, list[Wanted], list[tuple[int, bool]]]:
         """Return how many of these samples are read at once, the bytes to read, and the sample of each range."""
-        wanted: list[Wanted] = []
-        owners: list[tuple[int, bool]] = []
-        left = _BATCH_BYTES
-        for at, place in enumerate(self._within.places(numbers)):
-            if left <= 0:
-                return at, wanted, owners
-            for name, (start, stop) in self._within.locate(place).fields.items():
-                if kind_of(name) in _SEARCHED and stop > start:
-                    count = min(stop - start, TEXT_BYTES)
-                    wanted.append(Wanted(place.shard, start, start + count))
-                    owners.append((at, unpacked_name(name) is not None))
-                    left -= count
-        return len(numbers), wanted, owners
+        shards, rows = self._within.located(numbers)
+        found: list[tuple[int, bool, Wanted]] = []
+        for shard in np.unique(shards).tolist():
+            places = np.flatnonzero(shards == shard)
+            for name, (all_starts, all_sizes) in self._within.table(shard).fields.items():
+                if kind_of(name) not in _SEARCHED:
+                    continue
+                starts, sizes = all_starts[rows[places]], np.minimum(all_sizes[rows[places]], TEXT_BYTES)
+                there, is_packed = (starts >= 0) & (sizes > 0), unpacked_name(name) is not None
+                spans = zip(places[there].tolist(), starts[there].tolist(), sizes[there].tolist(), strict=True)
+                found += [(at, is_packed, Wanted(shard, start, start + size)) for at, start, size in spans]
+        found.sort(key=lambda one: one[0])
+        ends = np.cumsum([one.stop - one.start for _, _, one in found])
+        fitting = int(np.searchsorted(ends, _BATCH_BYTES, side="right"))
+        taken = len(numbers)
+        if fitting < len(found):  # at least one sample, and all values of each
+            taken = max(found[fitting][0], found[0][0] + 1)
+            found = [one for one in found if one[0] < taken]
+        return taken, [one for _, _, one in found], [(at, is_packed) for at, is_packed, _ in found]
 
     def _fits(self, data: bytes, *, is_packed: bool) -> bool:
         if is_packed:
@@ -115,7 +121,3 @@ class TextSearch:
                 return False
         text = data.decode("utf-8", "replace").casefold()
         return any(needle in text for needle in self._needles)
-
-
-def _beside(wanted: list[Wanted]) -> int:
-    return _AROUND * sum(one.stop - one.start for one in wanted)
