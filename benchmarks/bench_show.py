@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from shard_tools import ShardWriter  # noqa: E402
+from shard_tools.change.sets.open_set import open_set  # noqa: E402
+from shard_tools.look.stats.survey import DEFAULT_LIMIT, MOST_SEEN, SurveyedSet  # noqa: E402
 from streaming.shards.index.chunk_table import ChunkTable, ShardInfo  # noqa: E402
 from streaming.shards.index.layout import chunks_path, samples_path  # noqa: E402
 from streaming.shards.index.sample_table import SampleTable  # noqa: E402
@@ -45,6 +47,7 @@ print(json.dumps([[b - a for a, b in zip(ready, done)], [done[0] - begun[0], don
 """
 RECORD = 2048  # bytes of a sample that is made up: a text of 500
 CHUNK = 1000  # samples
+SURVEYED, SEARCHED = 240, 40  # shards of which an overview, and a search of texts, is measured
 
 
 def made_up(folder: str, shards: int, rows: int) -> None:
@@ -63,7 +66,16 @@ def made_up(folder: str, shards: int, rows: int) -> None:
     for one in range(shards):
         with open(f"{folder}/{one:06d}.tar", "wb") as file:
             file.truncate(size)
-    wanted = {0, shards // 2, shards // 2 - 1, shards // 2 + 1, shards - 1, *searched(shards, shards // 3)}
+    wanted = {
+        0,
+        shards // 2,
+        shards // 2 - 1,
+        shards // 2 + 1,
+        shards - 1,
+        *searched(shards, shards // 3),
+        *range(SEARCHED),
+    }
+    wanted |= set(surveyed(folder)[:SURVEYED])
     for one in sorted(wanted):
         starts = np.arange(rows + 1, dtype=np.int64) * RECORD
         crc = np.arange(one * chunks, (one + 1) * chunks)
@@ -73,6 +85,12 @@ def made_up(folder: str, shards: int, rows: int) -> None:
             chunk_bounds=bounds, crc32c=crc, columns={"tokens": pa.array(np.arange(rows) % 977)},
         )  # fmt: skip
         Path(f"{folder}/{samples_path(f'{one:06d}.tar')}").write_bytes(made.to_parquet())
+
+
+def surveyed(folder: str) -> list[int]:
+    """The shards that an overview begins with."""
+    shards = open_set([folder], Storage(), None)
+    return SurveyedSet.of([folder], shards, Storage(), kept=None, limit=DEFAULT_LIMIT, seed=0).spread(MOST_SEEN)
 
 
 def searched(shards: int, wanted: int) -> list[int]:
@@ -102,6 +120,7 @@ def large(folder: str, shards: int, rows: int, rounds: int) -> None:
         asked = {
             "first page": "/", "a page in the middle": f"/?page={middle}", "a key": f"/?key={shards // 3:06d}/000777",
             "the last sample": f"/sample?number={shards * rows - 1}", "the same page again": f"/?page={middle}",
+            "the overview": "/overview", "the overview again": "/overview",
         }  # fmt: skip
         for name, path in asked.items():
             took = seconds(lambda path=path: check(shown.get(path)))
@@ -155,9 +174,43 @@ def galleries(folder: str, num: int) -> None:
           f"{read / told_bytes:.3f} a byte; {', '.join(methods)} only")  # fmt: skip
 
 
+def many(folder: str, num: int) -> None:
+    """Small images with texts; the last has a text that no other has."""
+    out = io.BytesIO()
+    Image.new("RGB", (64, 48), (90, 30, 200)).save(out, "JPEG")
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=3000, columns=("n",)) as writer:
+        for number in range(num):
+            text = f"an image with the number {number} and the sum {number * 7}"
+            writer.write({"__key__": f"{number:07d}", "jpg": out.getvalue(), "txt": text, "n": number * 31 % 977})
+
+
+def first_answers(folder: str, num: int) -> None:
+    """The first answer of an overview, of a search in texts, and of an order, on a store."""
+    with MiniS3Server() as server:
+        url, storage = server.create_bucket(fresh_name()), Storage(server.storage_options)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                storage.put(f"{url}/{path.relative_to(folder)}", path.read_bytes())
+        print(f"{num:,} images on S3 on loopback")
+        for name, path in {
+            "overview": "/overview", "a text that all have": "/?text=image",
+            "a text of the middle": f"/?text=number+{num // 2}+and",
+            "order of a column": "/?order=-n", "a random sample": "/?sample=1",
+            "keys of a condition": "/keys?where=n+%3C+100",
+        }.items():  # fmt: skip
+            with Shown((url,), {"storage_options": server.storage_options}) as shown:
+                took = seconds(lambda shown=shown, path=path: check(shown.get(path)))
+                print(f"  {name}: {1000 * took:.0f} ms", flush=True)
+        with Shown((url,), {"storage_options": server.storage_options}) as shown:
+            begun, requests = time.perf_counter(), 0
+            while not shown.json("/overview")["done"]:
+                requests += 1
+            print(f"  overview, seen to the end: {time.perf_counter() - begun:.1f} s, {requests + 1} requests")
+
+
 def main() -> None:
-    given = arguments(__doc__ or "", shards=10_000, rows=10_000, images=2_000)
-    name = f"show-{given.shards}-{given.rows}"
+    given = arguments(__doc__ or "", shards=10_000, rows=10_000, images=2_000, many=300_000)
+    name = f"show2-{given.shards}-{given.rows}"
     large(
         made_once(given.data, name, lambda to: made_up(to, given.shards, given.rows)),
         given.shards,
@@ -167,6 +220,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         images(folder, given.images)
         galleries(folder, given.images)
+    many_name = f"show-many-{given.many}"
+    first_answers(made_once(given.data, many_name, lambda to: many(to, given.many)), given.many)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shard_tools.look.show.pages import stats_page
+from shard_tools.look.show.overview.cards import stats_page
 from shard_tools.look.stats.report import StatsReport
-from shard_tools.look.stats.run import DEFAULT_LIMIT, JOURNALS, StatsOptions, stats
+from shard_tools.look.stats.run import JOURNALS, StatsOptions, stats
 from shard_tools.look.stats.sketches import WORDS, Distribution, Top
+from shard_tools.look.stats.survey import DEFAULT_LIMIT
 from shard_tools.look.stats.totals import FieldTotals
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.printing import show_table
@@ -58,9 +59,9 @@ def stats_command(
 ) -> None:  # fmt: skip
     """Summarize a set, and report surprises for training.
 
-    Shows fields with their sizes, kinds of content, classes, image sizes and modes, lengths of texts, columns (late
-    ones, too), duplicates, and surprises, each with its cure. Facts from the index cover all samples; the rest comes
-    from --limit of them.
+    Shows fields with their sizes, kinds of content, classes, sizes and modes of images, codecs, rates and durations of
+    sounds and videos, lengths of texts, tokens, columns (late ones, too), duplicates, and surprises, each with its
+    cure. Facts from the index cover all samples; the rest comes from --limit of them.
 
     \b
     Example:
@@ -153,15 +154,17 @@ def show_stats(report: StatsReport) -> None:
     for name, one in sorted(totals.fields.items()):
         for line in _shown(one):
             click.echo(f"{plain(name)}: {line}")
-    for name, top in sorted(report.classes().items()):
+    _show_tokens(report)
+    classes = report.classes()
+    for name, top in sorted(classes.items()):
         many = f"{len(top.counts):,}" if top.is_exact else f"more than {WORDS:,}"
-        click.echo(f"classes of {plain(name)}: {many}: {_most(top)}")
-    columns = sorted(totals.columns.items())
+        click.echo(f"classes of {plain(name)}: {many}{_missing(report, name)}: {_most(top)}")
+    columns = [(name, one) for name, one in sorted(totals.columns.items()) if name not in classes]
     show_table(
         ("column", "type", "missing", "min", "max", "most frequent"),
         [
             (
-                f"{name}{' (late)' if one.is_late else ''}", one.type, f"{report.num_samples - one.num:,}",
+                f"{name}{' (late)' if one.is_late else ''}", one.type, f"{report.num_seen - one.num:,}",
                 *(_ends(one.numbers) if one.numbers.num else (one.least or "", one.most or "")), _frequent(one.top),
             )
             for name, one in columns
@@ -170,8 +173,24 @@ def show_stats(report: StatsReport) -> None:
     _show_duplicates(report)
     for found in report.found:
         what, why, cure = (plain(redact_text(text)) for text in (found.what, found.why, found.cure))
-        click.echo(f"! {what}\n    why:  {why}\n    cure: {cure}")
+        named = ", ".join(" = ".join(plain(one.key) for one in group) for group in found.groups)
+        click.echo(f"! {what}\n" + f"    such as: {named}\n" * bool(named) + f"    why:  {why}\n    cure: {cure}")
     click.echo(f"{counted(len(report.found), 'surprise')}")
+
+
+def _show_tokens(report: StatsReport) -> None:
+    if report.num_tokens is not None:
+        click.echo(f"tokens     {report.num_tokens:,}")
+    if report.supervised is not None:
+        supervised, of = report.supervised
+        click.echo(f"supervised {supervised / max(of, 1):.1%} of the {counted(of, 'token')} whose masks were read")
+
+
+def _missing(report: StatsReport, name: str) -> str:
+    """Return how many samples lack the class of a column, in words."""
+    column = report.totals.columns.get(name)
+    missing = 0 if column is None else report.num_seen - column.num
+    return f" ({missing:,} missing)" if missing else ""
 
 
 def _show_duplicates(report: StatsReport) -> None:

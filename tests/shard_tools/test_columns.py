@@ -618,7 +618,7 @@ def test_the_inspecting_commands_show_columns_values_and_views(tmp_path: Path) -
     added(data, "score", "--from", file, "--on", "key")
     assert run("view", "save", data, "good", "--where", "score >= 1", "--subset", "0..7").exit_code == 0
     info = json.loads(run("info", data, "--json").stdout)
-    facts = {name: [one[x] for x in ("type", "num_values", "least", "most")] for name, one in info["columns"].items()}
+    facts = {name: [one[x] for x in ("type", "num_values", "min", "max")] for name, one in info["columns"].items()}
     assert facts == {"n": ["int64", 9, 0, 9], "word": ["string", 9, None, None], "score": ["double", 8, 0.0, 1.75]}
     assert info["columns"]["score"]["version"]
     assert info["views"] == {"good": {"where": "score >= 1", "num_kept": 3}}

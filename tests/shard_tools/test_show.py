@@ -26,7 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.look.show.base import samples
-from shard_tools.look.show.data import columns, gallery
+from shard_tools.look.show.data import gallery
+from shard_tools.look.show.find import arranged
 from streaming import Schedule, StreamingDataset
 from streaming.storage import Storage
 from tests.support.processes.waiting import PATIENCE_S
@@ -308,7 +309,7 @@ def test_a_click_on_each_bar_shows_as_many_samples_as_it_says(shown: Shown, aske
 
 
 def test_of_a_large_set_shards_spread_over_all_are_looked_at(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MOST_ROWS", 130)
+    monkeypatch.setattr(arranged, "MOST_ROWS", 130)
     with Shown((str(data),)) as shown:
         answer = shown.json("/columns", name="late")
     assert answer["read"] == "128 of 300 samples, in 2 of 5 shards spread over all"

@@ -105,7 +105,15 @@ def shown(hostile: Path) -> Iterator[Shown]:
         yield found
 
 
-PATHS = ("/", "/columns", "/columns?name=text&against=json.width", "/sample?number=0", "/sample?number=3", "/bad")
+PATHS = (
+    "/overview",
+    "/",
+    "/columns",
+    "/columns?name=text&against=json.width",
+    "/sample?number=0",
+    "/sample?number=3",
+    "/bad",
+)
 
 
 def test_nothing_of_the_data_is_markup(shown: Shown) -> None:
@@ -268,7 +276,7 @@ def test_a_browser_sends_its_cookie_to_no_other_port(shown: Shown, tab: Callable
     try:
         seen = tab()
         page = seen.open(shown.access.address_for_browser())
-        assert page.title().startswith("Samples")
+        assert page.title().startswith("Overview")
         assert shown.within(page)
         for path in ("/", "/sample", "/s/x/"):
             page.goto(f"http://127.0.0.1:{server.server_port}{path}")
@@ -429,6 +437,7 @@ def test_pages_fit_every_screen_and_are_lit_as_asked(pretty: Shown, tab: Callabl
         seen = tab(color_scheme=scheme)
         home = pretty.within(seen.open(pretty.address))
         for path in (
+            "/overview",
             "/",
             "/columns",
             "/columns?name=tokens&against=lang",
@@ -455,6 +464,8 @@ def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) ->
     page = seen.open(pretty.address)
     assert "token" not in page.url  # the browser has a session
     keys, focused = page.keyboard, page.locator(":focus")
+    keys.press("2")
+    page.wait_for_url(f"{pretty.within(page)}/")
     keys.press("j")
     keys.press("j")
     expect(focused).to_have_text("shapes/0001")
@@ -470,7 +481,7 @@ def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) ->
     keys.press("n")
     page.wait_for_url(f"**/sample?number={number + 1}")
     expect(page.locator("h1")).to_have_text(f"shapes/{number + 1:04d}")
-    keys.press("1")
+    keys.press("2")
     page.wait_for_url(f"{pretty.within(page)}/")
     keys.press("/")
     keys.type("tokens > 100")
@@ -488,6 +499,8 @@ def test_the_keyboard_goes_everywhere(pretty: Shown, tab: Callable[..., Tab]) ->
 def test_pages_can_be_read_without_scripts(pretty: Shown, tab: Callable[..., Tab]) -> None:
     seen = tab(java_script_enabled=False)
     page = seen.open(pretty.address)
+    expect(page.locator("h1")).to_have_text("Overview")
+    page.get_by_role("link", name="Samples", exact=True).click()
     expect(page.locator("article")).to_have_count(gallery_rows(pretty))
     page.get_by_role("link", name="shapes/0003", exact=True).click()
     expect(page.locator("h1")).to_have_text("shapes/0003")
@@ -511,7 +524,12 @@ def test_a_video_is_played_by_ranges(pretty: Shown, tab: Callable[..., Tab]) -> 
 
 @pytest.mark.parametrize(
     ("name", "path", "scheme"),
-    [("samples", "/", "light"), ("sample", "/sample?number=1", "dark"), ("columns", "/columns", "light")],
+    [
+        ("overview", "/overview", "light"),
+        ("samples", "/", "light"),
+        ("sample", "/sample?number=1", "dark"),
+        ("columns", "/columns", "light"),
+    ],
 )
 def test_the_pictures_of_the_docs(
     pretty: Shown, tab: Callable[..., Tab], pictures: Pictures, name: str, path: str, scheme: str

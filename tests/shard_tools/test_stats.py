@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import wave
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,13 +27,14 @@ from PIL import Image, PngImagePlugin
 
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from shard_tools.look.show.pages import stats_page
+from shard_tools.look.show.overview.cards import stats_page
 from shard_tools.look.stats import journal, sketches
 from shard_tools.look.stats import run as stats_run
 from shard_tools.look.stats.report import StatsReport
-from shard_tools.look.stats.run import DEFAULT_LIMIT, StatsOptions, choose, stats
+from shard_tools.look.stats.run import StatsOptions, stats
 from shard_tools.look.stats.shard import ShardReader, StatsPart
 from shard_tools.look.stats.sketches import Distribution, Repeats, Top
+from shard_tools.look.stats.survey import DEFAULT_LIMIT, choose
 from shard_tools.running.progress import Progress
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
@@ -143,14 +145,17 @@ def test_top_is_exact_within_its_capacity_and_says_by_how_much_it_errs(parts: li
 
 @given(st.lists(st.lists(st.integers(0, 2**63 - 1).map(lambda one: one % 50), max_size=60), max_size=6))
 def test_repeats_count_what_occurs_again(parts: list[list[int]]) -> None:
-    joined = Repeats()
+    joined, at = Repeats(), 0
     for part in parts:
         one = Repeats()
-        one.add(np.array(part, np.int64))
+        one.add(np.array(part, np.int64), np.arange(at, at + len(part)))
+        at += len(part)
         joined.merge(Repeats.of_dict(json.loads(json.dumps(one.as_dict()))))
     values = [value for part in parts for value in part]
     assert joined.is_exact
     assert (joined.num, joined.num_again) == (len(values), len(values) - len(set(values)))
+    again = {value: [i for i, one in enumerate(values) if one == value] for value in values if values.count(value) > 1}
+    assert joined.pairs(100) == sorted((places[0], places[-1]) for places in again.values())
 
 
 def test_repeats_beyond_their_capacity_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +165,7 @@ def test_repeats_beyond_their_capacity_are_estimated(monkeypatch: pytest.MonkeyP
     joined = Repeats()
     for part in np.array_split(np.concatenate((hashes, hashes[:60_000])), 40):
         one = Repeats()
-        one.add(part)
+        one.add(part, part)
         joined.merge(one)
     assert not joined.is_exact
     assert joined.num_again == pytest.approx(60_000, rel=0.15)
@@ -296,7 +301,7 @@ def test_no_byte_is_read_for_what_the_index_knows(tmp_path: Path) -> None:
     """Large values have their checksums there; a column has the classes."""
     rng = np.random.default_rng(0)
     blobs = [rng.bytes(200_000) for _ in range(4)]
-    samples = [{"__key__": f"{i}", "mp4": blobs[i % 4], "cls": i % 3} for i in range(6)]
+    samples = [{"__key__": f"{i}", "msgpack": blobs[i % 4], "cls": i % 3} for i in range(6)]
     data = write(tmp_path / "d", samples, columns={"cls": "cls"})
     storage = Reads()
     found = stats([str(data)], storage=storage, options=StatsOptions(limit=None)).as_dict()
@@ -383,6 +388,26 @@ def by_class(sample: Sample, i: int) -> None:
     sample["cls"] = i // 20
 
 
+def rare_class(sample: Sample, i: int) -> None:
+    sample["cls"] = int(i % 20 == 3)
+
+
+def with_sound(at: int, rate: int, channels: int) -> Callable[[Sample, int], None]:
+    def change(sample: Sample, i: int) -> None:
+        sample["wav"] = wav(rate, channels) if i == at else wav(16_000, 1)
+
+    return change
+
+
+def wav(rate: int, channels: int) -> bytes:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setparams((channels, 2, rate, 0, "NONE", ""))
+        file.writeframes(bytes(2 * channels * 100))
+    return out.getvalue()
+
+
+UNNAMED = {"sorted", "partial", "pickle", "uneven classes"}  # of which no sample is an example
 NOISE = np.random.default_rng(0).bytes(3 << 20)
 SURPRISES: dict[str, tuple[str, Callable[[Sample, int], None]]] = {
     "sorted": ("class-sorted shards: .* have the same cls", by_class),
@@ -398,6 +423,10 @@ SURPRISES: dict[str, tuple[str, Callable[[Sample, int], None]]] = {
     "duplicate contents": ("duplicate contents: 1 of 100 values of jpg", put("jpg", plain_sample(3)["jpg"])),
     "text classes": ("classes that are no numbers: field cls in 1 sample, such as 'cat'", put("cls", b"cat")),
     "pickle": ("pickles: field pkl", put("pkl", b"\x80\x04.")),
+    "mixed rate": (r"mixed sampling rates in field wav: 16,000 99\.0%, 8,000 1\.0%", with_sound(7, 8000, 1)),
+    "mixed channels": (r"mixed numbers of channels in field wav: 1 99\.0%, 2 1\.0%", with_sound(7, 16_000, 2)),
+    "uneven classes": (r"uneven classes of cls: 0 has 95\.0% of the samples, 1 5\.0%", rare_class),
+    "near keys": ("keys that are nearly equal: 1 sample of 100", put("__key__", "8")),
 }
 
 
@@ -420,6 +449,9 @@ def test_a_surprise_is_found_where_it_is(tmp_path: Path, kind: str) -> None:
     assert re.match(what, found.what)
     assert found.why
     assert found.cure
+    named = {one.key for group in found.groups for one in group}
+    key = {"odd keys": "a b\x01", "near keys": "8"}.get(kind, "00007")
+    assert (key in named) == (kind not in UNNAMED)
     allowed = {"partial", "giant", "broken", "formats", "duplicate contents"}  # that come along with another
     assert kinds(report) <= {kind} | allowed
 
@@ -609,7 +641,7 @@ def test_json_is_as_promised(tmp_path: Path) -> None:
     done = run(write(tmp_path / "e", some(by_class)), "--json")
     assert done.exit_code == 0  # surprises are no failures
     (one,) = json.loads(done.stdout)["surprises"]
-    assert one.keys() == {"what", "why", "cure"}
+    assert one.keys() == {"what", "why", "cure", "samples"}
 
 
 def test_text_and_wrong_usage(tmp_path: Path) -> None:

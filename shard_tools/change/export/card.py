@@ -56,9 +56,9 @@ def card(job: ExportJob, splits: Mapping[str, Sequence[str]], tags: Sequence[str
         (one.name, kind_of(one.name), f"{one.num_samples:,}", f"{one.min_bytes:,}", f"{one.max_bytes:,}")
         for one in facts.fields
     ]
-    lines += _table(("field", "kind", "samples", "least bytes", "most bytes"), fields)
+    lines += _table(("field", "kind", "samples", "min bytes", "max bytes"), fields)
     columns = [
-        (one.name, one.type, f"{one.num_values:,}", "" if one.least is None else f"{one.least:,} to {one.most:,}")
+        (one.name, one.type, f"{one.num_values:,}", "" if one.min is None else f"{one.min:,} to {one.max:,}")
         for one in facts.columns
     ]
     lines += _table(("column", "type", "samples", "range"), columns) if columns else []

@@ -73,16 +73,16 @@ class ColumnInfo:
         name: Its name.
         type: Arrow type of its values.
         num_values: Number of samples that have a value.
-        least: The least of its numbers; None if it holds none.
-        most: The greatest of its numbers.
+        min: The least of its numbers; None if it holds none.
+        max: The greatest of its numbers.
         version: Version of a late column; "" for a column of the sample tables.
     """
 
     name: str
     type: str = "null"
     num_values: int = 0
-    least: float | None = None
-    most: float | None = None
+    min: float | None = None
+    max: float | None = None
     version: str = ""
 
     def joined(self, values: pa.Array) -> ColumnInfo:
@@ -91,12 +91,12 @@ class ColumnInfo:
         if not count:
             return self
         kind = "double" if {self.type, str(values.type)} == {"int64", "double"} else str(values.type)
-        least, most = self.least, self.most
+        least, most = self.min, self.max
         if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
             found = pc.min_max(values).as_py()
             least = found["min"] if least is None else min(least, found["min"])
             most = found["max"] if most is None else max(most, found["max"])
-        return replace(self, type=kind, num_values=self.num_values + count, least=least, most=most)
+        return replace(self, type=kind, num_values=self.num_values + count, min=least, max=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -555,11 +555,11 @@ def show_info(report: DataSetInfo) -> None:
         click.echo(f"view      {plain(view.name)}: {view.num_kept:,} of {counted(view.num_samples, 'sample')}")
     if report.columns:
         show_table(
-            ("column", "samples", "type", "least", "most"),
+            ("column", "samples", "type", "min", "max"),
             [
                 (
                     f"{column.name}{' (late)' if column.version else ''}", f"{column.num_values:,}", column.type,
-                    *("" if one is None else f"{one:,}" for one in (column.least, column.most)),
+                    *("" if one is None else f"{one:,}" for one in (column.min, column.max)),
                 )
                 for column in report.columns
             ],
@@ -569,7 +569,7 @@ def show_info(report: DataSetInfo) -> None:
             (one.num_bytes, one.num_bytes / one.num_samples, one.min_bytes, one.max_bytes) for one in report.fields
         )
         show_table(
-            ("field", "samples", "bytes", "mean", "least", "most"),
+            ("field", "samples", "bytes", "mean", "min", "max"),
             [
                 (f"{one.name}{' (late)' if one.is_late else ''}", f"{one.num_samples:,}", *map(format_bytes, size))
                 for one, size in zip(report.fields, sizes, strict=True)

@@ -41,7 +41,7 @@ class _Inside:
 
     def section(self, page: Page) -> str:
         """Return a page without a frame."""
-        query = Query({})
+        query = Query(page.file_asks)
         found = answered(page, self.subject, query)
         return template(page.template).render(
             frame="bare.html", is_file=True, subject=self.subject, to=self.to, src=self.src, title=page.title,

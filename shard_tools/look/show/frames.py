@@ -78,7 +78,7 @@ class Served:
         text = template(name).render(
             frame="served.html", is_file=False, subject=self.subject, to=address, src=str,
             pages=[] if self.subject is None else [
-                one for one in self.pages if one.in_navigation and one.fits(self.subject)
+                one for one in self.pages if one.is_listed(self.subject)
             ], **values,
         )  # fmt: skip
         # Data cannot write an attribute: its quotes are escaped.

@@ -93,7 +93,7 @@ class _Site:
             if refused is not None:
                 return self._failed(refused, query, knows=False)
             if not is_open and not session and self.access.opens(request.method, request.headers, token):
-                return self._let_in(token, address(request.url.path, **query.given), query)
+                return self._let_in(token, self._wanted(request.url.path, query), query)
             try:
                 response = answer(request, what, query)
             except ShardstreamError as error:
@@ -109,6 +109,16 @@ class _Site:
 
         return endpoint
 
+    @property
+    def _first(self) -> Page | None:
+        """The first page of the navigation; None: there is none."""
+        return next((one for one in self.pages if one.is_listed(self.subject)), None)
+
+    def _wanted(self, path: str, query: Query) -> str:
+        """Return the page that a browser gets: for the printed address the first one, else the one it asks for."""
+        first = self._first if path == "/" and not query.given else None
+        return address(path, **query.given) if first is None else first.path
+
     def _let_in(self, token: str, where: str, query: Query) -> Any:
         """Begin a session, and redirect the browser to the requested page in it."""
         made = self.access.let_in(token)
@@ -121,7 +131,7 @@ class _Site:
 
     def _page(self, request: Any, page: Page, query: Query) -> Any:
         if page.path == "/" and not page.fits(self.subject):  # the target of the printed address
-            page = next((one for one in self.pages if one.in_navigation and one.fits(self.subject)), page)
+            page = self._first or page
         query.check(page.path, page.asks)
         is_json = query.choice("format", "html", "json") == "json"
         if not page.fits(self.subject):
@@ -129,7 +139,8 @@ class _Site:
         found = answered(page, self.subject, query)
         if is_json:
             return self._response(as_text(found.as_dict()), _JSON)
-        return self._response(self._served(request.path_params.get("session", "")).html(page, query, found), _HTML)
+        html = self._served(request.path_params.get("session", "")).html(page, query, found)
+        return self._response(html, _HTML, getattr(found.answer, "status", HTTPStatus.OK))
 
     def _served(self, session: str) -> Served:
         return Served(self.subject, self.pages, f"/s/{session}" if session else "")

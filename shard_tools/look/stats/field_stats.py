@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +11,8 @@ from typing import Any, Final
 import numpy as np
 from PIL import TiffImagePlugin
 
-from shard_tools.look.stats.kinds import UNKNOWN, kind_of_value
+from shard_tools.look.stats.kinds import MASK, UNKNOWN, kind_of_value
+from shard_tools.look.stats.media_heads import RangedValue, Read, Stated, stated_by
 from shard_tools.look.stats.sketches import Word
 from streaming.build.decode.images import MAX_PIXELS, open_image
 from streaming.build.decode.upright import orientation_of
@@ -21,13 +21,15 @@ from streaming.common.arguments import unpacked_name
 
 HEAD_BYTES: Final = 32 << 10  # holds the header of most images and arrays
 TEXT_BYTES: Final = 1 << 20  # the part of a text or JSON that is read
-_HEADS: Final = {"image": HEAD_BYTES, "audio": 4096, "tensor": 4096, UNKNOWN: 512}
-_WHOLE: Final = ("text", "json", "class", "number")
+_HEADS: Final = {"image": HEAD_BYTES, "audio": 4096, "video": 16 << 10, "tensor": 4096, UNKNOWN: 512}
+_WHOLE: Final = ("text", "json", "class", "number", MASK)
+_MEDIA: Final = ("audio", "video")
 _WORD_CHARACTERS = 64
 _JSON_KEYS = 64
 _DEEPEST = 64  # most dimensions of an array
 _WEBP_EXIF: Final = 0x08
 _UNREADABLE_IMAGES: Final = frozenset({"avif", "heic", "heif", "jp2", "jxl"})
+_UNREADABLE_VIDEOS: Final = frozenset({"avi", "mpg", "mpeg"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def head_bytes(kind: str) -> int:
     return TEXT_BYTES if kind in _WHOLE else _HEADS.get(kind, 0)
 
 
-def look(kind: str, field_name: str, data: bytes, num_bytes: int) -> Seen:
+def look(kind: str, field_name: str, data: bytes, num_bytes: int, more: Read | None = None) -> Seen:
     """Return the facts of a value.
 
     Args:
@@ -56,18 +58,23 @@ def look(kind: str, field_name: str, data: bytes, num_bytes: int) -> Seen:
         field_name: The field.
         data: The beginning of its bytes, at least :func:`head_bytes` bytes of them.
         num_bytes: Size of the whole value.
+        more: Reads other bytes of it, for sounds and videos, whose headers may lie at the end.
 
     Raises:
         CutError: More of its bytes are needed.
         Exception: The value is broken; the error may come from any library.
     """
     found = _LOOKS.get(kind)
-    if found is None:
+    if found is None and kind not in _MEDIA:
         return Seen()
     inner = unpacked_name(field_name)
+    if kind in _MEDIA and inner is None:
+        return _media(field_name, RangedValue(data, num_bytes, more), is_video=kind == "video")
     if inner is not None:
         field_name, (data, is_whole) = inner, unpacked_head(data, head_bytes(kind))
         num_bytes = len(data) + (not is_whole)
+    if found is None:
+        return Seen()
     try:
         return found(field_name, data, num_bytes)
     except Exception as error:
@@ -157,13 +164,30 @@ def _shape(dtype: str, shape: Any) -> str:
     return _short(f"{dtype} [{', '.join(str(one) for one in list(shape)[:_DEEPEST])}]")
 
 
-def _audio(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  the signature of all these functions
-    if data[:4] != b"RIFF":
+def _media(field_name: str, value: RangedValue, *, is_video: bool) -> Seen:
+    if field_name.lower().rpartition(".")[2] in _UNREADABLE_VIDEOS:
         return Seen()
-    with wave.open(io.BytesIO(data)) as sound:
-        rate, channels = sound.getframerate(), sound.getnchannels()
-        seconds = sound.getnframes() / max(rate, 1)
-    return Seen(numbers={"seconds": seconds}, words={"sound": f"{rate} Hz, {channels} channels"})
+    found = stated_by(value, is_video=is_video)
+    words: dict[str, Word] = {"codec": _short(found.codec)}
+    words |= {"rate": found.rate} if found.rate else {}
+    words |= {"channels": found.channels} if found.channels else {}
+    words |= {"size": f"{found.width}x{found.height}"} if found.width else {}
+    return Seen(numbers=_stated_numbers(found), words=words)
+
+
+def _stated_numbers(found: Stated) -> dict[str, float]:
+    numbers = {"seconds": found.seconds, "width": found.width, "height": found.height}
+    numbers["frames_per_second"] = round(found.frame_rate, 3)
+    return {name: number for name, number in numbers.items() if number}
+
+
+def _mask(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  the signature of all these functions
+    supervised = len(data) - data.count(0)
+    words: dict[str, Word] = {"kind": MASK}
+    return Seen(
+        numbers={"tokens": len(data), "supervised": supervised},
+        words=words if supervised or not data else {**words, "unsupervised": True},
+    )
 
 
 def _class(_: str, data: bytes, num_bytes: int) -> Seen:  # noqa: ARG001  the signature of all these functions
@@ -187,6 +211,6 @@ def _short(text: str) -> str:
 
 
 _LOOKS: Final[Mapping[str, Callable[[str, bytes, int], Seen]]] = {
-    "image": _image, "text": _text, "json": _json, "tensor": _tensor, "audio": _audio, "class": _class,
-    "number": _number, UNKNOWN: _unknown,
+    "image": _image, "text": _text, "json": _json, "tensor": _tensor, "class": _class, "number": _number, MASK: _mask,
+    UNKNOWN: _unknown,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from streaming.errors import AccessDeniedError, NotFoundError, StorageError
 from streaming.shards.index.files import is_sealed, read_document, write_document
 from streaming.storage import Storage, join_url
 
-_FORMAT, _VERSION = "shardstream-stats", 1
+_FORMAT, _VERSION = "shardstream-stats", 2
 _log = logging.getLogger(__name__)
 _SHARE = 20  # writing takes at most 1/20 of the time, regardless of the size of the totals
 

@@ -22,6 +22,8 @@ CLASS_NAMES: Final = frozenset(
 )
 """Last parts of the names (in lower case) of columns that hold a class."""
 UNKNOWN: Final = "bytes"
+MASK: Final = "mask"
+"""Kind of a field that marks tokens, which only a schema states."""
 
 
 def kind_of(field: str) -> str:

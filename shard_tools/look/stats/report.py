@@ -11,7 +11,6 @@ from shard_tools.look.stats.sketches import Top
 from shard_tools.look.stats.surprises import Surprise, content_field
 from shard_tools.look.stats.totals import ColumnTotals, FieldTotals, Totals
 from streaming.common.arguments import counted
-from streaming.storage import redact_text
 
 _TOP = 20  # reported values of a column
 _CLASSES = 1000  # reported values of a field or column of classes
@@ -23,8 +22,11 @@ class StatsReport:
 
     Attributes:
         url: The set.
+        num_samples: Number of its samples.
         num_bytes: Bytes of its shards; of a filtered set, bytes of the samples that are left.
         num_shards: Shards that hold these samples.
+        num_seen_shards: Shards whose samples are in the totals.
+        has_seen_all: Whether these are all that hold samples.
         num_chunks: Chunks that hold these samples.
         totals: The totals.
         kinds: Kind of each field.
@@ -34,8 +36,11 @@ class StatsReport:
     """
 
     url: str
+    num_samples: int
     num_bytes: int
     num_shards: int
+    num_seen_shards: int
+    has_seen_all: bool
     num_chunks: int
     totals: Totals
     kinds: Mapping[str, str]
@@ -44,9 +49,24 @@ class StatsReport:
     selected: str
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples."""
+    def num_seen(self) -> int:
+        """Number of samples in the totals; all, unless a page has just begun, or the set is very large."""
         return self.totals.num_samples
+
+    @property
+    def supervised(self) -> tuple[int, int] | None:
+        """Number of supervised tokens, and of tokens, in the masks that were read; None: no masks were read."""
+        read = [one.numbers for one in self.totals.fields.values() if "supervised" in one.numbers]
+        if not read:
+            return None
+        return int(sum(one["supervised"].total for one in read)), int(sum(one["tokens"].total for one in read))
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Number of tokens in the samples seen; None: no field holds tokens."""
+        fields = [one.numbers for one in self.totals.fields.values() if "supervised" not in one.numbers]
+        tokens = [one["tokens"].total for one in fields if "tokens" in one]
+        return int(sum(tokens)) if tokens else None
 
     @property
     def compared(self) -> str | None:
@@ -57,6 +77,11 @@ class StatsReport:
     @property
     def read_words(self) -> str:
         """The number of samples read, in words."""
+        if not self.has_seen_all:
+            return (
+                f"{self.num_seen:,} of {counted(self.num_samples, 'sample')} by the index, {self.totals.num_read:,} of "
+                f"them by their bytes, in {self.num_seen_shards:,} of {self.num_shards:,} shards spread over the set"
+            )
         if self.totals.num_read >= self.num_samples:
             return "all samples"
         return (
@@ -65,16 +90,21 @@ class StatsReport:
         )
 
     def classes(self) -> dict[str, Top]:
-        """Return the counts of classes: by field, and by column; columns cover all samples."""
-        found = {
+        """Return the counts of classes: by column, and by field if no column has its classes."""
+        columns = {name: one.top for name, one in self.totals.columns.items() if is_class(name)}
+        words = [{str(word) for word in top.counts} for top in columns.values()]
+        fields = {
             name: one.words["value"] for name, one in self.totals.fields.items()
             if self.kinds[name] == "class" and "value" in one.words
         }  # fmt: skip
-        return found | {name: one.top for name, one in self.totals.columns.items() if is_class(name)}
+        return columns | {
+            name: top for name, top in fields.items()
+            if name not in columns and {str(word) for word in top.counts} not in words
+        }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
-        compared = self.compared
+        compared, supervised = self.compared, self.supervised
         classes = self.classes()
         return {
             "samples": self.num_samples,
@@ -86,19 +116,21 @@ class StatsReport:
                 "bytes": self.totals.num_bytes_read,
                 "seed": self.seed,
                 "all": self.totals.num_read >= self.num_samples,
+                "seen": self.num_seen,
+                "seen_shards": self.num_seen_shards,
             },
             "fields": {name: _field(one, self.kinds[name]) for name, one in sorted(self.totals.fields.items())},
             "classes": {name: top.told(_CLASSES) for name, top in classes.items()},
             "columns": {
-                name: _column(one, self.num_samples) for name, one in sorted(self.totals.columns.items())
+                name: _column(one, self.num_seen) for name, one in sorted(self.totals.columns.items())
             },
+            "tokens": self.num_tokens,
+            "supervised": None if supervised is None else {"tokens": supervised[0], "of": supervised[1]},
             "duplicates": {
                 "keys": self.totals.keys.num_again,
                 "contents": self.totals.fields[compared].repeats.num_again if compared else None,
             },
-            "surprises": [
-                {name: redact_text(text) for name, text in one.as_dict().items()} for one in self.found
-            ],
+            "surprises": [one.as_dict() for one in self.found],
         }  # fmt: skip
 
 

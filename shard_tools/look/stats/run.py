@@ -1,36 +1,25 @@
-"""Sum up a set: the command ``stats``."""
+"""Sum up all of a set, shard by shard in order, so that a long run can be stopped: the command ``stats``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
 
-import numpy as np
-
-from shard_tools.change.sets.inspect import shards_unlike_index
-from shard_tools.change.sets.open_set import OpenSet, open_set
+from shard_tools.change.sets.open_set import open_set
 from shard_tools.look.stats.journal import TotalsJournal
-from shard_tools.look.stats.report import StatsReport, kinds_of
-from shard_tools.look.stats.shard import ShardReader, StatsPart
-from shard_tools.look.stats.surprises import Facts, surprises
+from shard_tools.look.stats.report import StatsReport
+from shard_tools.look.stats.survey import DEFAULT_LIMIT, SurveyedSet
 from shard_tools.look.stats.totals import Totals
 from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
-from streaming.errors import ConfigError, DataError, StorageError
-from streaming.sets.filters.late_columns import LateColumn
+from streaming.errors import ConfigError
 from streaming.sets.filters.select import Subset
 from streaming.shards.index.layout import chunks_path
-from streaming.shards.index.selection import Selection
 from streaming.storage import Storage, join_url, redact
-from streaming.types import Int64Array
 
-DEFAULT_LIMIT = 2000
-"""Default number of samples to read: shares are within 2 points, and a 1 in 500 case is seen with probability 98 %."""
 JOURNALS = "~/.cache/shardstream/stats"
-_RUN = 4  # adjacent samples: neighbors show the order, and cost no further request
-_WIDTHS = {"uint16": 2, "uint32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,59 +86,15 @@ def stats(
     _refuse_mixtures(urls)
     shards = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished, meets=False)
     kept = shards.kept(storage, where=options.where, view=options.view, subset=options.subset)
-    late, beside = _late_columns(shards, storage)
-    counts = _samples_of_shards(shards, kept)
-    chosen = choose(int(counts.sum()), options.limit, options.seed)
-    reader = ShardReader(
-        storage=storage, index_url=index_url, late=late, token_bytes=_token_bytes(shards, storage),
-        reads_all=chosen is None, seed=options.seed,
+    filters = {"where": options.where, "view": options.view, "subset": options.subset}
+    subject = SurveyedSet.of(
+        urls, shards, storage, kept=kept, limit=options.limit, seed=options.seed,
+        selected=", ".join(f"{name} {value}" for name, value in filters.items() if value is not None),
     )  # fmt: skip
     progress.start(total_bytes=None, total=len(shards.urls))
     calls = Calls(workers=options.workers, executor=executor, progress=progress)
-    totals = _sum_up(reader, _Parts(shards, kept, counts, chosen), options, calls)
-    kinds = kinds_of(totals)
-    rows = shards.chunks if kept is None else kept.table
-    facts = Facts(
-        urls=tuple(urls), totals=totals, kinds=kinds,
-        shard_bytes=np.array([shard.size_bytes for shard in shards.chunks.shards], np.int64),
-        chunk_bytes=rows.byte_end - rows.byte_start, chunk_samples=rows.num_samples,
-        has_index=shards.scanned is None, unfinished=tuple(mark.state for mark in shards.marks),
-        beside=(*beside, *totals.late_errors),
-        unlike=tuple(shards.unlike(storage)),
-        gone=tuple(shards_unlike_index(shards, urls, storage)) if shards.scanned is None else (),
-    )  # fmt: skip
-    filters = {"where": options.where, "view": options.view, "subset": options.subset}
-    return StatsReport(
-        url=" ".join(map(redact, urls)),
-        num_bytes=int(facts.shard_bytes.sum()) if kept is None else int(totals.sizes.total),
-        num_shards=len(shards.urls) if kept is None else int((counts > 0).sum()),
-        num_chunks=rows.num_chunks,
-        totals=totals,
-        kinds=kinds,
-        found=surprises(facts),
-        seed=options.seed,
-        selected=", ".join(f"{name} {value}" for name, value in filters.items() if value is not None),
-    )
-
-
-def choose(num_samples: int, limit: int | None, seed: int) -> Int64Array | None:
-    """Choose ``limit`` of ``num_samples`` samples, in runs of four, one run per equal part of the set; None: all.
-
-    Returns:
-        int64 ``[limit]``, ascending numbers.
-    """
-    if limit is None or limit >= num_samples:
-        return None
-    num_runs, num_taken = -(-num_samples // _RUN), -(-limit // _RUN)
-    borders = np.arange(num_taken + 1) * num_runs // num_taken
-    drawn = np.random.default_rng(seed).random(num_taken)
-    runs = borders[:-1] + (drawn * np.diff(borders)).astype(np.int64)
-    chosen = (runs[:, None] * _RUN + np.arange(_RUN)).ravel()
-    found: Int64Array = chosen[chosen < num_samples][:limit]
-    if len(found) < limit:  # the last run was shorter
-        others = np.setdiff1d(np.arange(min(num_samples, limit + _RUN)), found)
-        found = np.sort(np.concatenate((found, others[: limit - len(found)])))
-    return found
+    totals = _sum_up(subject, options, calls)
+    return subject.report(totals, int((subject.counts > 0).sum()), subject.gone())
 
 
 def _refuse_mixtures(urls: Sequence[str]) -> None:
@@ -161,68 +106,12 @@ def _refuse_mixtures(urls: Sequence[str]) -> None:
             )
 
 
-def _late_columns(shards: OpenSet, storage: Storage) -> tuple[list[LateColumn], tuple[str, ...]]:
-    """Return the late columns, or the reasons why they cannot be read."""
-    try:
-        return list(shards.late_columns(storage).values()), ()
-    except DataError as error:
-        return [], (str(error),)
-    except StorageError:  # a store that cannot list
-        return [], ()
-
-
-def _token_bytes(shards: OpenSet, storage: Storage) -> Mapping[str, Mapping[str, int]]:
-    """Return the width of the tokens of each field, by directory of the index."""
-    return {
-        home: {name: _WIDTHS[one.dtype] for name, one in schema.tokens.items()}
-        for home, schema in shards.schemas(storage).items()
-    }
-
-
-def _samples_of_shards(shards: OpenSet, kept: Selection | None) -> Int64Array:
-    """Return the number of counted samples per shard, int64 [S]."""
-    if kept is None:
-        return np.array([shard.num_samples for shard in shards.chunks.shards], np.int64)
-    table = kept.table
-    return np.bincount(table.shard, table.num_samples, len(shards.urls)).astype(np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """The parts of shards to read.
-
-    Attributes:
-        shards: The set.
-        kept: The samples to count; None: all.
-        counts: Number of counted samples per shard, int64 ``[S]``.
-        chosen: Ascending numbers, among the counted samples, of those whose bytes are read; None: all.
-    """
-
-    shards: OpenSet
-    kept: Selection | None
-    counts: Int64Array
-    chosen: Int64Array | None
-
-    def behind(self, num_done: int) -> Iterator[StatsPart]:
-        """Yield the parts of all shards after the first ``num_done``."""
-        offsets, numbers = np.concatenate(([0], np.cumsum(self.counts))), None
-        for position in range(num_done, len(self.counts)):
-            if self.chosen is not None:
-                low, high = np.searchsorted(self.chosen, offsets[position : position + 2])
-                numbers = self.chosen[low:high] - offsets[position]
-            yield StatsPart(
-                position=position, url=self.shards.urls[position], chunks=self.shards.chunks.of_shard(position),
-                scanned=None if self.shards.scanned is None else self.shards.scanned[position],
-                rows=None if self.kept is None else np.flatnonzero(self.kept.mask(position)), numbers=numbers,
-            )  # fmt: skip
-
-
-def _sum_up(reader: ShardReader, parts: _Parts, options: StatsOptions, calls: Calls) -> Totals:
+def _sum_up(subject: SurveyedSet, options: StatsOptions, calls: Calls) -> Totals:
     """Return the totals of all shards, continuing after those in a journal."""
-    journal, shards = None, parts.shards
+    journal, shards, reader = None, subject.shards, subject.reader
     done, totals = 0, Totals()
     if options.journal and reader.reads_all:
-        kept = "" if parts.kept is None else parts.kept.identity
+        kept = "" if subject.kept is None else subject.kept.identity
         columns = {column.name: column.version for column in reader.late}
         work = {"set": shards.chunks.fingerprint, "kept": kept, "columns": columns, "seed": options.seed}
         journal = TotalsJournal(
@@ -236,7 +125,7 @@ def _sum_up(reader: ShardReader, parts: _Parts, options: StatsOptions, calls: Ca
         calls.progress.advance(num=done)
     num_shards = len(shards.urls)
     shared = [(reader.storage, url) for url in (shards.urls[0], join_url(shards.homes[0], chunks_path()))]
-    with closing(calls.map(reader.read, parts.behind(done), shared=shared)) as found:
+    with closing(calls.map(reader.read, subject.parts(range(done, num_shards)), shared=shared)) as found:
         for number, one in enumerate(found, start=done + 1):
             totals.merge(one)
             if journal is not None and number < num_shards:

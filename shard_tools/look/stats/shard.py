@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +13,9 @@ import pyarrow as pa
 
 from shard_tools.change.sets.open_set import needed_samples
 from shard_tools.look.stats.field_stats import CutError, head_bytes, look
-from shard_tools.look.stats.kinds import kind_of
+from shard_tools.look.stats.kinds import MASK, kind_of
 from shard_tools.look.stats.sketches import Distribution
-from shard_tools.look.stats.totals import EXAMPLES, ColumnTotals, FieldTotals, Looked, Totals
+from shard_tools.look.stats.totals import EXAMPLES, ColumnTotals, ExampleSample, FieldTotals, Looked, Totals, places_of
 from shard_tools.running.progress import Progress
 from streaming.errors import AccessDeniedError, DataError, NotFoundError, StorageError
 from streaming.sets.filters.late_columns import LateColumn, read_values
@@ -28,7 +29,11 @@ from streaming.types import Int64Array
 _GAP_BYTES = 64 << 10  # a gap up to this size costs less to read than another request
 _REQUEST_BYTES = 8 << 20
 _MOST_BYTES = 16 << 20  # of one value, if its beginning does not suffice
-_NOT_COMPARED = ("class", "number")
+_REASON = 300  # characters of an error
+_NOT_COMPARED = ("class", "number", MASK)
+_WITH_EXAMPLES = frozenset(
+    {"mode", "format", "orientation", "too_large", "rate", "channels", "codec", "unsupervised", "value"}
+)  # facts in words of which a sample is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +71,7 @@ class ShardReader:
         index_url: Location of its index, if not beside the shards.
         late: Late columns.
         token_bytes: Width of the tokens of a field, where the set states it, by directory of the index.
+        masks: Fields that mark the tokens that count, where the set states them, by directory of the index.
         reads_all: Whether the bytes of all samples are read, so that small values are compared too.
         seed: Seed of everything random.
     """
@@ -74,6 +80,7 @@ class ShardReader:
     index_url: str | None
     late: Sequence[LateColumn]
     token_bytes: Mapping[str, Mapping[str, int]]
+    masks: Mapping[str, frozenset[str]]
     reads_all: bool
     seed: int
 
@@ -94,8 +101,8 @@ class ShardReader:
             self._add_table(totals, part, table, rows, draw)
             numbers = np.arange(len(rows)) if part.numbers is None else part.numbers
             if numbers.size:
-                looked = Looked()
-                self._look(_Values(self, totals, looked, part.url, table, progress), rows, numbers)
+                looked = Looked(part.position)
+                self._look(_Values(self, totals, looked, part.position, part.url, table, progress), rows, numbers)
                 looked.sum_up(totals, draw)
         progress.advance(num=1)
         return totals
@@ -107,9 +114,12 @@ class ShardReader:
         sizes = np.diff(table.record_starts)[rows]
         totals.sizes.add(sizes, draw)
         largest = int(np.argmax(sizes))
-        totals.largest = (int(sizes[largest]), table.keys[int(rows[largest])], redact(part.url))
+        row = int(rows[largest])
+        totals.largest_bytes = int(sizes[largest])
+        totals.largest = ExampleSample(part.position, row, table.keys[row], redact(part.url))
         whole = len(rows) == table.num_samples
-        totals.add_keys(table.keys if whole else [table.keys[row] for row in rows.tolist()])
+        keys = table.keys if whole else [table.keys[row] for row in rows.tolist()]
+        totals.add_keys(keys, part.position, rows)
         late: dict[str, Values] = {}
         for late_column in self.late:
             try:
@@ -127,11 +137,14 @@ class ShardReader:
             one = totals.fields[name] = FieldTotals()
             of_field = all_sizes[there]
             one.sizes.add(of_field, draw)
-            one.num_empty = int((of_field == 0).sum())
+            is_empty = of_field == 0
+            one.num_empty = int(is_empty.sum())
+            some = there[is_empty][:EXAMPLES].tolist()
+            one.empty = [ExampleSample(part.position, row, table.keys[row]) for row in some]
             sums = table.large.fields.get(name)
             if sums is not None:
                 known = there[sums[there] >= 0]
-                one.add_checksums(all_sizes[known], sums[known])
+                one.add_checksums(all_sizes[known], sums[known], places_of(part.position, known))
             width = self._token_bytes(name, part.url, table, there)
             if width:
                 one.numbers.setdefault("tokens", Distribution()).add(of_field // width, draw)
@@ -149,7 +162,7 @@ class ShardReader:
     def _look(self, values: _Values, rows: Int64Array, numbers: Int64Array) -> None:
         """Read the values of rows ``rows[numbers]`` as far as needed, and add their facts."""
         values.totals.num_read = len(numbers)
-        for first, stop, wanted in _requests(list(self._wanted(values.table, rows, numbers))):
+        for first, stop, wanted in _requests(list(self._wanted(values, rows, numbers))):
             data = values.bytes_of(first, stop, len({one.row for one in wanted}))
             if data is None:
                 if values.is_gone:
@@ -158,11 +171,12 @@ class ShardReader:
             for one in wanted:
                 values.take(one, bytes(data[one.start - first : one.stop - first]))
 
-    def _wanted(self, table: SampleTable, rows: Int64Array, numbers: Int64Array) -> Iterator[_Wanted]:
+    def _wanted(self, values: _Values, rows: Int64Array, numbers: Int64Array) -> Iterator[_Wanted]:
         """Yield the bytes to read of each value."""
+        table, masks = values.table, self.masks.get(home_of(values.url, self.index_url), frozenset())
         columns = {*table.columns, *(column.name for column in self.late)}
         for name, (all_starts, all_sizes) in table.fields.items():
-            kind = kind_of(name)
+            kind = MASK if name in masks else kind_of(name)
             if kind == "class" and name in columns:
                 continue
             starts, sizes = all_starts[rows[numbers]], all_sizes[rows[numbers]]
@@ -216,6 +230,7 @@ class _Values:
     reader: ShardReader
     totals: Totals
     looked: Looked
+    position: int
     url: str
     table: SampleTable
     progress: Progress
@@ -246,26 +261,36 @@ class _Values:
         field.num_read += 1
         if one.is_compared:
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            self.looked.hashes[one.field].append(int.from_bytes(digest, "little") >> 1)
+            self.looked.hashes[one.field].append((int.from_bytes(digest, "little") >> 1, one.row))
         try:
             try:
-                seen = look(one.kind, one.field, data, one.size)
+                seen = look(one.kind, one.field, data, one.size, partial(self._more, one))
             except CutError:
                 more = self.bytes_of(one.start, one.start + min(one.size, _MOST_BYTES), 1)
                 seen = look(one.kind, one.field, b"" if more is None else bytes(more), one.size)
         except (StorageError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001  any library may fail on untrusted bytes: counted
-            field.add_broken(f"{self.table.keys[one.row]}: {type(error).__name__}: {error}"[:300])
+            field.add_broken(self._example(one, f"{type(error).__name__}: {error}"[:_REASON]))
             return
         for name, number in seen.numbers.items():
             self.looked.numbers[one.field, name].append(number)
         for name, word in seen.words.items():
             self.looked.words[one.field, name].append(word)
+            if name in _WITH_EXAMPLES and (name != "value" or isinstance(word, str)):
+                field.show(name, str(word), self._example(one))
         for name, words in seen.many.items():
             self.looked.words[one.field, name] += words
         if one.kind == "class":
             self.looked.classes[one.field].append((one.number, str(seen.words["value"])))
+
+    def _example(self, one: _Wanted, what: str = "") -> ExampleSample:
+        return ExampleSample(self.position, one.row, self.table.keys[one.row], what)
+
+    def _more(self, one: _Wanted, start: int, stop: int) -> bytes:
+        """Return further bytes of a value, b"" if the shard lacks them."""
+        found = self.bytes_of(one.start + start, one.start + stop, 1)
+        return b"" if found is None else bytes(found)
 
 
 def _size_of(storage: Storage, url: str) -> int | None:

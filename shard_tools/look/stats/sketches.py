@@ -30,7 +30,7 @@ WORDS = 4096
 WORD_CHARACTERS = 128
 """Longer texts are compared by their beginning only."""
 HASHES = 1 << 21
-"""Distinct hashes that ``Repeats`` keeps: 32 MiB, and four times as much while counting."""
+"""Distinct hashes that ``Repeats`` keeps: 64 MiB, and four times as much while counting."""
 _BINS = 24
 _HASH_BITS = 63
 
@@ -198,7 +198,7 @@ class Top:
 
 @dataclass(slots=True)
 class Repeats:
-    """Count repeated hashes of 63 bits.
+    """Count repeated hashes of 63 bits, and note the first and the last place of each.
 
     Beyond ``HASHES`` distinct hashes, only those below a bound are kept, and the bound is halved as needed (Gibbons,
     2001). The result is a sample in which each value comes with all its repetitions.
@@ -206,28 +206,28 @@ class Repeats:
 
     num: int = 0
     level: int = 0
-    _hashes: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    _counts: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    _waiting: list[tuple[Int64Array, Int64Array]] = field(default_factory=list)
+    # int64 [4, n]: hashes, ascending; how often each occurs; its first place; its last.
+    _kept: Int64Array = field(default_factory=lambda: np.empty((4, 0), np.int64))
+    _waiting: list[Int64Array] = field(default_factory=list)
     _num_waiting: int = 0
 
-    def add(self, hashes: Int64Array) -> None:
-        """Add hashes from 0 to 2**63 - 1."""
+    def add(self, hashes: Int64Array, places: Int64Array) -> None:
+        """Add hashes from 0 to 2**63 - 1, with numbers that say where each comes from."""
         self.num += len(hashes)
-        self._put(hashes, np.ones(len(hashes), np.int64))
+        self._put(np.stack((hashes, np.ones(len(hashes), np.int64), places, places)))
 
     def merge(self, other: Repeats) -> None:
         """Add all hashes of another summary."""
         other._count()
         self.num += other.num
         self.level = max(self.level, other.level)
-        self._put(other._hashes, other._counts)
+        self._put(other._kept)
 
-    def _put(self, hashes: Int64Array, counts: Int64Array) -> None:
-        kept = self._is_kept(hashes)
-        self._waiting.append((hashes[kept], counts[kept]))
-        self._num_waiting += int(kept.sum())
-        if self._num_waiting > max(len(self._hashes) // 2, HASHES // 16):
+    def _put(self, found: Int64Array) -> None:
+        kept = found[:, self._is_kept(found[0])]
+        self._waiting.append(kept)
+        self._num_waiting += kept.shape[1]
+        if self._num_waiting > max(self._kept.shape[1] // 2, HASHES // 16):
             self._count()
 
     def _is_kept(self, hashes: Int64Array) -> npt.NDArray[np.bool_]:
@@ -236,17 +236,22 @@ class Repeats:
 
     def _count(self) -> None:
         """Join the waiting hashes, and halve the bound while there are too many."""
-        parts = [(self._hashes, self._counts), *self._waiting]
-        hashes, counts = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-        self._hashes, places = np.unique(hashes, return_inverse=True)
-        self._counts = np.bincount(places, counts, len(self._hashes)).astype(np.int64)
+        if not self._waiting:
+            return
+        found = np.concatenate((self._kept, *self._waiting), axis=1)
         self._waiting, self._num_waiting = [], 0
+        found = found[:, np.argsort(found[0], kind="stable")]
+        begins = np.flatnonzero(np.diff(found[0], prepend=-1))  # of each hash
+        if begins.size:
+            counts = np.add.reduceat(found[1], begins)
+            firsts, lasts = np.minimum.reduceat(found[2], begins), np.maximum.reduceat(found[3], begins)
+            found = np.stack((found[0, begins], counts, firsts, lasts))
         while True:
-            kept = self._is_kept(self._hashes)
-            self._hashes, self._counts = self._hashes[kept], self._counts[kept]
-            if len(self._hashes) <= HASHES:
-                return
+            found = found[:, self._is_kept(found[0])]
+            if found.shape[1] <= HASHES:
+                break
             self.level += 1
+        self._kept = found
 
     @property
     def is_exact(self) -> bool:
@@ -257,19 +262,25 @@ class Repeats:
     def num_again(self) -> int:
         """Number of values that occurred before; an estimate beyond the capacity."""
         self._count()
-        return int((self._counts - 1).sum()) << self.level
+        return int((self._kept[1] - 1).sum()) << self.level
+
+    def pairs(self, most: int) -> list[tuple[int, int]]:
+        """Return the first and the last place of repeated values, those that come first, at most ``most`` pairs."""
+        self._count()
+        again = self._kept[2:, self._kept[1] > 1]
+        order = np.argsort(again[0], kind="stable")[:most]
+        return [(first, last) for first, last in again[:, order].T.tolist()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the complete state, JSON-able."""
         self._count()
-        packed = {"hashes": _packed(self._hashes), "counts": _packed(self._counts)}
-        return {"num": self.num, "level": self.level, **packed}
+        return {"num": self.num, "level": self.level, "kept": [_packed(row) for row in self._kept]}
 
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Repeats:
         """Restore from the result of :meth:`as_dict`."""
-        hashes, counts = (_unpacked(content[name], np.int64) for name in ("hashes", "counts"))
-        return cls(content["num"], content["level"], hashes, counts)
+        kept = np.stack([_unpacked(row, np.int64) for row in content["kept"]])
+        return cls(content["num"], content["level"], kept)
 
 
 def _plain(number: float) -> float:

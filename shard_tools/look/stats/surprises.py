@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from shard_tools.look.stats.kinds import is_class
 from shard_tools.look.stats.sketches import Top
-from shard_tools.look.stats.totals import Adjacent, FieldTotals, Totals
+from shard_tools.look.stats.totals import Adjacent, ExampleSample, FieldTotals, Totals
 from shard_tools.running.report import Finding
 from streaming.build.decode.images import MAX_PIXELS
 from streaming.common.arguments import counted, format_bytes
 from streaming.errors import shell_spec, shell_word
-from streaming.storage import redact
+from streaming.storage import redact, redact_text
 from streaming.types import Int64Array
 
 _GIANT_TIMES, _GIANT_BYTES = 64, 1 << 20
@@ -23,6 +24,12 @@ _UNEVEN_TIMES = 2
 _MORE_ALIKE = 0.2  # 0: random order; 1: sorted by class
 _SURE = 6.0  # in standard deviations
 _FEW_PAIRS = 20
+_RARE_TIMES = 10  # the most frequent class has as many times the samples of the rarest
+_NAMED = 3
+_FEW_OF_EACH = 20  # mean number of samples per class, below which shares say little
+
+Group: TypeAlias = tuple[ExampleSample, ...]
+"""A sample that shows a surprise, or several that show it together: equal ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +41,28 @@ class Surprise:
         what: The fact.
         why: Why it matters.
         cure: What to do about it.
+        samples: The first samples that show it.
     """
 
     kind: str
     what: str
     why: str
     cure: str
+    samples: tuple[Group, ...] = ()
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the JSON-able form."""
-        return {"what": self.what, "why": self.why, "cure": self.cure}
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The first of these samples: few enough for a line."""
+        return self.samples[:_NAMED]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form: samples as lists of the keys of each group."""
+        texts = {name: redact_text(getattr(self, name)) for name in ("what", "why", "cure")}
+        return {**texts, "samples": [[one.key for one in group] for group in self.groups]}
+
+
+def _each(some: Iterable[ExampleSample]) -> tuple[Group, ...]:
+    return tuple((one,) for one in some)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +81,9 @@ class Facts:
         beside: What cannot be read beside the index.
         unlike: Differences in the meaning of several sets.
         gone: Shards that are missing, or have another size than the index says.
+        same_keys: The first samples of equal keys.
+        near_keys: The first samples whose keys are equal but for what people overlook.
+        same_contents: The first samples of equal contents.
     """
 
     urls: tuple[str, ...]
@@ -75,6 +97,9 @@ class Facts:
     beside: tuple[str, ...]
     gone: tuple[Finding, ...] = ()
     unlike: tuple[Finding, ...] = ()
+    same_keys: tuple[Group, ...] = ()
+    near_keys: tuple[Group, ...] = ()
+    same_contents: tuple[Group, ...] = ()
 
     @property
     def place(self) -> str:
@@ -169,16 +194,17 @@ def _class_runs(facts: Facts) -> Iterator[Surprise]:
 
 
 def _giant(facts: Facts) -> Iterator[Surprise]:
-    size, key, shard = facts.totals.largest
+    size, one = facts.totals.largest_bytes, facts.totals.largest
     typical = facts.totals.sizes.quantile(0.5) or 0
     if size >= _GIANT_BYTES and size >= _GIANT_TIMES * typical:
         yield Surprise(
             kind="giant",
-            what=f"one giant sample: {key!r} in {shard} has {format_bytes(size)}, half of the others at most "
+            what=f"one giant sample: {one.key!r} in {one.what} has {format_bytes(size)}, half of the others at most "
             f"{format_bytes(typical)}",
             why="the chunk that holds it is read as a whole: it takes memory of every run, and the step that draws it "
             "is slow",
-            cure=f"look at it with `shard_tools cat`; if it is not meant, leave it out with exclude=[{key!r}]",
+            cure=f"look at it with `shard_tools cat`; if it is not meant, leave it out with exclude=[{one.key!r}]",
+            samples=((one,),),
         )
 
 
@@ -270,6 +296,7 @@ def _empty(facts: Facts) -> Iterator[Surprise]:
             why="an image, array or number of 0 bytes does not decode; an empty text trains on nothing",
             cure=f"`shard_tools verify {facts.place} --decode --write-bad bad.jsonl` lists what does not decode, and "
             f"`{facts.reshard} --drop bad.jsonl` leaves it out",
+            samples=_each(one for field in facts.totals.fields.values() for one in field.empty),
         )  # fmt: skip
 
 
@@ -278,10 +305,12 @@ def _broken(facts: Facts) -> Iterator[Surprise]:
         if one.num_broken:
             yield Surprise(
                 kind="broken",
-                what=f"broken values: {one.num_broken:,} of {one.num_read:,} {name} looked at, first {one.broken[0]}",
+                what=f"broken values: {one.num_broken:,} of {one.num_read:,} {name} looked at, first "
+                f"{one.broken[0].key}: {one.broken[0].what}",
                 why="they do not decode: training substitutes them, and stops beyond max_bad_samples",
                 cure=f"`shard_tools verify {facts.place} --decode --write-bad bad.jsonl` lists them, and "
                 f"`{facts.reshard} --drop bad.jsonl` leaves them out",
+                samples=_each(one.broken),
             )
     for name, one in facts.of_kind("class"):
         texts = {value: num for value, num in one.words.get("value", Top()).counts.items() if isinstance(value, str)}
@@ -292,6 +321,7 @@ def _broken(facts: Facts) -> Iterator[Surprise]:
                 f"{min(texts)!r}",
                 why='decode="auto" reads classes as integers: these samples fail',
                 cure=f"decode={{{name!r}: str}}; or number them, as `shard_tools convert` does for folders",
+                samples=_each(one.shown.get("value", {}).values()),
             )
     for name, _ in facts.of_kind("pickle"):
         yield Surprise(
@@ -315,6 +345,7 @@ def _image_modes(facts: Facts) -> Iterator[Surprise]:
                 why="decoded as rgb8, gray becomes three equal channels, and CMYK is converted without its profile; "
                 "other readers give one channel, or four",
                 cure='keep decode="rgb8" (the default) everywhere, also where the model is used; or leave these out',
+                samples=_each(example for mode, example in one.shown.get("mode", {}).items() if mode in odd),
             )  # fmt: skip
 
 
@@ -337,6 +368,7 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
                 what=f"EXIF orientations: {turned / turns.num:.1%} of the {name} images are turned or mirrored",
                 why="decoders here turn them upright, others may not; boxes and masks must be of the same orientation",
                 cure="leave upright=True (the default); make labels of the upright image",
+                samples=_each(ex for way, ex in one.shown.get("orientation", {}).items() if way not in {"0", "1"}),
             )  # fmt: skip
         large = one.words.get("too_large", Top())
         if large.num:
@@ -346,6 +378,7 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
                 f"{MAX_PIXELS:,} pixels",
                 why="decoders refuse them, as a small file may unpack to gigabytes: they count as bad samples",
                 cure=f"decode={{{name!r}: decode.image('rgb8', max_pixels=…)}} if they are meant; else leave them out",
+                samples=_each(one.shown.get("too_large", {}).values()),
             )  # fmt: skip
         formats = one.words.get("format", Top())
         if len(formats.counts) > 1:
@@ -354,18 +387,20 @@ def _image_headers(facts: Facts) -> Iterator[Surprise]:
                 kind="formats", what=f"images of several formats in field {name}: {shares}",
                 why="decoders here look at the content; other tools go by the name",
                 cure="none needed here",
+                samples=_each(one.shown.get("format", {}).values()),
             )  # fmt: skip
 
 
 def _odd_keys(facts: Facts) -> Iterator[Surprise]:
     if facts.totals.num_odd:
-        first = ", ".join(map(ascii, facts.totals.odd))
+        first = ", ".join(ascii(one.key) for one in facts.totals.odd)
         yield Surprise(
             kind="odd keys",
             what=f"keys with odd characters: {facts.totals.num_odd:,}, first {first}",
             why="spaces, quotes, control characters, paths upwards and bytes that are not UTF-8 break scripts, lists "
             "of keys and unpacked files; letters of two spellings (not NFC) do not match in joins",
             cure="rename them where the set is written: `shard_tools convert … --key number`",
+            samples=_each(facts.totals.odd),
         )
 
 
@@ -380,6 +415,17 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
             "one",
             cure=f"`{facts.reshard} --key-prefix '{{number}}-'` keeps all, `{facts.reshard} --dedupe` joins those of "
             f"one key, and `{facts.dedupe} --by key` leaves the others out of the set itself",
+            samples=facts.same_keys,
+        )
+    if facts.near_keys:
+        yield Surprise(
+            kind="near keys",
+            what=f"keys that are nearly equal: {counted(facts.totals.num_near_keys, 'sample')} of "
+            f"{facts.totals.num_samples:,} differ from another only by case, leading zeros or the spelling of a letter",
+            why="file systems that ignore case join them, and so do tables that read keys as numbers",
+            cure=f"look at both with `shard_tools cat {facts.place} KEY`; if one is a copy, "
+            f"`{facts.dedupe} --by content` leaves it out",
+            samples=facts.near_keys,
         )
     name = content_field(facts.totals, facts.kinds)
     contents = facts.totals.fields[name].repeats if name else None
@@ -392,6 +438,7 @@ def _repeated(facts: Facts) -> Iterator[Surprise]:
             "CRC32C: two different ones agree once in four billion pairs)",
             cure=f"`{facts.dedupe} --by {shell_word(name)} --dry-run` names each pair, and without --dry-run leaves "
             "one of each out; or split by a hash of the content",
+            samples=facts.same_contents,
         )
 
 
@@ -405,8 +452,59 @@ def content_field(totals: Totals, kinds: Mapping[str, str]) -> str | None:
     return None
 
 
+def _uneven_classes(facts: Facts) -> Iterator[Surprise]:
+    found = {name: column.top for name, column in facts.totals.columns.items() if is_class(name)}
+    found |= {name: one.words.get("value", Top()) for name, one in facts.of_kind("class") if name not in found}
+    for name, top in found.items():
+        listed = top.most_common()
+        if not top.is_exact or len(listed) < 2 or top.num < _FEW_OF_EACH * len(listed):
+            continue
+        (often, most), (rare, least) = listed[0], listed[-1]
+        if most >= _RARE_TIMES * least:
+            yield Surprise(
+                kind="uneven classes",
+                what=f"uneven classes of {name}: {often!r} has {most / top.num:.1%} of the samples, "
+                f"{rare!r} {least / top.num:.1%}",
+                why="a model that always answers with the most frequent class is right as often; few batches hold "
+                "a rare one",
+                cure=f"Balanced(…, by={name!r}) draws classes evenly; or report metrics per class",
+            )
+
+
+def _media(facts: Facts) -> Iterator[Surprise]:
+    for name, one in facts.of_kind("audio"):
+        for what, words, option in (
+            ("rate", "sampling rates", "rate={}"), ("channels", "numbers of channels", "channels={}"),
+        ):  # fmt: skip
+            top = one.words.get(what, Top())
+            if len(top.counts) < 2:
+                continue
+            shares = ", ".join(f"{word:,} {num / top.num:.1%}" for word, num in top.most_common(6))
+            usual = option.format(top.most_common(1)[0][0])
+            yield Surprise(
+                kind=f"mixed {what}", what=f"mixed {words} in field {name}: {shares}",
+                why="a batch needs one of them, and a model hears the same sound at another speed or in another shape",
+                cure=f"decode={{{name!r}: Sound({usual})}} makes them equal as they are read",
+                samples=_each(one.shown.get(what, {}).values()),
+            )  # fmt: skip
+
+
+def _unsupervised(facts: Facts) -> Iterator[Surprise]:
+    for name, one in facts.totals.fields.items():
+        num = one.words.get("unsupervised", Top()).num
+        if num:
+            yield Surprise(
+                kind="unsupervised",
+                what=f"documents without a supervised token: {num:,} of {one.num_looked:,} in field {name}",
+                why="they are read and packed, and train on nothing",
+                cure="convert them again with a mask of the answers; or list their keys in a file, and leave them out: "
+                f"`{facts.reshard} --exclude keys.txt`",
+                samples=_each(one.shown.get("unsupervised", {}).values()),
+            )
+
+
 _TELLING = (("image", "audio", "video", "tokens", "tensor"), ("text",), ("bytes", "json", "msgpack", "pickle"))
 _RULES: tuple[Callable[[Facts], Iterator[Surprise]], ...] = (
-    _not_whole, _unread, _broken, _class_runs, _giant, _uneven, _chunk_sizes, _repeated, _partial_fields, _empty,
-    _missing_values, _image_modes, _image_headers, _odd_keys,
+    _not_whole, _unread, _broken, _class_runs, _uneven_classes, _giant, _uneven, _chunk_sizes, _repeated,
+    _partial_fields, _empty, _missing_values, _image_modes, _image_headers, _media, _unsupervised, _odd_keys,
 )  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,9 +20,40 @@ from streaming.shards.index.where import is_comparable
 from streaming.types import Int64Array
 
 EXAMPLES = 3
+_WORDS_SHOWN = 16  # words of a fact that have an example
+_ROW_BITS = 32
+_SHOWN_APART = frozenset({"kind", "value", "unsupervised"})
 _PLAIN_KEY = r"^[\pL\pN\pM_.+=@:,~#%/-]*$"  # letters and digits of any script, and usual characters of file names
 _ODD_START = r"^(/|\.\.?/)|/\.\./"
+_LEADING_ZEROS = r"(^|[^0-9.])0+([0-9])"  # not those of a fraction
 _T = TypeVar("_T")
+
+
+class ExampleSample(NamedTuple):
+    """A sample that shows a fact: the number of its shard, its row there, its key, and the fact in words."""
+
+    shard: int
+    row: int
+    key: str
+    what: str = ""
+
+
+_NONE = ExampleSample(-1, -1, "")
+
+
+def places_of(position: int, rows: Int64Array) -> Int64Array:
+    """Return the places of rows of a shard as numbers that ascend in storage order, int64 [n]."""
+    return rows.astype(np.int64) | np.int64(position << _ROW_BITS)
+
+
+def shard_and_row(place: int) -> tuple[int, int]:
+    """Return the number of the shard, and the row in it, of a place."""
+    return place >> _ROW_BITS, place & (1 << _ROW_BITS) - 1
+
+
+def _first(*some: Iterable[ExampleSample]) -> list[ExampleSample]:
+    """Return the first examples in storage order, so that the order of merging makes no difference."""
+    return sorted({one for each in some for one in each})[:EXAMPLES]
 
 
 @dataclass(slots=True)
@@ -110,9 +142,11 @@ class FieldTotals:
         sizes: Bytes of the values.
         num_read: Values that were inspected.
         num_broken: Inspected values that do not match the type in their name.
-        broken: The first broken values, in words.
+        broken: The first broken values.
         numbers: Numeric facts of values, by name: ``width``, ``characters``, …
         words: Facts in words, by name: ``mode``, ``format``, …
+        shown: The first sample with each of these words, by name and word.
+        empty: The first samples whose value is empty.
         adjacent: Adjacent values, for a field that holds a class.
         repeats: Contents that were compared.
     """
@@ -121,9 +155,11 @@ class FieldTotals:
     sizes: Distribution = field(default_factory=Distribution)
     num_read: int = 0
     num_broken: int = 0
-    broken: list[str] = field(default_factory=list)
+    broken: list[ExampleSample] = field(default_factory=list)
+    empty: list[ExampleSample] = field(default_factory=list)
     numbers: dict[str, Distribution] = field(default_factory=dict)
     words: dict[str, Top] = field(default_factory=dict)
+    shown: dict[str, dict[str, ExampleSample]] = field(default_factory=dict)
     adjacent: Adjacent = field(default_factory=Adjacent)
     repeats: Repeats = field(default_factory=Repeats)
 
@@ -132,7 +168,8 @@ class FieldTotals:
         self.num_empty += other.num_empty
         self.num_read += other.num_read
         self.num_broken += other.num_broken
-        self.broken = [*self.broken, *other.broken][:EXAMPLES]
+        self.broken = _first(self.broken, other.broken)
+        self.empty = _first(self.empty, other.empty)
         self.sizes.merge(other.sizes)
         self.adjacent.merge(other.adjacent)
         self.repeats.merge(other.repeats)
@@ -140,6 +177,16 @@ class FieldTotals:
             self.numbers.setdefault(name, Distribution()).merge(spread)
         for name, top in other.words.items():
             self.words.setdefault(name, Top()).merge(top)
+        for name, examples in other.shown.items():
+            for word, one in examples.items():
+                self.show(name, word, one)
+
+    def show(self, name: str, word: str, one: ExampleSample) -> None:
+        """Keep a sample as the example of a word, if it is the first; of many words, those that come first."""
+        mine = self.shown.setdefault(name, {})
+        mine[word] = min(mine.get(word, one), one)
+        if len(mine) > _WORDS_SHOWN:
+            del mine[max(mine, key=lambda each: mine[each])]
 
     @property
     def num(self) -> int:
@@ -153,17 +200,16 @@ class FieldTotals:
 
     def shown_words(self) -> list[tuple[str, Top]]:
         """Return the facts in words to show, without kind and classes, which are shown separately."""
-        return [(name, top) for name, top in sorted(self.words.items()) if name not in {"kind", "value"}]
+        return [(name, top) for name, top in sorted(self.words.items()) if name not in _SHOWN_APART]
 
-    def add_checksums(self, sizes: Int64Array, sums: Int64Array) -> None:
+    def add_checksums(self, sizes: Int64Array, sums: Int64Array, places: Int64Array) -> None:
         """Add contents by size and CRC32C."""
-        self.repeats.add(stable_hash(pa.array(sizes << 32 ^ sums)).to_numpy())
+        self.repeats.add(stable_hash(pa.array(sizes << 32 ^ sums)).to_numpy(), places)
 
-    def add_broken(self, what: str) -> None:
+    def add_broken(self, one: ExampleSample) -> None:
         """Count a broken value."""
         self.num_broken += 1
-        if len(self.broken) < EXAMPLES:
-            self.broken.append(what)
+        self.broken = _first(self.broken, (one,))
 
 
 @dataclass(slots=True)
@@ -172,8 +218,10 @@ class Totals:
 
     Attributes:
         sizes: Bytes of records: fields with headers and padding.
-        largest: Size, key and shard of the largest sample.
+        largest: The largest sample.
+        largest_bytes: Its size.
         keys: Keys.
+        near_keys: Keys without the differences that people overlook: case, leading zeros, spellings of one letter.
         num_odd: Number of keys with characters that may trouble other programs.
         odd: The first of these keys.
         fields: Fields, by name.
@@ -186,10 +234,12 @@ class Totals:
     """
 
     sizes: Distribution = field(default_factory=Distribution)
-    largest: tuple[int, str, str] = (0, "", "")
+    largest: ExampleSample = _NONE
+    largest_bytes: int = -1
     keys: Repeats = field(default_factory=Repeats)
+    near_keys: Repeats = field(default_factory=Repeats)
     num_odd: int = 0
-    odd: list[str] = field(default_factory=list)
+    odd: list[ExampleSample] = field(default_factory=list)
     fields: dict[str, FieldTotals] = field(default_factory=dict)
     columns: dict[str, ColumnTotals] = field(default_factory=dict)
     num_read: int = 0
@@ -203,31 +253,44 @@ class Totals:
         """Number of samples."""
         return self.sizes.num
 
-    def add_keys(self, keys: Sequence[str]) -> None:
-        """Add keys."""
-        array = texts = key_array(keys)
-        odd: list[str] = []
+    @property
+    def num_near_keys(self) -> int:
+        """Number of keys that an earlier key equals but for what people overlook; 0 beyond the capacity of counts."""
+        is_exact = self.keys.is_exact and self.near_keys.is_exact
+        return max(self.near_keys.num_again - self.keys.num_again, 0) if is_exact else 0
+
+    def add_keys(self, keys: Sequence[str], position: int, rows: Int64Array) -> None:
+        """Add the keys of some rows of the shard with this number in the set."""
+        texts = array = key_array(keys)
+        is_text = np.ones(len(keys), np.bool_)
         if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):  # not all UTF-8
-            odd = [key for key in keys if not _is_utf8(key)]
+            is_text = np.array([_is_utf8(key) for key in keys], np.bool_)
             texts = pa.array([key for key in keys if _is_utf8(key)], pa.string())
             array = array.view(pa.large_string() if pa.types.is_large_binary(array.type) else pa.string())
-        odd += _odd_of(texts)
-        self.keys.add(stable_hash(array).to_numpy())
-        self.num_odd += len(odd)
-        self.odd = [*self.odd, *odd][:EXAMPLES]
+        places = places_of(position, rows)
+        self.keys.add(stable_hash(array).to_numpy(), places)
+        self.near_keys.add(stable_hash(_alike(texts)).to_numpy(), places[is_text])
+        is_odd = ~is_text
+        is_odd[is_text] = _are_odd(texts)
+        self.num_odd += int(is_odd.sum())
+        some = np.flatnonzero(is_odd)[:EXAMPLES].tolist()
+        self.odd = _first(self.odd, [ExampleSample(position, int(rows[at]), keys[at]) for at in some])
 
     def merge(self, other: Totals) -> None:
         """Add all samples of another summary."""
         self.sizes.merge(other.sizes)
-        self.largest = max(self.largest, other.largest, key=lambda one: one[0])
+        mine, others = (self.largest_bytes, self.largest), (other.largest_bytes, other.largest)
+        if others[0] > mine[0] or (others[0] == mine[0] and others[1] < mine[1]):
+            self.largest_bytes, self.largest = others
         self.keys.merge(other.keys)
+        self.near_keys.merge(other.near_keys)
         self.num_odd += other.num_odd
-        self.odd = [*self.odd, *other.odd][:EXAMPLES]
+        self.odd = _first(self.odd, other.odd)
         self.num_read += other.num_read
         self.num_bytes_read += other.num_bytes_read
-        self.late_errors = [*self.late_errors, *other.late_errors][:EXAMPLES]
+        self.late_errors = sorted({*self.late_errors, *other.late_errors})[:EXAMPLES]
         self.num_unread += other.num_unread
-        self.unread = [*self.unread, *other.unread][:EXAMPLES]
+        self.unread = sorted({*self.unread, *other.unread})[:EXAMPLES]
         for name, one in other.fields.items():
             self.fields.setdefault(name, FieldTotals()).merge(one)
         for name, column in other.columns.items():
@@ -247,13 +310,27 @@ class Totals:
         given = dict(content)
         fields = {name: _read(FieldTotals, one) for name, one in given.pop("fields").items()}
         columns = {name: _read(ColumnTotals, one) for name, one in given.pop("columns").items()}
-        found = _read(cls, {**given, "largest": tuple(given["largest"])})
+        found = _read(cls, given)
         found.fields, found.columns = fields, columns
         return found
 
 
+def _example(content: Any) -> ExampleSample:
+    return ExampleSample(*content)
+
+
+def _examples(content: Any) -> list[ExampleSample]:
+    return [_example(one) for one in content]
+
+
+def _by_word(content: Any) -> dict[str, ExampleSample]:
+    return {word: _example(one) for word, one in content.items()}
+
+
 _SKETCHES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "sizes": Distribution.of_dict, "top": Top.of_dict, "keys": Repeats.of_dict, "repeats": Repeats.of_dict,
+    "sizes": Distribution.of_dict, "top": Top.of_dict, "keys": Repeats.of_dict, "near_keys": Repeats.of_dict,
+    "repeats": Repeats.of_dict, "broken": _examples, "odd": _examples, "empty": _examples,
+    "largest": _example, "shown": lambda some: {name: _by_word(each) for name, each in some.items()},
     "adjacent": lambda content: Adjacent(**content),
 }  # fmt: skip
 
@@ -282,22 +359,31 @@ def _is_utf8(key: str) -> bool:
     return not any("\ud800" <= one <= "\udfff" for one in key)
 
 
-def _odd_of(keys: pa.Array) -> list[str]:
-    """Return the keys with characters, or a first character, that may trouble other programs."""
+def _are_odd(keys: pa.Array) -> npt.NDArray[np.bool_]:
+    """Return which keys have characters, or a first character, that may trouble other programs."""
     plain = pc.and_not(pc.match_substring_regex(keys, _PLAIN_KEY), pc.match_substring_regex(keys, _ODD_START))
     composed = pc.equal(pc.utf8_normalize(keys, form="NFC"), keys)
-    found: list[str] = keys.filter(pc.invert(pc.and_(plain, composed))).to_pylist()
+    found: npt.NDArray[np.bool_] = pc.invert(pc.and_(plain, composed)).to_numpy(zero_copy_only=False)
     return found
+
+
+def _alike(keys: pa.Array) -> pa.Array:
+    """Return keys without the differences that people overlook."""
+    if not pc.all(pc.string_is_ascii(keys)).as_py():
+        keys = pc.utf8_normalize(keys, form="NFKC")
+    keys = pc.utf8_lower(pc.utf8_trim_whitespace(keys))
+    return pc.replace_substring_regex(keys, _LEADING_ZEROS, r"\1\2")
 
 
 @dataclass(slots=True)
 class Looked:
     """Facts of values of one shard, collected before they are summed up."""
 
+    position: int
     numbers: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     words: dict[tuple[str, str], list[Word]] = field(default_factory=lambda: defaultdict(list))
     classes: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    hashes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    hashes: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     def sum_up(self, totals: Totals, draw: np.random.Generator) -> None:
         """Add all facts to the totals of the shard."""
@@ -306,9 +392,10 @@ class Looked:
         for (name, what), words in self.words.items():
             totals.fields[name].words.setdefault(what, Top()).count(words)
         for name, hashes in self.hashes.items():
-            totals.fields[name].repeats.add(np.array(hashes, np.int64))
-        for name, found in self.classes.items():
-            for run in _runs(sorted(found)):
+            found = np.array(hashes, np.int64)
+            totals.fields[name].repeats.add(found[:, 0], places_of(self.position, found[:, 1]))
+        for name, classes in self.classes.items():
+            for run in _runs(sorted(classes)):
                 totals.fields[name].adjacent.add(pa.array(run))
 
 

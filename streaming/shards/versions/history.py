@@ -78,14 +78,14 @@ def read_version(storage: Storage, home: str, name: int | str) -> ChunkTable:
     for one in kept_versions(storage, home) if isinstance(name, int) else ():
         if one.number == name:  # it is kept under a name alone
             return one.table
-    there = ", ".join([*_names(storage, home), f"{number_of(current)} (the current one)"])
+    there = ", ".join([*version_names(storage, home), f"{number_of(current)} (the current one)"])
     raise ConfigError(
         f"version {name!r}: {redact(home)} has none of this name; there are {there}. Name the current one: shard_tools "
         f"version tag {shell_place(home)} {shell_word(name if isinstance(name, str) else 'NAME')}"
     )
 
 
-def _names(storage: Storage, home: str) -> list[str]:
+def version_names(storage: Storage, home: str) -> list[str]:
     """Return the names of all versions that are kept, numbers first; of a store that lists nothing, none."""
     below = join_url(home, VERSIONS_DIRECTORY, "")
     try:
@@ -117,7 +117,7 @@ def kept_versions(storage: Storage, home: str) -> list[KeptVersion]:
         IndexFormatError: A table is damaged.
     """
     found = []
-    for name in _names(storage, home):
+    for name in version_names(storage, home):
         try:
             table = read_table(storage, join_url(home, version_path(name)))
         except NotFoundError:  # it was dropped meanwhile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -100,12 +100,13 @@ class PagePart:
     answer: Callable[[Subject, Query, Any], Answer]
 
 
-def _never(_: Subject) -> bool:
+def never(_: Subject) -> bool:
+    """Return False: the page belongs in no file, or in no navigation."""
     return False
 
 
 def always(_: Subject) -> bool:
-    """Return True: the page belongs in every file."""
+    """Return True: the page belongs in every file, or in every navigation."""
     return True
 
 
@@ -121,8 +122,9 @@ class Page:
         asks: Names of its parameters; others are refused.
         needs: What the page requires: ``"set"``, or ``"run"``.
         parts: Parts that other packages add.
-        in_navigation: Whether it is in the navigation; otherwise other pages link to it.
+        in_navigation: Whether the navigation lists it, for a subject; otherwise other pages link to it.
         in_file: Whether ``--html`` includes it, for a subject.
+        file_asks: Parameters with which ``--html`` asks for it.
     """
 
     path: str
@@ -132,12 +134,17 @@ class Page:
     asks: tuple[str, ...] = ()
     needs: str = "set"
     parts: tuple[PagePart, ...] = ()
-    in_navigation: bool = True
-    in_file: Callable[[Subject], bool] = _never
+    in_navigation: Callable[[Subject], bool] = always
+    in_file: Callable[[Subject], bool] = never
+    file_asks: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, subject: Subject) -> bool:
         """Return whether there is something to show."""
         return subject.source is not None if self.needs == "set" else bool(subject.run)
+
+    def is_listed(self, subject: Subject) -> bool:
+        """Return whether the navigation lists it: there is something to show, not only that there is nothing."""
+        return self.fits(subject) and self.in_navigation(subject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,12 +60,32 @@ class SampleSet:
         """Number of samples."""
         return int(self.starts[-1])
 
-    def places(self, numbers: Int64Array) -> list[SamplePlace]:
-        """Return where samples are stored, given by existing numbers, int64 [n]."""
+    def located(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the shards of samples, and their rows there, given by existing numbers, int64 [n] each."""
         table = self.source.table
         chunks = np.searchsorted(self.starts, numbers, side="right") - 1
         rows = table.first_sample[chunks] + self.source.samples_of(chunks, numbers - self.starts[chunks])
-        shards = table.shard[chunks]
+        return table.shard[chunks].astype(np.int64), rows.astype(np.int64)
+
+    def keys(self, numbers: Int64Array) -> list[str]:
+        """Return the keys of samples, given by existing numbers, int64 [n]; reads the sample table of each shard once.
+
+        Raises:
+            IndexMissingError: A shard has no sample table.
+        """
+        shards, rows = self.located(numbers)
+        found = [""] * len(numbers)
+        order = np.argsort(shards, kind="stable")
+        borders = np.flatnonzero(np.diff(shards[order])) + 1
+        for some in np.split(order, borders) if len(order) else ():
+            keys = self.table(int(shards[some[0]])).keys
+            for at, row in zip(some.tolist(), rows[some].tolist(), strict=True):
+                found[at] = keys[row]
+        return found
+
+    def places(self, numbers: Int64Array) -> list[SamplePlace]:
+        """Return where samples are stored, given by existing numbers, int64 [n]."""
+        shards, rows = self.located(numbers)
         return [SamplePlace(*one) for one in zip(numbers.tolist(), shards.tolist(), rows.tolist(), strict=True)]
 
     def place(self, number: int) -> SamplePlace:

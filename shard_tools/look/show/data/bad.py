@@ -81,6 +81,11 @@ class BadPage(Report):
         return rows(self.reasons, max(sum(count for _, count in self.stages), 1))
 
 
+def has_list(subject: Subject) -> bool:
+    """Return whether there is a list of bad samples."""
+    return bool(subject.bad_lists)
+
+
 def bad_samples(subject: Subject, query: Query) -> BadPage:
     """Return a page of bad samples; without a list, the commands that make one.
 

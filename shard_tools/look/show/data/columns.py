@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -16,24 +17,24 @@ from shard_tools.look.show.base.page import Query, address
 from shard_tools.look.show.base.plots import Histogram, histogram
 from shard_tools.look.show.base.samples import SampleSet
 from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.find.arranged import are_numbers, as_plain, joined_values, read_words, spread_shards
 from shard_tools.look.stats.sketches import WORD_CHARACTERS, Word
 from shard_tools.look.stats.totals import ColumnTotals
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted
 from streaming.common.threads import on_threads
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, ShardstreamError
 from streaming.sets.filters.select import reading_threads
 from streaming.shards.index.columns import Values, fitting, kept_rows
-from streaming.shards.index.where import Where, is_comparable, parse_where
+from streaming.shards.index.where import Where, parse_where
+from streaming.storage import redact_text
 
 ASKS = ("source", "where", "name", "against")
-MOST_ROWS = 2_000_000
-"""With more samples, only some shards, spread evenly over the set, are read."""
-MOST_SHARDS = 64
 _TOP = 12
 _TOLD = 10  # top values in JSON
 _CELLS = 16
 _WIDEST_LABEL = 24
+_ASKED_SETS = 16  # of a mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ class ColumnsPage(Report):
         crossed: Two columns against each other.
         read: The samples read, in words.
         where: The condition that chose the samples.
+        problem: Why it cannot be evaluated; "": it can.
     """
 
     source: str
@@ -145,6 +147,12 @@ class ColumnsPage(Report):
     crossed: Crossed | None
     read: str
     where: str
+    problem: str = ""
+
+    @property
+    def status(self) -> HTTPStatus:
+        """Status of the response."""
+        return HTTPStatus.BAD_REQUEST if self.problem else HTTPStatus.OK
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -170,13 +178,34 @@ def columns(subject: Subject, query: Query) -> ColumnsPage:
     names = [one for one in (name, other) if one] or list(within.column_names)
     if name:
         within.check_columns(names, "name")
-    taken = subject.keep("columns", ColumnReading).of(source, within, where, tuple(names))
+    sources = tuple(one for one in subject.sets if one)
+    try:
+        taken = subject.keep("columns", ColumnReading).of(source, within, where, tuple(names))
+    except ConfigError as error:
+        if not where or query.text("format") == "json":
+            raise
+        return ColumnsPage(
+            source=source, sources=sources, columns=(), names=within.column_names, read="", where=where, crossed=None,
+            problem=redact_text(str(error)),
+        )  # fmt: skip
     shown = [_shown(one, taken, source, where) for one in names]
     return ColumnsPage(
-        source=source, sources=tuple(one for one in subject.sets if one), columns=tuple(shown[:1] if other else shown),
+        source=source, sources=sources, columns=tuple(shown[:1] if other else shown),
         names=within.column_names, read=taken.words, where=where,
         crossed=_crossed(name, other, taken, source, where) if other else None,
     )  # fmt: skip
+
+
+def has_columns(subject: Subject) -> bool:
+    """Return whether a set has columns, or cannot say so: then the page reports why."""
+    return subject.keep("has columns", lambda: any(map(_has_columns, list(subject.sets.values())[:_ASKED_SETS])))
+
+
+def _has_columns(within: SampleSet) -> bool:
+    try:
+        return bool(within.column_names)
+    except ShardstreamError:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -223,31 +252,14 @@ def _take(within: SampleSet, where: str, names: tuple[str, ...]) -> ColumnsTaken
     condition = parse_where(where) if where else None
     if condition is not None:
         within.check_columns(condition.names or (), "where")
-    shards = _spread(within)
+    shards = spread_shards(within)
 
     def read(shard: int) -> dict[str, Values]:
         return _of_shard(within, shard, names, condition)
 
     parts = on_threads(read, shards, reading_threads(within.source.shards), name="shardstream-columns")
     values = {name: [part[name] for part in parts] for name in names}
-    num = sum(within.rows_of(shard).size for shard in shards) if len(shards) < len(within.filled) else within.total
-    words = f"all {counted(within.total, 'sample')}"
-    if len(shards) < len(within.filled):
-        words = (
-            f"{num:,} of {counted(within.total, 'sample')}, in {len(shards):,} of {len(within.filled):,} shards spread "
-            f"over all"
-        )
-    return ColumnsTaken(values=values, late=frozenset(within.late), words=words)
-
-
-def _spread(within: SampleSet) -> list[int]:
-    """Return the shards to read: all if there are few, else some at equal distances."""
-    shards = within.filled
-    if within.total <= MOST_ROWS and len(shards) <= 16 * MOST_SHARDS:
-        return shards
-    fitting_rows = int(MOST_ROWS * len(shards) / max(within.total, 1))
-    count = max(1, min(MOST_SHARDS, fitting_rows, len(shards)))
-    return [shards[(2 * place + 1) * len(shards) // (2 * count)] for place in range(count)]
+    return ColumnsTaken(values=values, late=frozenset(within.late), words=read_words(within, shards))
 
 
 def _of_shard(within: SampleSet, shard: int, names: tuple[str, ...], condition: Where | None) -> dict[str, Values]:
@@ -257,11 +269,7 @@ def _of_shard(within: SampleSet, shard: int, names: tuple[str, ...], condition: 
     if condition is not None:
         kept = kept & kept_rows(fitting(condition, found, len(kept)), len(kept))
     mask = None if kept.all() else pa.array(kept)
-    return {name: _decoded(found[name] if mask is None else found[name].filter(mask)) for name in names}
-
-
-def _decoded(values: Values) -> Values:
-    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    return {name: as_plain(found[name] if mask is None else found[name].filter(mask)) for name in names}
 
 
 def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnShown:
@@ -370,25 +378,9 @@ def _axis(name: str, taken: ColumnsTaken) -> _Axis:
     Raises:
         ConfigError: The values cannot be compared.
     """
-    parts = [one for one in taken.values[name] if not pa.types.is_null(one.type)]
-    for one in parts:
-        if not is_comparable(one.type):
-            raise ConfigError(f"{name}: holds {one.type}; numbers, texts and booleans can be compared")
-    kinds = {str(one.type) for one in parts}
-    if len(kinds) > 1:
-        parts = [one.cast(pa.float64(), safe=False) if _are_numbers(parts) else one.cast(pa.string()) for one in parts]
-    kind = parts[0].type if parts else pa.null()
-    whole = [one if not pa.types.is_null(one.type) else pa.nulls(len(one), kind) for one in taken.values[name]]
-    if len(kinds) > 1:
-        whole = [one.cast(kind) for one in whole]
-    values = pa.chunked_array(whole, kind).combine_chunks()
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    values = joined_values(name, taken.values[name])
     distinct = pc.count_distinct(values).as_py()
-    return _ranges(name, values) if _are_numbers([values]) and distinct > _CELLS else _words(name, values)
-
-
-def _are_numbers(parts: Sequence[Values]) -> bool:
-    return all(pa.types.is_integer(one.type) or pa.types.is_floating(one.type) for one in parts)
+    return _ranges(name, values) if are_numbers([values]) and distinct > _CELLS else _words(name, values)
 
 
 def _ranges(name: str, values: Values) -> _Axis:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from shard_tools.look.show.base.page import Query, address
 from shard_tools.look.show.base.samples import SamplePlace
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.data import finding
 from shard_tools.look.show.data.notes import notes_of
 from shard_tools.look.show.data.previews import GLANCE, FieldShown, fields_of
+from shard_tools.look.show.find import finding
 from shard_tools.running.report import Report
+from streaming.errors import ConfigError
 from streaming.shards.index.columns import Values
 from streaming.shards.index.sample_table import SampleLocation
+from streaming.storage import redact_text
 
-ASKS = (*finding.ASKS, "page", "size")
+ASKS = (*finding.ASKS, "page", "size", "view")
 PER_PAGE = 48
 _MOST_PER_PAGE = 200
-_SHOWN_COLUMNS = 6
+_LISTED_COLUMNS = 200  # that a page offers to order by
+_SEEDS = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +62,58 @@ class Gallery(Report):
         page: Number of the page.
         more: Whether there are, or may be, further samples.
         progress: Progress of a search, in words.
+        searching: Whether another request would find samples that belong to this page.
         sources: The sources to choose from; none for a single set.
         rows: The samples.
         first: Number of the page's first sample among all matches.
+        size: Number of samples of a full page.
+        names: Columns to order by; none if several sources are shown.
+        problem: Why the condition cannot be evaluated; "": it can.
     """
 
     total: int | None
     page: int
     more: bool
     progress: str
+    searching: bool
     sources: tuple[str, ...]
     rows: tuple[GalleryRow, ...]
     first: int
     size: int
+    names: tuple[str, ...] = ()
+    problem: str = ""
 
     @property
     def last_page(self) -> int | None:
         """Number of the last page; None: unknown."""
         return None if self.total is None else max(-(-self.total // self.size) - 1, 0)
+
+    @property
+    def status(self) -> HTTPStatus:
+        """Status of the response."""
+        return HTTPStatus.BAD_REQUEST if self.problem else HTTPStatus.OK
+
+    @property
+    def listed_columns(self) -> tuple[str, ...]:
+        """Columns of a table of these samples."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.columns))
+
+    @property
+    def listed_fields(self) -> tuple[str, ...]:
+        """Fields of a table of these samples that are not columns, too."""
+        names = dict.fromkeys(name for row in self.rows for name in row.fields)
+        return tuple(name for name in names if name not in self.listed_columns)
+
+    @property
+    def next_seed(self) -> int:
+        """A number that draws another random sample."""
+        return secrets.randbelow(_SEEDS)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON-able form."""
+        values = Report.as_dict(self)
+        del values["problem"], values["names"]
+        return values
 
 
 def gallery(subject: Subject, query: Query) -> Gallery:
@@ -86,14 +125,22 @@ def gallery(subject: Subject, query: Query) -> Gallery:
     """
     size = query.number("size", PER_PAGE, least=1, most=_MOST_PER_PAGE)
     page = query.number("page", 0)
-    found = finding.find(subject, query, page * size, page * size + size)
-    rows: list[GalleryRow] = []
-    for source in finding.chosen_sets(subject, query):
-        numbers = [hit.number for hit in found.hits if hit.source == source]
-        rows += rows_of(subject, source, numbers) if numbers else ()
+    query.choice("view", "tiles", "table")
+    sets = finding.chosen_sets(subject, query)
+    found, problem = finding.Hits(parts=(), total=None, more=False), ""
+    try:
+        found = finding.find(subject, query, page * size, page * size + size)
+    except ConfigError as error:
+        if query.text("format") == "json":
+            raise
+        problem = redact_text(str(error))
+    rows = [
+        row for one in found.parts if len(one.numbers) for row in rows_of(subject, one.source, one.numbers.tolist())
+    ]
     return Gallery(
-        total=found.total, page=page, more=found.more, progress=found.progress,
+        total=found.total, page=page, more=found.more, progress=found.progress, searching=found.searching,
         sources=tuple(name for name in subject.sets if name), rows=tuple(rows), first=page * size, size=size,
+        names=next(iter(sets.values())).column_names[:_LISTED_COLUMNS] if len(sets) == 1 else (), problem=problem,
     )  # fmt: skip
 
 

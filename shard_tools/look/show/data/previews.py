@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shard_tools.look.show.base.page import address
+from shard_tools.look.show.base.reading import Wanted, read_all
 from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.data.notes import Notes, Tokens, named
-from shard_tools.look.show.data.reading import Wanted, read_all
 from shard_tools.look.show.data.trees import Node, tree_of
 from shard_tools.look.show.data.turns import ChatTurn, turns_in
 from shard_tools.look.show.decoding.workers import MOST_BYTES, MOST_MEDIA_BYTES

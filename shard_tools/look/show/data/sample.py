@@ -9,11 +9,11 @@ from typing import Any
 from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.data import finding
 from shard_tools.look.show.data.notes import Notes, notes_of
 from shard_tools.look.show.data.previews import WHOLE, FieldShown, fields_of
 from shard_tools.look.show.data.trees import Box, boxes_in
 from shard_tools.look.show.data.values import PIXELS, decoded
+from shard_tools.look.show.find import finding
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.sample_table import SampleLocation

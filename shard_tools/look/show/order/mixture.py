@@ -151,6 +151,11 @@ class MixturePage:
         return [(name, value) for name, value in self.query.given.items() if name not in in_form]
 
 
+def is_mixed(subject: Subject) -> bool:
+    """Return whether there is anything to mix: sources, or groups of a set."""
+    return hasattr(subject.source, "sources")
+
+
 def mixture_page(subject: Subject, query: Query) -> MixturePage:
     """Return the mixture's page for an epoch, or up to a step; for a single set, a page without a mixture.
 
