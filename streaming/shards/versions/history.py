@@ -101,7 +101,7 @@ def refuse_tags(storage: Storage, home: str) -> None:
     Raises:
         ConfigError: It has some.
     """
-    tags = [name for name in _names(storage, home) if not name.isdecimal()]
+    tags = [name for name in version_names(storage, home) if not name.isdecimal()]
     if tags:
         drops = " ".join(f"--drop {shell_word(name)}" for name in tags)
         raise ConfigError(
