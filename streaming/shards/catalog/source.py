@@ -577,8 +577,8 @@ class ChunkSource(OfTable):
         kept = partial(self.selection.kept, self.shard_of(wanted))
         if wanted.late:
             late = next(one for one in self.late if one.name == wanted.late)
-            samples = partial(self._recent.late_table, self, late, late.numbers[url])
-            return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept, apart=apart)
+            of_late = partial(self._recent.late_table, self, late, late.numbers[url])
+            return ShardFacts(samples=of_late, gap_bytes=gap_bytes, kept=kept, apart=apart)
         samples = partial(self.samples_at, url)
         return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept, apart=apart, distant=self.distant)
 

@@ -203,7 +203,7 @@ def _pictured(common: dict[str, Any], kind: str, where: dict[str, Any]) -> Field
     return FieldShown(**common, form=_PICTURES[kind], **_addresses(common["name"], where))
 
 
-def _addresses(name: str, where: dict[str, Any]) -> dict[str, str]:
+def _addresses(name: str, where: dict[str, Any]) -> dict[str, Any]:
     """Return the addresses of a value's pictures, by size."""
     return {view: address("/value", **where, field=name, view=view) for view in ("small", "large")}
 
