@@ -570,8 +570,9 @@ class ChunkSource(OfTable):
             late = next(one for one in self.late if one.name == wanted.late)
             samples = partial(self._recent.late_table, self, late, late.numbers[url])
             return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept, apart=apart)
-        samples = partial(self.samples_at, url)
-        return ShardFacts(samples=samples, gap_bytes=gap_bytes, kept=kept, apart=apart, distant=self.distant)
+        return ShardFacts(
+            samples=partial(self.samples_at, url), gap_bytes=gap_bytes, kept=kept, apart=apart, distant=self.distant
+        )
 
     @property
     def distant(self) -> Distant | None:
