@@ -91,7 +91,7 @@ def use_tickets(trainer: Any, prompts: TicketPrompts, checkpoint: str | None = N
         raise ConfigError("use_tickets(trainer, prompts): expected the trainer's train_dataset, got other prompts")
     if not isinstance(getattr(trainer, "_trained_groups", None), set):
         raise ConfigError(
-            f"use_tickets(trainer, prompts): expected TRL's AsyncGRPOTrainer, which notes the prompts that it collates, "
+            "use_tickets(trainer, prompts): expected TRL's AsyncGRPOTrainer, which notes the prompts that it collates, "
             f"got a {type(trainer).__name__} that does not; update shardstream, or TRL (1.10 to 1.16 are known)"
         )
     if checkpoint is not None and not trainer.args.ignore_data_skip:
