@@ -109,9 +109,9 @@ class DataLoader(LoaderFace[BatchT]):
         epoch_size: Samples in a virtual epoch over endless repetition of the data; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of a batch. Default: numbers and arrays of equal shape
             become tensors, with types promoted as in torch; everything else becomes a list.
-        as_tuple: Entries of a batch, such as ``("jpg", "cls")``: batches are then tuples of these, ``for images, labels in
-            loader``, as programs expect that were written for torch's datasets of pairs. Names such as ``"__key__"``,
-            or ``"__micro__"``, are possible.
+        as_tuple: Entries of a batch, such as ``("jpg", "cls")``: batches are tuples of these, ``for images, labels in
+            loader``, as programs written for torch's datasets of pairs expect. Other entries, such as ``"__key__"`` and
+            ``"__micro__"``, can be among them.
         jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes if they
             are not decoded, are concatenated into one tensor with row offsets, a ``Jagged``. A mapping chooses the
             form: ``{"audio": "nested"}`` makes torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along

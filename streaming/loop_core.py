@@ -68,7 +68,8 @@ class LoopCore:
         opened = self._opens(self._given, self.options, shape, mesh)
         self._given, self.dataset, self.check = opened.given, opened.dataset, opened.check
         self.shape, self.loop = shape, opened.loop
-        self.loop.as_tuple = self.options.as_tuple
+        names = self.options.as_tuple
+        self.loop.as_tuple = None if names is None else tuple(names)
         if opened.announces:
             self.loop.announce = Announcer(self.dataset, self.loop, self.finder)
 

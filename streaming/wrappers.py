@@ -69,7 +69,8 @@ def _kept(name: str) -> property:
     """
 
     def get(self: AsTorch) -> Any:
-        return getattr(self._loader, name, vars(self).get(name))
+        below = getattr(loader_below(self), name, vars(self).get(name))  # a prefetcher has none of its own
+        return getattr(self._loader, name, below)
 
     def put(self: AsTorch, value: Any) -> None:
         vars(self)[name] = value
@@ -219,7 +220,7 @@ def one_behind(loader: Any) -> OneBehind:
     if isinstance(loader, WrappedLoader):
         raise ConfigError(
             f"one_behind(loader): got a {type(loader).__name__}, which does not say what it holds back. Wrap the "
-            "loader first, and give the result to the program's function: prepare_loader(accelerator, one_behind(loader))"
+            "loader first, and give the result to the function: prepare_loader(accelerator, one_behind(loader))"
         )
     if not isinstance(loader, (LoaderFace, DevicePrefetcher, AsTorch)):
         raise _unfit("one_behind(loader)", loader)
@@ -243,7 +244,7 @@ class OneBehind(WrappedLoader, Iterator[Any]):
         return {**vars(self), "_current": None}
 
     @override
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # noqa: PYI034  a loop is an epoch
         """Return an iterator over the next epoch, or the one that ``next`` has begun, as long as it has batches."""
         current = self._current
         if current is not None and current.lasts:

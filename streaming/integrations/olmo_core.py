@@ -13,17 +13,17 @@ from streaming.errors import ConfigError
 from streaming.integrations.loader_check import expect_loader
 from streaming.loader import DataLoader
 
-__all__ = ["ShardLoader"]
+__all__ = ["OlmoCoreLoader"]
 
 
-class ShardLoader(TextDataLoaderBase):  # type: ignore[misc]  # OLMo-core is not typed here
+class OlmoCoreLoader(TextDataLoaderBase):  # type: ignore[misc]  # OLMo-core is not typed here
     """Give a loader to OLMo-core's ``Trainer``, which saves its position, and resumes from it on any number of ranks.
 
     OLMo-core counts batches in tokens, over all data-parallel ranks, and epochs from 1. ::
 
         packed = Packed(StreamingDataset("s3://bucket/tokens/"), 4096, shift_labels=True)
         loader = DataLoader(packed, global_batch_size=64)
-        trainer = config.trainer.build(train_module, ShardLoader(loader, 4096, work_dir="/tmp/data"))
+        trainer = config.trainer.build(train_module, OlmoCoreLoader(loader, 4096, work_dir="/tmp/data"))
 
     Batches have ``input_ids`` and ``labels``, int64 [rows of this rank, length].
 
@@ -38,12 +38,12 @@ class ShardLoader(TextDataLoaderBase):  # type: ignore[misc]  # OLMo-core is not
     """
 
     def __init__(self, loader: DataLoader, length: int, *, work_dir: str) -> None:
-        expect_loader("ShardLoader(loader, length)", loader)
-        self._length = checked_count("ShardLoader: length", length, 1)
+        expect_loader("OlmoCoreLoader(loader, length)", loader)
+        self._length = checked_count("OlmoCoreLoader: length", length, 1)
         mesh, rows = loader.device_mesh, loader.global_batch_size
         if rows % mesh.data_world_size:
             raise ConfigError(
-                f"ShardLoader: OLMo-core expects as many rows on each of {mesh.data_world_size} data ranks, got "
+                f"OlmoCoreLoader: OLMo-core expects as many rows on each of {mesh.data_world_size} data ranks, got "
                 f"global_batch_size={rows}; give the loader a multiple of {mesh.data_world_size}"
             )
         self.loader = loader
@@ -60,8 +60,8 @@ class ShardLoader(TextDataLoaderBase):  # type: ignore[misc]  # OLMo-core is not
     @global_batch_size.setter
     def global_batch_size(self, size: int) -> NoReturn:
         raise ConfigError(
-            f"ShardLoader: the batch size cannot be set to {size} tokens in mid-run; give the loader a schedule of its "
-            "rows: DataLoader(packed, global_batch_size=Schedule.steps({0: 64, 100_000: 128}))"
+            f"OlmoCoreLoader: the batch size cannot be set to {size} tokens in mid-run; give the loader a schedule of "
+            "its rows: DataLoader(packed, global_batch_size=Schedule.steps({0: 64, 100_000: 128}))"
         )
 
     @property
@@ -101,4 +101,4 @@ class ShardLoader(TextDataLoaderBase):  # type: ignore[misc]  # OLMo-core is not
     def get_mock_batch(self) -> dict[str, torch.Tensor]:
         """Return a batch of zeros, with which OLMo-core tries a step before training. No sample is read for it."""
         rows = self.rank_batch_size // self._length
-        return {"input_ids": torch.zeros((rows, self._length), dtype=torch.int64)}
+        return {"input_ids": torch.zeros((rows, self._length), dtype=torch.int64, device="cpu")}

@@ -217,11 +217,11 @@ class _Rows:
         ids, positions, labels = ids.flatten(), positions.flatten(), labels.flatten()
         if rest:
             ids, labels = pad(ids, (0, rest)), pad(labels, (0, rest), value=IGNORE_INDEX)
-            positions = torch.cat([positions, torch.arange(rest)])
+            positions = torch.cat([positions, torch.arange(rest, device=positions.device)])
         return {"input": ids, "positions": positions}, labels
 
 
-def _sizes(rows_of_step: int | None, count: int, dp_world_size: int) -> dict[str, int]:
+def _sizes(rows_of_step: int | None, count: int, dp_world_size: int) -> dict[str, Any]:
     """Return the loader's options for sizes: batches of ``count`` rows on each rank.
 
     Raises:

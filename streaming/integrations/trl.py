@@ -33,8 +33,8 @@ class TicketPrompts(IterableDataset[dict[str, Any]]):
         use_tickets(trainer, prompts, last := get_last_checkpoint("out"))
         trainer.train(resume_from_checkpoint=last)
 
-    TRL sends it to the process that generates rollouts, so the data set has to be one that can be pickled: ``transform``
-    is a function of a module.
+    TRL sends it to the process that generates rollouts, so the data set has to be one that can be pickled:
+    ``transform`` is a function of a module.
 
     Args:
         dataset: A ``StreamingDataset``, or another data set of samples that are dicts.
@@ -67,9 +67,9 @@ class TicketPrompts(IterableDataset[dict[str, Any]]):
 def use_tickets(trainer: Any, prompts: TicketPrompts, checkpoint: str | None = None) -> Tickets:
     """Settle the ticket of each prompt when ``trainer`` has trained on its rollouts, and save the tickets' state.
 
-    The state lies in each checkpoint's ``trainer_state.json``. A prompt is settled once ``num_generations`` of its rollouts
-    were in steps of the optimizer. What was in flight, in TRL's queue, incomplete, or left out as stale at a kill comes
-    again. The trainer's count of prompts, by which ``num_train_epochs`` ends, goes on from the checkpoint.
+    The state lies in each checkpoint's ``trainer_state.json``. A prompt is settled once ``num_generations`` of its
+    rollouts were in steps of the optimizer. What was in flight, in TRL's queue, incomplete, or left out as stale at a
+    kill comes again. The trainer's count of prompts, by which ``num_train_epochs`` ends, goes on from the checkpoint.
 
     Call it on every rank, before ``trainer.train``. Set ``ignore_data_skip=True``: the trainer would otherwise take as
     many rollouts from the queue, when it resumes, as it has trained on before, and throw them away.
@@ -90,8 +90,8 @@ def use_tickets(trainer: Any, prompts: TicketPrompts, checkpoint: str | None = N
         raise ConfigError("use_tickets(trainer, prompts): expected the trainer's train_dataset, got other prompts")
     if checkpoint is not None and not trainer.args.ignore_data_skip:
         raise ConfigError(
-            "use_tickets(trainer, prompts, checkpoint): the trainer would throw away as many rollouts as it has trained "
-            "on; give its arguments ignore_data_skip=True"
+            "use_tickets(trainer, prompts, checkpoint): the trainer would throw away as many rollouts as it has "
+            "trained on; give its arguments ignore_data_skip=True"
         )
     if checkpoint is not None:
         prompts.state = _saved(checkpoint)

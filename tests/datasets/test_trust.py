@@ -27,8 +27,8 @@ DATA = {
         "max_bad_samples classes version"
     ),
     Packed: (
-        "documents length column field dtype overlong mask_field shift_labels labels_across pad_id ignore_id max_docs multiple "
-        "padded stride overlap_labels budgets alike"
+        "documents length column field dtype overlong mask_field shift_labels labels_across pad_id ignore_id max_docs "
+        "multiple padded stride overlap_labels budgets alike"
     ),
     Balanced: "dataset by weights power nulls quotas name_sources",
     Curriculum: "dataset metric schedule by buckets nulls quotas name_sources",

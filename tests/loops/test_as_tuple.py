@@ -99,7 +99,7 @@ def test_values_are_the_tensors_of_the_batch(places: Places) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Places], Any], dict[str, Any], str]] = {
     "no names": (lambda places: StreamingDataset(places.url("whole")), {"as_tuple": ()}, "expected names of entries"),
-    "a string": (lambda places: StreamingDataset(places.url("whole")), {"as_tuple": "cls"}, "expected names of entries"),
+    "a string": (lambda places: StreamingDataset(places.url("whole")), {"as_tuple": "cls"}, "names of entries"),
     "True": (lambda places: StreamingDataset(places.url("whole")), {"as_tuple": True}, "expected names of entries"),
     "collate_fn": (lambda places: StreamingDataset(places.url("whole")), {"collate_fn": list}, "return a tuple itself"),
     "stages": (

@@ -68,6 +68,11 @@ def rows_of(kind: str, batch: Any) -> list[str]:
     return [row for one, counts in zip(each, marks, strict=True) for row in one_row(one | {"__valid__": counts})]
 
 
+def unmarked(part: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch without what says where it is."""
+    return {name: value for name, value in part.items() if name not in ("__step__", "__micro__")}
+
+
 def one_row(row: Any) -> list[str]:
     """A row as text, or nothing if it does not count."""
     valid = row.get("__valid__", True)
@@ -420,12 +425,14 @@ def test_rows_of_a_step_are_not_known_where_ranks_mask_what_they_cannot_read(pla
 @pytest.mark.parametrize("size", [8, Schedule.steps({0: 8, 20: 5})])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("world", [1, 3])
-def test_each_micro_batch_names_its_step_and_its_place_in_it(places: Places, world: int, *, ahead: bool, size: Any) -> None:
-    """The number in the epoch, on any number of ranks, also after a resume, in a second epoch and under a prefetcher."""
+def test_each_micro_batch_names_its_step_and_its_place_in_it(
+    places: Places, world: int, *, ahead: bool, size: Any
+) -> None:
+    """The number in the epoch, on any number of ranks, after a resume, in a second epoch and under a prefetcher."""
     with loader_of(places, world - 1, world, global_batch_size=size) as loader:
         source: Any = DevicePrefetcher(loader, "cpu") if ahead else loader
         for _ in range(2):
-            due, states, numbers = [], [], []
+            due, states, numbers, count = [], [], [], len(source.steps())
             for number, step in enumerate(source.steps()):
                 assert step.number == number
                 numbers.append(number)
@@ -433,7 +440,7 @@ def test_each_micro_batch_names_its_step_and_its_place_in_it(places: Places, wor
                 for part in step:
                     states.append(source.state_dict())
                     assert (part["__step__"], part["__micro__"]) == due[len(states) - 1]
-            assert numbers == list(range(len(loader.steps())))
+            assert numbers == list(range(count))
     for done in range(len(states) - 1):
         with loader_of(places, world - 1, world, global_batch_size=size) as loader:
             loader.load_state_dict(states[done])
@@ -655,7 +662,7 @@ def test_stages_and_slices_are_cut_from_each_micro_batch(places: Places, play: P
             assert a["__num_samples__"] == b["__num_samples__"] == c["__num_samples__"] in (1, 2)
             assert a["__valid__"] == b["__valid__"] == c["__valid__"]
             assert len(a["input_ids"][1]) == len(c["labels"][1]) == a["__num_samples__"]
-            assert set(b) == {"__num_samples__", "__valid__"}
+            assert set(b) == {"__num_samples__", "__valid__", "__step__", "__micro__"}
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -709,7 +716,7 @@ def test_whole_samples_that_a_transform_drops_leave_their_micro_batch(places: Pl
     packed = Packed(data, 200, column="size", padded=True, field=None)
     options: dict[str, Any] = {"global_batch_size": 3, "last_batch": "partial", "device_mesh": mesh_of(1, 0)}
     with DataLoader(packed, micro_batch_size=1, **options) as loader:
-        cut = [[plain(part) for part in step] for step in loader.steps()]
+        cut = [[plain(unmarked(part)) for part in step] for step in loader.steps()]
     with DataLoader(packed, collate_fn=list, **options) as loader:
         assert cut == [[plain(one) for one in batch] for batch in loader]
 

@@ -17,13 +17,32 @@ NUM_SAMPLES = 64
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those of the page."""
     monkeypatch.chdir(tmp_path)
     with ShardWriter("data/prompts/{:02d}.tar", max_samples=8) as writer:
         for row in range(NUM_SAMPLES):
             writer.write({"__key__": f"{row:03d}", "txt": b"x" * (row + 1)})
-    (block,) = blocks((ROOT / "docs/tickets.md").read_text())
-    return block.code
+    return [block.code for block in blocks((ROOT / "docs/tickets.md").read_text())]
+
+
+@pytest.fixture
+def program(programs: list[str]) -> str:
+    """The program of tickets."""
+    return programs[0]
+
+
+def test_groups_of_repeated_rows_stay_whole_on_ranks_and_in_micro_batches(programs: list[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(programs[1], "docs/tickets.md", "exec"), names)
+    options = {"global_batch_size": 9, "collate_fn": names["in_groups"], "agreement_timeout": None}
+    for rank in range(2):
+        mesh = DeviceMesh.from_sizes(dp_size=2, rank=rank)
+        dataset = StreamingDataset("data/prompts")
+        with DataLoader(dataset, micro_batch_size=2, device_mesh=mesh, **options) as loader:
+            for batch in loader:
+                groups = [batch["prompt"][at : at + 8] for at in range(0, len(batch["prompt"]), 8)]
+                assert all(len(group) == 8 and len(set(group)) == 1 for group in groups)
 
 
 def test_it_runs_to_its_end(program: str) -> None:

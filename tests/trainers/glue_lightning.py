@@ -91,7 +91,9 @@ with pytest.raises(ConfigError, match=r"prepare_loader\(loader\): expected a str
 endless = DevicePrefetcher(DataLoader(Numbers(), global_batch_size=12), "cpu")
 for given in (endless, endless.loader):
     prepared = prepare_loader(given)
-    with pytest.raises(ConfigError, match=r"prepare_loader\(loader\): expected a streaming.DataLoader, got .*OneBehind"):
+    with pytest.raises(
+        ConfigError, match=r"prepare_loader\(loader\): expected a streaming.DataLoader, got .*OneBehind"
+    ):
         prepare_loader(prepared)  # type: ignore[arg-type]
 
 

@@ -59,7 +59,14 @@ def test_what_has_dealt_its_samples_out_is_no_data_set(samples: SampleSet) -> No
     """It was taken for an iterable data set: on several ranks, whose shares were cut into shares once more."""
     loader = DataLoader(samples.open(), 4)
     of_torch = torch.utils.data.DataLoader(list(range(8)), 4)
-    for wrong in (loader, DevicePrefetcher(loader, device="cpu"), one_behind(loader), as_torch(loader), of_torch, lambda: loader):
+    for wrong in (
+        loader,
+        DevicePrefetcher(loader, device="cpu"),
+        one_behind(loader),
+        as_torch(loader),
+        of_torch,
+        lambda: loader,
+    ):
         with pytest.raises(
             ConfigError,
             match=r"split over the ranks and would be split again. Give its data set: DataLoader\(loader.dataset",

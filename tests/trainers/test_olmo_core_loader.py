@@ -1,11 +1,10 @@
-"""``ShardLoader`` of OLMo-core: what it counts, what it refuses, and what a place that was loaded means to it."""
+"""``OlmoCoreLoader`` of OLMo-core: what it counts, what it refuses, and what a place that was loaded means to it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,7 @@ def shard_loader(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "olmo_core", ModuleType("olmo_core"))
     monkeypatch.setitem(sys.modules, "olmo_core.data", data)
     monkeypatch.delitem(sys.modules, "streaming.integrations.olmo_core", raising=False)
-    yield importlib.import_module("streaming.integrations.olmo_core").ShardLoader
+    yield importlib.import_module("streaming.integrations.olmo_core").OlmoCoreLoader
     sys.modules.pop("streaming.integrations.olmo_core", None)
 
 
@@ -62,7 +61,8 @@ def rows(batches: Any) -> list[Any]:
 
 def test_it_counts_in_tokens(shard_loader: Any, loader: DataLoader) -> None:
     made = shard_loader(loader, LENGTH, work_dir="work")
-    assert (made.global_batch_size, made.rank_batch_size, made.total_batches) == (ROWS * LENGTH, ROWS * LENGTH, len(loader))
+    assert made.global_batch_size == made.rank_batch_size == ROWS * LENGTH
+    assert made.total_batches == len(loader)
     assert made.get_mock_batch()["input_ids"].shape == (ROWS, LENGTH)
     assert loader.state_dict()["samples_seen"] == 0
 
@@ -106,6 +106,6 @@ def test_what_it_refuses(shard_loader: Any, packed: Packed, loader: DataLoader) 
     mesh = DeviceMesh.from_sizes(dp_size=4, rank=0)
     with (
         DataLoader(packed, global_batch_size=ROWS, device_mesh=mesh) as uneven,
-        pytest.raises(ConfigError, match=r"as many rows on each of 4 data ranks, got global_batch_size=6; .*multiple of 4"),
+        pytest.raises(ConfigError, match=r"rows on each of 4 data ranks, got global_batch_size=6; .*multiple of 4"),
     ):
         shard_loader(uneven, LENGTH, work_dir="work")

@@ -68,7 +68,8 @@ def complete(leg: list[Any]) -> Counter[str]:
 
 def to_come(bucket: Path, folder: Path) -> Counter[str]:
     """The prompts that the last checkpoint has not settled, up to the end of the second epoch."""
-    saved = json.loads((Path((folder / "last").read_text()) / "trainer_state.json").read_text())
+    last = max((folder / "out").iterdir(), key=lambda one: int(one.name.partition("-")[2]))
+    saved = json.loads((last / "trainer_state.json").read_text())
     (position,) = saved["stateful_callbacks"].values()
     dataset = StreamingDataset(str(bucket / "prompts"), decode="auto")
     with Tickets(DataLoader(dataset, 8, last_batch="partial")) as tickets:

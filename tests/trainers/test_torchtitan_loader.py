@@ -60,9 +60,9 @@ def test_steps_are_those_of_the_packs_on_any_world_and_resume_on_another(
         ]  # fmt: skip
     assert per_epoch < 30
     done, state, most = 0, {}, 2 * per_epoch + 2
-    for world, number in ((1, 2), (2, per_epoch), (4, 3), (1, most)):
+    for world, wanted in ((1, 2), (2, per_epoch), (4, 3), (1, most)):
         training = Training(release=release, length=LENGTH, rows=2, accumulated=4 // world)
-        number = min(number, most - done)
+        number = min(wanted, most - done)
         found, states = [], []
         for rank in range(world):
             own = training.build(config, rank, world)
@@ -166,11 +166,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_wrong_options_are_refused(folder: Path, release: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, sizes, words = REFUSED[case]
     config = loader_class(release, monkeypatch).Config(**{"dataset_path": f"{folder}/", **options})
+    training = Training(release=release, length=LENGTH, rows=2)
     with pytest.raises(ConfigError, match=rf"^ShardLoader.*{words}"):
-        if sizes:
-            config.build(dp_world_size=1, dp_rank=0, **sizes)
-        else:
-            Training(release=release, length=LENGTH, rows=2).build(config, 0, 1)
+        config.build(dp_world_size=1, dp_rank=0, **sizes) if sizes else training.build(config, 0, 1)
 
 
 @releases
@@ -199,6 +197,7 @@ def test_states_of_other_loaders_are_refused_and_an_empty_one_is_new(
         own.load_state_dict({"dp_rank_0": b"", "world_size": 1})
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
 @releases
 def test_its_state_survives_checkpoints_that_take_dicts_apart(
     folder: Path, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

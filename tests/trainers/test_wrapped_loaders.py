@@ -1,4 +1,4 @@
-"""``as_torch`` and ``one_behind``: loaders in programs that ask for torch's class, or fetch a batch before they save."""
+"""``as_torch`` and ``one_behind``: in programs that ask for torch's class, or fetch the next batch before they save."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from streaming.integrations.accelerate import prepare_loader
 from tests.support.contracts.loop_kinds import ALONE, Passes, Squares, rows_of
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents
+from tests.support.tiers import first_here
 
 SIZE, NUM_BATCHES, EPOCHS = 10, 4, 3
 OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "device_mesh": ALONE}
 LOADERS = (
-    "DataLoader", "workers", "tuples", "fetcher", "prefetcher", "prefetcher, workers", "micro-batches",
-    "micro-batches, prefetcher", "map-style", "iterable", "packs", "mixture",
+    "DataLoader", "micro-batches, prefetcher", "iterable", "fetcher", "prefetcher", "packs", "micro-batches", "tuples",
+    "map-style", "mixture", "workers", "prefetcher, workers",
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Loaders:
 
     def make(self, kind: str) -> Any:
         def own(**more: Any) -> DataLoader:
-            return DataLoader(self.samples.open(seed=5, decode=None, fields=("cls",)), num_threads=0, **OPTIONS | more)
+            return DataLoader(self.samples.open(seed=5, fields=("cls",)), **OPTIONS | {"num_threads": 0} | more)
 
         halves = {"low": self.samples.open(subset=(0, 19)), "high": self.samples.open(subset=(19, 40))}
         makers: dict[str, Callable[[], Any]] = {
@@ -164,7 +165,7 @@ def as_accelerate(loader: Any, number: int) -> list[Any]:
     """Prepares the loader beside the model."""
     accelerator = Accelerator(cpu=True)
     prepared = as_torch(prepare_loader(accelerator, loader))
-    model, given = accelerator.prepare(torch.nn.Linear(1, 1), prepared)
+    _, given = accelerator.prepare(torch.nn.Linear(1, 1), prepared)
     assert given is prepared
     return rows_behind(given, number)
 
@@ -174,7 +175,7 @@ ASKING: dict[str, Callable[[Any, int], list[Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", first_here(LOADERS, 5))
 def test_programs_that_ask_get_torchs_class_with_the_loaders_rows_and_position(loaders: Loaders, kind: str) -> None:
     whole = loaders.truth(kind, 9)
     for name, program in ASKING.items():
@@ -213,7 +214,7 @@ def test_attributes_are_those_of_the_loader_and_its_dataset(loaders: Loaders, ki
             len(wrapped)
     else:
         assert len(wrapped) == len(wrapped.sampler) == length
-    if hasattr(below.dataset, "__len__"):
+    if hasattr(below.dataset, "__len__") and kind != "mixture":
         assert len(wrapped.dataset) == len(below.dataset)
     if hasattr(below.dataset, "urls"):
         assert wrapped.dataset.urls == below.dataset.urls
@@ -248,7 +249,7 @@ def test_a_program_that_takes_it_apart_is_refused(loaders: Loaders) -> None:
                 next(iter(apart))
         with pytest.raises(ConfigError, match="gives no indices"):
             next(iter(wrapped.sampler))
-        with pytest.raises(ConfigError, match="already split over the ranks|would be split again"):
+        with pytest.raises(ConfigError, match="would be split again"):
             DataLoader(wrapped, 4)
 
 
@@ -279,14 +280,15 @@ def test_an_epoch_told_by_a_program_that_counts_from_the_state_is_obeyed(
 
 def fetches_during_the_step(loader: Any, trained: list[Any], most: int) -> None:
     """As nanoGPT: the next batch is fetched between backward and the optimizer's step; it saves after that."""
-    batches = one_behind(loader)
+    ahead = one_behind(loader)
+    batches = iter(ahead)
     batch = next(batches)
     for _ in range(most):
         trained.append(rows(batch))
         try:
             batch = next(batches)
         except StopIteration:
-            batches = iter(batches)
+            batches = iter(ahead)
             batch = next(batches)
 
 
@@ -322,7 +324,7 @@ def looks_whether_the_batch_is_the_last(loader: Any, trained: list[Any], most: i
 FETCHING = (fetches_during_the_step, fetches_from_an_endless_generator, looks_whether_the_batch_is_the_last)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", first_here(LOADERS, 3))
 @pytest.mark.parametrize("program", FETCHING, ids=lambda program: program.__name__)
 def test_a_program_that_has_fetched_the_next_batch_resumes_with_it(
     loaders: Loaders, kind: str, program: Callable[[Any, list[Any], int], None]
@@ -390,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[Loaders], Any], str]] = {
     ),
     "tickets": (lambda loaders: Tickets(loaders.make("DataLoader")), "until it is settled"),
     "a set": (lambda loaders: loaders.samples.open(), r"DataLoader\(dataset, batch_size=…\)"),
-    "steps": (lambda loaders: loaders.make("micro-batches").steps(), "expected a streaming.DataLoader"),
+    "steps": (lambda loaders: loaders.make("micro-batches").steps(), "got a .*TrainingSteps"),
     "a list": (lambda _: [1, 2], "got a builtins.list"),
 }  # fmt: skip
 
@@ -419,10 +421,10 @@ def test_what_cannot_be_one_behind_is_refused(loaders: Loaders) -> None:
     foreign = DevicePrefetcher(torch.utils.data.DataLoader(list(range(8)), 4), "cpu")
     with pytest.raises(ConfigError, match=r"cannot be held back; iterate prefetcher.with_state\(\)"):
         one_behind(foreign)
+    batches: Any = iter(foreign)
+    next(batches)
     with pytest.raises(ConfigError, match="whose position nobody can hold back"):
-        batches = iter(foreign)
-        next(batches)
-        batches.hold_back(1)  # type: ignore[attr-defined]
+        batches.hold_back(1)
     assert [batch.tolist() for batch in as_torch(foreign)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

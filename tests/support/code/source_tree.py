@@ -30,8 +30,9 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "cloudpickle": ("streaming.run.engine", "streaming.others.remote", "shard_tools.running.functions"),
     # Users of these import the module that needs them by name; nobody else does.
     "accelerate": ("streaming.integrations.accelerate",),
-    "transformers": ("streaming.integrations.transformers",),
+    "transformers": ("streaming.integrations.transformers", "streaming.integrations.trl"),
     "torchtitan": ("streaming.integrations.torchtitan",),
+    "olmo_core": ("streaming.integrations.olmo_core",),
     "pytest": ("streaming.testing",),
 }
 NOT_DECLARED = ("accelerate", "transformers", "torchtitan", "olmo_core", "pytest")

@@ -6,7 +6,7 @@ What a loader meets there:
   ``train_dataloader()`` and ``val_dataloader()``.
 - Fabric takes loaders of torch's class only, wraps them, and saves and loads the state of those that have one.
 - A batch is a tensor [micro_batch_size, T + 1] of token ids; the loss is that of all of them.
-- Each rank has ``global_batch_size / ranks / micro_batch_size`` batches a step. After the last step one batch more is fetched.
+- Each rank has ``global_batch_size / ranks / micro_batch_size`` batches a step. After the last one more is fetched.
 - The validation loader is read first, two batches of it, and left.
 - An iterator begins the loader again at its end, and counts epochs from 0, in each process anew.
 """

@@ -1,4 +1,4 @@
-"""A program with the contract of nanochat's base_train.py (karpathy/nanochat, 92d63d4 of July 2026), and none of its code.
+"""A program with the contract of nanochat's base_train.py (karpathy/nanochat, 92d63d4, July 2026), none of its code.
 
 What a loader meets there:
 
@@ -66,7 +66,7 @@ while True:
         x, y, dataloader_state_dict = next(train_loader)
     rank.reduce()
     # <
-    epoch = f"{dataloader_state_dict['epoch']} pq: {dataloader_state_dict['pq_idx']} rg: {dataloader_state_dict['rg_idx']}"
+    epoch = "{epoch} pq: {pq_idx} rg: {rg_idx}".format(**dataloader_state_dict)
     # >
     print(f"step {step:05d}/{num_iterations:05d} | epoch: {epoch}")
     step += 1

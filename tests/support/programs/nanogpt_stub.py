@@ -3,7 +3,7 @@
 What a loader meets there:
 
 - ``get_batch(split)`` returns X and Y on the device: int64 [batch_size, block_size], Y one token further.
-- A step has ``gradient_accumulation_steps`` batches, which the number of ranks divides. The next batch is fetched before
+- A step has ``gradient_accumulation_steps`` batches, which the number of ranks divides. The next one is fetched before
   the backward pass of the one in hand, so the loop always holds a batch that it has not trained on.
 - Rank 0 alone estimates losses, with batches of its own, and then saves: at the top of a step, into one file.
 - Nothing counts epochs: ``iter_num`` ends the run.

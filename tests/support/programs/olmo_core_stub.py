@@ -2,8 +2,8 @@
 
 What a loader meets there:
 
-- It is a ``TextDataLoaderBase``: that counts batches and tokens of the epoch as it yields, checks that a rank's batch has
-  its share of the global batch in tokens, and forgets both counts in ``reset()``.
+- It is a ``TextDataLoaderBase``: that counts batches and tokens of the epoch as it yields, checks that a batch has the
+  rank's share of the global batch in tokens, and forgets both counts in ``reset()``.
 - Before anything else the trainer compares the loader's data-parallel rank and size with its own, and trains on
   ``get_mock_batch()``, of which nothing is kept.
 - Each epoch: ``reshuffle(epoch)``, also after ``load_state_dict``; all batches; ``reset()``. Epochs count from 1.

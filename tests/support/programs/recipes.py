@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +60,6 @@ class Rank:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
-        self._began_s = time.monotonic()
         self._received: Counter[int] = Counter()
 
     def received(self, step: int, rows: Iterable[str], epoch: int | None = None) -> None:
@@ -73,7 +71,7 @@ class Rank:
             epoch: The epoch, by the program's own count; None: it does not count epochs.
         """
         self._received[step] += 1
-        line = {"step": step, "epoch": epoch, "rows": [*rows], "after_s": time.monotonic() - self._began_s}
+        line = {"step": step, "epoch": epoch, "rows": [*rows]}
         with open(f"{self._told['log']}-{self.rank}", "a") as log:
             log.write(json.dumps(line) + "\n")
         if self._told["kill"] == [step, self._received[step]]:
@@ -234,11 +232,6 @@ class Player:
                 step = steps.setdefault(line["step"], Step(line["epoch"]))
                 step.rows.update(line["rows"])
         return steps
-
-    def first_batch_s(self, folder: Path, *, own: bool) -> float:
-        """Return the seconds from before the loader is made to its first batch, on one rank."""
-        self.play([Leg(1)], folder, own=own)
-        return float(next(_lines(folder / "received-0-0"))["after_s"])
 
 
 def _lines(log: Path) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Two releases of TorchTitan, as far as a data loader meets them: base classes, how a loader is built, and a trainer."""
+"""Two releases of TorchTitan, as far as a data loader meets them: base classes, the way it is built, and a trainer."""
 
 from __future__ import annotations
 

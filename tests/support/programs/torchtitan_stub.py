@@ -1,11 +1,11 @@
-"""A program with the contract of TorchTitan's trainer (pytorch/torchtitan, b5bcd76 of August 2026), and none of its code.
+"""A program with the contract of TorchTitan's trainer (pytorch/torchtitan, b5bcd76, August 2026), none of its code.
 
 What a loader meets there:
 
 - Its ``Config`` is a dataclass of the kind of all others, and ``build`` makes the loader with the rank and size of data
   parallelism, ``max_context_length`` and ``num_tokens_per_batch``: a micro-batch of one rank, in one row of tokens.
 - It is iterated once, in the whole run. Its end is an error in a generator, and cancels the step.
-- A batch is a dict with ``"input"``, whose other tensors go to the model, and the labels. All micro-batches of a step are
+- A batch is a dict with ``"input"``, whose other tensors go to the model, and labels. All micro-batches of a step are
   fetched before the first is trained on, to count their labels; what the loss ignores is ``IGNORE_INDEX``.
 - ``torch.distributed.checkpoint`` saves its state under ``"dataloader"``, after a step, and loads what a new one has.
 - Steps are counted, epochs are not.

@@ -2,8 +2,8 @@
 
 What prompts meet there:
 
-- The trainer sends the data set, pickled, to the process that generates. That numbers the rows it takes from 0, repeats
-  each ``num_generations`` times, and begins the set anew at its end.
+- The trainer sends the data set, pickled as training begins, to the process that generates. That numbers the rows it
+  takes from 0, repeats each ``num_generations`` times, and begins the set anew at its end.
 - Generations end in any order. A group of them is scored when it is complete; its rows then go into a queue.
 - Rank 0 takes rows from the queue, leaves out those that are stale, and deals a micro-batch to all ranks. It collates
   one micro-batch ahead of training, and notes the numbers of its rows in ``_trained_groups`` as it does.
@@ -14,6 +14,7 @@ What prompts meet there:
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import queue
 import random
@@ -21,6 +22,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,10 +70,11 @@ class Worker:
     """Stands for the process that generates: it has a copy of the rows, and a queue."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = pickle.loads(pickle.dumps(dataset))
+        self._dataset = dataset
         self.rollout_buffer: queue.Queue[tuple[int, str]] = queue.Queue(maxsize=16)
 
     def start(self) -> None:
+        self._dataset = pickle.loads(pickle.dumps(self._dataset))
         threading.Thread(target=self._generate, daemon=True).start()
 
     def _prompts(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -159,27 +162,29 @@ class AsyncGRPOTrainer:
 
     def _save(self) -> None:
         if rank.rank == 0:
-            folder = rank.folder / f"checkpoint-{self.state.global_step}"
-            folder.mkdir()
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            part = folder.with_name("part")
+            part.mkdir(parents=True)
             exported = {type(one).__name__: one.state() for one in self._callbacks if isinstance(one, ExportableState)}
             text = json.dumps({"global_step": self.state.global_step, "stateful_callbacks": exported})
-            (folder / "trainer_state.json").write_text(text)
-            (rank.folder / "last.part").write_text(str(folder))
-            (rank.folder / "last.part").rename(rank.folder / "last")
+            (part / "trainer_state.json").write_text(text)
+            part.rename(folder)
         rank.reduce()
         self._call("on_save")
 
 
-def get_last_checkpoint(folder: Any) -> str | None:
-    return (folder / "last").read_text() if (folder / "last").exists() else None
+def get_last_checkpoint(folder: str) -> str | None:
+    """As that of transformers, which expects the folder to be there."""
+    numbers = [int(name.partition("-")[2]) for name in os.listdir(folder) if name.startswith("checkpoint-")]
+    return f"{folder}/checkpoint-{max(numbers)}" if numbers else None
 
 
 def load_dataset() -> list[dict[str, Any]]:
     return [{"prompt": f"prompt {number}"} for number in range(40)]
 
 
-output_dir = rank.folder
-config = SimpleNamespace(num_generations=GENERATIONS, ignore_data_skip=True, output_dir=str(output_dir))
+output_dir = str(rank.folder / "out")
+config = SimpleNamespace(num_generations=GENERATIONS, ignore_data_skip=True, output_dir=output_dir)
 # <
 dataset: Any = load_dataset()
 # >

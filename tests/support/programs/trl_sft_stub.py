@@ -9,19 +9,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os  # noqa: F401  for the patch
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint  # noqa: F401  for the patch
 
 from tests.support.programs.recipes import Rank, names_of
 
 rank = Rank()
-Path(rank.folder / "out").mkdir(exist_ok=True)
 ACCUMULATION = 2
 
 
@@ -42,6 +41,11 @@ class Model(torch.nn.Module):
         return {"loss": self.weight * (labels != -100).sum() / input_ids.numel()}
 
 
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
 class SFTTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, model: Any, args: Any, train_dataset: Any) -> None:
         first = next(iter(train_dataset))
@@ -49,7 +53,7 @@ class SFTTrainer(Trainer):  # type: ignore[misc]
             assert set(first) & {"text", "messages", "prompt", "input_ids"}
         elif "labels" not in first:
             raise ValueError("no labels")
-        super().__init__(model=model, args=args, train_dataset=train_dataset)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, data_collator=collate)
 
     def note(self, rows: torch.Tensor) -> None:
         epoch = int(self.state.epoch or 0)

@@ -61,8 +61,8 @@ def cure_of(error: BaseException) -> str:
     if name is None:
         return "Import what it needs inside it, or use num_workers=0"
     return (
-        f"Append the folder that holds {name.partition('.')[0]!r} to sys.path before the loader is made, import what the "
-        "function needs inside it, or use num_workers=0"
+        f"Append the folder that holds {name.partition('.')[0]!r} to sys.path before the loader is made, import what "
+        "the function needs inside it, or use num_workers=0"
     )
 
 
