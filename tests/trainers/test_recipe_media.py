@@ -79,8 +79,8 @@ LEGS = (
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bucket")
-    for case in ALL:
-        write_rows(folder / case.folder, case.fields)
+    for name, fields in {case.folder: case.fields for case in ALL}.items():
+        write_rows(folder / name, fields)
     return folder
 
 

@@ -1,6 +1,6 @@
 """A program with the contract of diffusers' ``train_text_to_image.py`` (58eb52c of August 2026), and none of its code.
 
-- A dataset of ``datasets`` names its columns: the first is that of images, the second that of captions. A function
+- A dataset of ``datasets`` names its columns, ``image`` and ``text`` unless the command says otherwise. A function
   turns a batch of rows, a dict of lists, into ``pixel_values`` and ``input_ids``; another one stacks examples.
 - ``accelerator.prepare`` gets the loader with everything else. After it, ``len`` is that of this process; epochs are
   counted by it, and the first epoch of a resumed run is the number of steps divided by it.
@@ -47,10 +47,11 @@ def main() -> None:
     model = torch.nn.Linear(3 * CROP * CROP, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     # <
-    rows = {"jpg": [*range(72)], "txt": [f"number {number}" for number in range(72)]}
+    rows = {"image": [*range(72)], "text": [f"number {number}" for number in range(72)]}
     dataset = {"train": datasets.Dataset.from_dict(rows)}
     # >
-    image_column, caption_column = dataset["train"].column_names[:2]
+    image_column, caption_column = "image", "text"
+    assert {image_column, caption_column} <= {*dataset["train"].column_names}
 
     def preprocess_train(examples: dict[str, Any]) -> dict[str, Any]:
         examples["pixel_values"] = [train_transforms(image) for image in examples[image_column]]
