@@ -578,6 +578,8 @@ def test_headers_of_giant_images_cost_nothing(tmp_path: Path) -> None:
         [
             {"__key__": "a", "png": giant_png(10**5, 10**5), "webp": bytes(webp)},
             {"__key__": "b", "png": out.getvalue()},
+            {"__key__": "c", "mp4": b"\0\0\0\1moov" + (2**60).to_bytes(8, "big") + bytes(99), "json": b"[" * (1 << 20)},
+            {"__key__": "d", "wav": b"RIFF\xff\xff\xff\xffWAVEdata\xff\xff\xff\xff", "mkv": b"\x1a\x45\xdf\xa3" * 9999},
         ],
     )
     code = f"""
@@ -589,6 +591,7 @@ found = stats([{str(data)!r}], storage=Storage()).as_dict()["fields"]
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 assert found["png"]["width"]["max"] == 100_000 and found["webp"]["width"]["max"] == 16383, found
 assert found["png"]["broken"] == 1, found
+assert all(found[name]["broken"] == 1 for name in ("mp4", "wav", "mkv", "json")), found
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
