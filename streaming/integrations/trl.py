@@ -83,11 +83,17 @@ def use_tickets(trainer: Any, prompts: TicketPrompts, checkpoint: str | None = N
         The tickets, on the main process; others never settle any.
 
     Raises:
-        ConfigError: The trainer has another dataset, or would throw rollouts away when it resumes.
+        ConfigError: The trainer has another dataset, is none that notes its prompts, or would throw rollouts away when
+            it resumes.
         StateError: The checkpoint has no state of tickets, or that of another dataset.
     """
     if trainer.train_dataset is not prompts:
         raise ConfigError("use_tickets(trainer, prompts): expected the trainer's train_dataset, got other prompts")
+    if not isinstance(getattr(trainer, "_trained_groups", None), set):
+        raise ConfigError(
+            "use_tickets(trainer, prompts): expected TRL's AsyncGRPOTrainer, which notes the prompts that it collates, "
+            f"got a {type(trainer).__name__} that does not; update shardstream, or TRL (1.10 to 1.16 are known)"
+        )
     if checkpoint is not None and not trainer.args.ignore_data_skip:
         raise ConfigError(
             "use_tickets(trainer, prompts, checkpoint): the trainer would throw away as many rollouts as it has "

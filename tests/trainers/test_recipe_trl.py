@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset, Tickets
+from streaming.errors import ConfigError, StateError
 from tests.support.processes.forked import Forked
 from tests.support.programs.recipes import MOST_LINES, Leg, Player, Recipe, check
 from tests.support.sets.packed_sets import write
@@ -97,3 +101,37 @@ def test_each_prompt_is_trained_on_once_an_epoch(
     assert all(trained)
     everything = sum(trained, Counter()) + to_come(bucket, tmp_path / "run")
     assert everything == Counter({f"prompt {number}": EPOCHS for number in range(NUM_PROMPTS)})
+
+
+# ------------------------------------------------------------------------------------ what use_tickets refuses
+
+
+@pytest.fixture
+def of_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, over the two names that it takes from transformers, which takes seconds to import."""
+    for name in ("transformers", "transformers.trainer_callback"):
+        module: Any = ModuleType(name)
+        module.TrainerCallback, module.ExportableState = type("TrainerCallback", (), {}), type("State", (), {})
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "streaming.integrations.trl", raising=False)
+    yield importlib.import_module("streaming.integrations.trl")
+    sys.modules.pop("streaming.integrations.trl", None)
+
+
+def test_what_use_tickets_refuses(of_trl: Any, bucket: Path, tmp_path: Path) -> None:
+    prompts = of_trl.TicketPrompts(StreamingDataset(str(bucket / "prompts")))
+    assert len(prompts) == NUM_PROMPTS
+
+    def trainer(**changed: Any) -> Any:
+        args = SimpleNamespace(num_generations=GENERATIONS, ignore_data_skip=changed.pop("ignore_data_skip", True))
+        return SimpleNamespace(**{"args": args, "train_dataset": prompts, "_trained_groups": set()} | changed)
+
+    with pytest.raises(ConfigError, match=r"expected the trainer's train_dataset, got other prompts"):
+        of_trl.use_tickets(trainer(train_dataset=[]), prompts)
+    with pytest.raises(ConfigError, match=r"got a SimpleNamespace that does not; update shardstream, or TRL"):
+        of_trl.use_tickets(trainer(_trained_groups=None), prompts)
+    with pytest.raises(ConfigError, match=r"give its arguments ignore_data_skip=True"):
+        of_trl.use_tickets(trainer(ignore_data_skip=False), prompts, str(tmp_path))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(StateError, match=r"no tickets in its trainer_state\.json"):
+        of_trl.use_tickets(trainer(), prompts, str(tmp_path))

@@ -26,6 +26,7 @@ FOREIGN_OPTIONS = {
     "batch_sampler": "torch's DataLoader",
     "mesh_dim_names": "torch's init_device_mesh",
     "multiprocessing_context": "torch's DataLoader, and ours for ordinary data sets",
+    "ignore_data_skip": "transformers.TrainingArguments",
     "nofile": "docker run --ulimit",
     "num_cpus": "ray",
     "resources": "ray",
