@@ -12,7 +12,7 @@ import torch
 from accelerate.state import PartialState
 
 from infra import DeviceMesh
-from streaming import DataLoader, DevicePrefetcher, as_torch, one_behind
+from streaming import DataLoader, DevicePrefetcher, as_torch
 from streaming.integrations.accelerate import prepare_loader, skip_first_batches
 from tests.support.sets.torch_sets import ITERABLES, MAPS
 
@@ -29,7 +29,6 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
     "Accelerate": lambda loader: prepare_loader(ACCELERATOR, loader),
     "Accelerate, prefetcher": lambda loader: prepare_loader(ACCELERATOR, DevicePrefetcher(loader, device="cpu")),
     "Fabric": as_torch,
-    "one behind": one_behind,
 }
 
 

@@ -19,13 +19,13 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from shard_tools import ShardWriter
 from streaming import DataLoader
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import blocks
-from tests.support.processes.forked import Forked, all_end
+from tests.support.processes.forked import Forked
+from tests.support.programs.recipes import run_job
 from tests.support.sets.data_sets import SampleSet, write_set
 from tests.support.sets.packed_sets import write as write_documents
 
@@ -137,11 +137,7 @@ class Ranks:
 
     def fork(self, script: Path, ranks: int, errors: Path, environ: dict[str, str]) -> int:
         """With the variables that torchrun sets, and a store for the rendezvous such as it has."""
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environ = environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        started = self.origin.start_ranks(script, world_size=ranks, output=errors, environ=environ)
-        codes = all_end(started, DEADLINE_S + 60)
+        codes = run_job(self.origin, script, ranks, errors, environ, DEADLINE_S + 60)
         return codes[0] or max(map(abs, codes))
 
     def start(self, program: str | Path, *arguments: str, errors: Path, environ: dict[str, str]) -> int:
