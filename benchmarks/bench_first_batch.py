@@ -6,7 +6,7 @@ from nothing, the data set and the loader included; *later*: from ``iter`` of an
 *again*: as first, of a second loader in the same process. An epoch has eight batches, with 5 ms of training after each.
 Contestants: ours; torch's loader with forked workers, new ones for each epoch; the same with persistent workers.
 torch's data set reads the same samples, from one flat file by ``pread``, or from an S3 server on loopback by ranged
-requests of our client; images are decoded with Pillow. ``--tree``: another tree takes turns.
+requests of our client; images are decoded with Pillow. ``--tree``: another tree, such as an older one, takes turns.
 
 ``--far``: how many round trips pass until the first batch of 64 images as bytes, from an S3 server whose every answer
 is a round trip late (``--round-trip-ms``); opened by prefix and by names. Connecting is not counted.
