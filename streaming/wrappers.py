@@ -75,7 +75,7 @@ def _kept(name: str) -> property:
     def put(self: AsTorch, value: Any) -> None:
         vars(self)[name] = value
 
-    return property(get, put, doc=f"See ``DataLoader.{name}``.")
+    return property(get, put, doc="As of the loader.")
 
 
 class AsTorch(torch.utils.data.DataLoader[Any]):

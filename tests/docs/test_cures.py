@@ -57,6 +57,7 @@ _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]{2,}\b")
 
 # What messages name that is not ours, with its owner.
 FOREIGN_FLAGS = {
+    "--checkpoint": "torchtitan",
     "--force-reinstall": "pip",
     "--hard-dereference": "tar",
     "--head": "ray start",

@@ -273,7 +273,7 @@ LIBRARIES = (
             "DALIGenericIterator": _LOADER,
             "DALIClassificationIterator": _LOADER,
             "LastBatchPolicy": 'write DataLoader(last_batch="drop", "pad" or "partial")',
-            "wds2idx": "`shard_tools index` does so; `shard_tools export --to dali` writes the files of DALI's reader",
+            "wds2idx": _INDEX,
         },
     ),
     Library(

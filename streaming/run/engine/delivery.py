@@ -321,6 +321,7 @@ class Delivery(ABC):
             if thread not in self._builders:
                 thread.start()
         with self._changed:
+            # What is planned is requested, so the first bytes are on their way.
             self._go_on()
         self._builder.begin(partial(_look_again, weakref.ref(self)))
         for thread in self._builders[:1]:  # one batch at a time, until one shows how large they are

@@ -204,7 +204,7 @@ def rewritten(verb: str, *more: str) -> Meeting:
 def split_up(places: Places, classes: str | None) -> Met:
     target = places["scratch"] / "parts"
     shares = f"{target / 'train'}=60%", f"{target / 'val'}=40%"
-    return command("split", *urls(places), *shares, *union(classes), made=target / "train")
+    return command("split", *urls(places), *shares, *union(classes), made=target / "val")  # has most of them
 
 
 def appended(places: Places, _classes: str | None) -> Met:
