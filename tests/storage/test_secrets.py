@@ -306,15 +306,21 @@ def opened(place: Place, local: Path, url: str = "", **options: Any) -> streamin
     )  # fmt: skip
 
 
-def loop_over(loader: Any, told: Told) -> None:
-    """An epoch, and all that can be asked of what reads it."""
+def loop_over(loader: Any, told: Told, *, owner: Any = None) -> None:
+    """An epoch, and all that can be asked of what reads it; ``owner`` is the loader that it stands for."""
     told.add(loader)
-    with loader:
+    with owner or loader:
         for batch in loader:
             told.add(batch)
             break
-        told.add(loader.state_dict(), loader.metrics())
-        told.add(list(loader), loader.state_dict(), json.dumps(loader.metrics(), default=str), loader)
+        numbers = (owner or loader).metrics
+        told.add(loader.state_dict(), numbers())
+        told.add(list(loader), loader.state_dict(), json.dumps(numbers(), default=str), loader)
+
+
+def read_wrapped(wrap: Callable[[Any], Any], place: Place, told: Told, local: Path) -> None:
+    loader = streaming.DataLoader(opened(place, local), 2)
+    loop_over(wrap(loader), told, owner=loader)
 
 
 def read_dataset(place: Place, told: Told, local: Path) -> None:
@@ -347,6 +353,8 @@ def is_kept(sample: Any) -> bool:
 
 CLASSES: dict[str, Read] = {
     "StreamingDataset": read_dataset,
+    "as_torch": lambda place, told, local: read_wrapped(streaming.as_torch, place, told, local),
+    "one_behind": lambda place, told, local: read_wrapped(streaming.one_behind, place, told, local),
     "DataLoader": read_damaged,
     "DeviceMeshSampler": read_by_batches,
     "RetrySampler": read_by_batches,

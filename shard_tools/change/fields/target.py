@@ -17,7 +17,7 @@ from shard_tools.make.write.keys import check_field
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted, some_names
 from streaming.common.threads import map_threads
-from streaming.errors import ConfigError, DataError, shell_place, shell_word
+from streaming.errors import ConfigError, DataError, StorageError, shell_place, shell_word
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import checked_name, field_table_path, pending_path
 from streaming.shards.index.sample_table import SampleTable
@@ -145,7 +145,8 @@ class FieldTarget:
             OvertakenError: The set got other shards meanwhile.
         """
         with self._noted():
-            there = list(map_threads(self._there, self.tars, _READERS))
+            listed = self._listed()
+            there = list(map_threads(lambda tar: self._there(tar, listed), self.tars, _READERS))
             left = [tar for tar, one in zip(self.tars, there, strict=True) if one is None]
             made = [_Entry.of(tar, table) for tar, table in zip(left, write(left) if left else (), strict=True)]
             waiting = iter(made)
@@ -166,13 +167,25 @@ class FieldTarget:
             seconds=time.monotonic() - self._begun_s,
         )  # fmt: skip
 
-    def _there(self, tar: LateTar) -> _Entry | None:
+    def _listed(self) -> frozenset[str] | None:
+        """Return the URLs of the files of this field that exist, by one listing; None: the store lists nothing."""
+        if not self.tars:
+            return None
+        folder = self.tars[0].url.rpartition("/")[0]
+        try:
+            return frozenset(info.url for info in self.storage.list(folder))
+        except StorageError:
+            return None
+
+    def _there(self, tar: LateTar, listed: frozenset[str] | None) -> _Entry | None:
         """Return the entry of a tar that is written already; None: it is not.
 
-        Of those that the set has, its table of the field tells, so what is added later costs what it is.
+        For those that the set has, its table of the field has the entry, so an addition costs only what is new. A tar
+        that is lost is not there.
         """
         known = self._known
-        if known is not None and known.work == self.work:
+        is_listed = listed is None or {tar.url, tar.samples_url} <= listed
+        if known is not None and known.work == self.work and is_listed:
             number = known.numbers.get(tar.shard)
             if number is not None and known.shards[number].fingerprint == tar.rows.fingerprint:
                 return _Entry(shard=known.shards[number], chunks=known.chunks.of_shard(number))

@@ -53,6 +53,13 @@ class Builder(Protocol):
     allocate: Allocate
     """Allocator for the tensors of batches that this process begins from now on."""
 
+    def check_files(self) -> None:
+        """Check, before a run opens any file, that this process may open those of the run's worker processes.
+
+        Raises:
+            ConfigError: It may not.
+        """
+
     def begin(self, changed: Callable[[], None]) -> None:
         """Prepare for a run. ``changed`` is called, in any thread, when ``in_consumer`` turns False between batches."""
 
@@ -133,6 +140,9 @@ class LocalBuilder:
         self._is_watching = bool(self._functions)  # until it is known that they draw no random numbers
         self._own_turn = threading.Lock()
         self._surroundings: Surroundings | None = None
+
+    def check_files(self) -> None:
+        """See ``Builder``: there are no processes."""
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""
@@ -264,6 +274,11 @@ class WorkerBuilder:
         self._begun_s = self._told_before = 0.0
         self._first_s = math.inf
         self.allocate: Allocate = memory.allocate
+
+    def check_files(self) -> None:
+        """See ``Builder``."""
+        if self._has_users_code:
+            self._pool.check_files()
 
     def begin(self, changed: Callable[[], None]) -> None:
         """See ``Builder``."""

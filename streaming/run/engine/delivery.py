@@ -316,6 +316,7 @@ class Delivery(ABC):
 
     def _set_out(self) -> None:
         """Begin to read, and then to build: processes start while the first bytes are on their way."""
+        self._builder.check_files()
         self._metrics.add("first_batch_wait_s", 0.0)  # known, also if the first bytes come before they are waited for
         for thread in self._threads:
             if thread not in self._builders:

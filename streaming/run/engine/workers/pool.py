@@ -175,6 +175,10 @@ class WorkerPool:
         """Whether processes have been started."""
         return bool(self._processes.all())
 
+    def check_files(self) -> None:
+        """See ``Processes``."""
+        self._processes.check_files()
+
     def start(self) -> None:
         """Start the processes unless they are running, without waiting until they are ready."""
         self._processes.start()

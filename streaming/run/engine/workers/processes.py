@@ -141,12 +141,26 @@ class Processes:
         """
         with self._changed:
             self._check_open()
-            if self._num_files and not self._workers:
-                check_open_files("num_workers", self._num_workers, self._num_files, beside=_FILES_OF_SLOT)
-                self._num_files = 0  # checked once: afterwards some of them are open
+            self._check_files()
+            if self._oom_kills is None:
                 self._oom_kills = oom_kills()
             while len(self._workers) < self._num_workers:  # afterwards each of num_workers is starting, idle or in use
                 self._spawn()
+
+    def check_files(self) -> None:
+        """Check that this process may open the files of all workers; once, since afterwards some of them are open.
+
+        Raises:
+            ConfigError: It may not.
+        """
+        with self._changed:
+            # Nobody checks a second time.
+            self._check_files()
+
+    def _check_files(self) -> None:
+        if self._num_files and not self._workers:
+            check_open_files("num_workers", self._num_workers, self._num_files, beside=_FILES_OF_SLOT)
+            self._num_files = 0
 
     def renew(self, recipe: bytes) -> None:
         """End all workers, none of which may be in use, and give later workers another recipe."""
