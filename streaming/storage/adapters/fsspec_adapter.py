@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -349,6 +350,7 @@ class _SpoolWriter(StoreWriter):
         self._url = url
         self._maker = maker_of_writer(url)
         self._spool: Any = tempfile.SpooledTemporaryFile(max_size=max(part_bytes, 1))  # noqa: SIM115
+        weakref.finalize(self, self._spool.close)  # a writer that is neither closed nor aborted uploads nothing
         self.num_bytes = 0
 
     @override
