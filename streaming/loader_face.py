@@ -53,6 +53,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
         self._tracing: Recorder | None = None
+        self._lent_to = ""  # what reads this loader's samples from now on
         self._core = LoopCore(dataset, options, self._opened)
 
     @staticmethod
@@ -160,6 +161,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         return loop.num_batches
 
     def _iterated(self, *, with_state: bool) -> Batches[Any]:
+        self._check_own("iterating", "iterate over the {0}")
         loop = self._core.now(to_read=True)
         if self._core.check is not None:
             self._core.check.first()
@@ -232,6 +234,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         epoch from its beginning. Any other number ends the running iterator. A ``Mixture`` without an end has a single
         epoch: every ``iter(loader)`` continues it, and ``set_epoch`` has no effect.
         """
+        self._check_own("set_epoch", "call it before the {0} begin")
         self._loop.set_epoch(epoch)
 
     def seed(self, seed: int) -> None:
@@ -295,6 +298,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         wrapper such as ``DevicePrefetcher`` is still holding back do not count as received. A program that reads ahead
         by itself needs ``with_state``.
         """
+        self._check_own("state_dict", "save {0}.state_dict()")
         state: dict[str, Any] = self._loop.state().to_dict()
         return state
 
@@ -304,6 +308,7 @@ class LoaderFace(Closable, Generic[BatchT]):
         Raises:
             StateError: The state is malformed or belongs to another dataset.
         """
+        self._check_own("load_state_dict", "write {0}.load_state_dict(state)")
         self._core.load(state)
 
     @property
@@ -343,6 +348,7 @@ class LoaderFace(Closable, Generic[BatchT]):
                 ``Mixture``; or the ranks of a replica group share one reader (``replicate="broadcast"``).
             StateError: The state is malformed, or belongs to another dataset.
         """
+        self._check_own("remesh", "close the {0}, and begin new ones in the new world from {0}.state_dict()")
         self._core.remesh(dp_rank, dp_size, at)
 
     def metrics(self) -> dict[str, Any]:
@@ -446,16 +452,38 @@ class LoaderFace(Closable, Generic[BatchT]):
         Raises:
             ConfigError: This loader has options that act on whole batches.
         """
+        self._check_own("uncollated", "use the {0}, which deliver the samples")
         sent = self._core.sent()
         made: Self = object.__new__(type(self))
         made.__setstate__({**sent, "options": sent["options"].uncollated()})
         return made
+
+    def lend(self, reader: Self, borrower: str) -> None:
+        """Let another loader read this one's samples from here on: it shares its loop, and cannot be moved from here.
+
+        Args:
+            reader: The loader that reads, such as that of ``uncollated``.
+            borrower: What reads it, a plural noun for messages, such as ``tickets``.
+        """
+        self._core.loop.close()
+        self._core, self._lent_to = reader._core, borrower
+
+    def _check_own(self, what: str, cure: str) -> None:
+        """Refuse what would read or move a loader that something else reads.
+
+        Raises:
+            ConfigError: It is lent.
+        """
+        if self._lent_to:
+            cure = cure.format(self._lent_to)
+            raise ConfigError(f"{what}: {self._lent_to.capitalize()} read this loader from now on; {cure}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with which another process continues from here, as under ``torch.multiprocessing.spawn``.
 
         If no mesh was given, the other process detects its own.
         """
+        self._check_own("pickling", "send a loader before the {0} begin")
         return self._core.sent()
 
     def __setstate__(self, sent: dict[str, Any]) -> None:

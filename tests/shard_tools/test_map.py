@@ -25,7 +25,7 @@ from shard_tools.change.life.versions import tag
 from shard_tools.change.sets.copy import copy
 from shard_tools.change.sets.inspect import list_samples
 from shard_tools.cli import cli
-from shard_tools.make.convert.base.records import Record
+from shard_tools.make.convert.base.records import Record, runs_of
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.make.write.change import SetChange
 from streaming import StreamingDataset
@@ -350,6 +350,39 @@ def write_more(folder: Path, first: int, num: int, **options: Any) -> None:
 
 def keys_of(target: Path) -> list[str]:
     return [sample["__key__"] for sample in StreamingDataset(str(target))]
+
+
+def write_noise(folder: Path, first: int, num: int, **options: Any) -> None:
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=500, **options) as writer:
+        for number in range(first, first + num):
+            writer.write({"__key__": f"{number:05d}", "bin": noise(number), "txt": f"text {number}"})
+
+
+def noise(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(10 + 37 * number % 3000)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_byte_of_an_addition_is_the_functions(tmp_path: Path, workers: int) -> None:
+    """Records of processes lie in memory that is reused: a run of them was written after the first ones were lost."""
+    raw, out, running = tmp_path / "raw", tmp_path / "out", Running(workers=workers)
+    write_noise(raw, 0, 700)
+    map_set(str(raw), str(out), "made_samples:unchanged", running=running)
+    write_noise(raw, 700, 900, append=True)
+    map_set(str(raw), str(out), "made_samples:unchanged", append=True, running=running)
+    assert fields_of(out) == {f"{n:05d}": {"bin": noise(n), "txt": f"text {n}".encode()} for n in range(1600)}
+
+
+def test_a_lent_record_ends_its_run() -> None:
+    memory, is_lent = bytearray(4), [False, True, True, False, False, True]
+
+    def records() -> Any:
+        for number, lent in enumerate(is_lent):
+            memory[:] = bytes([number]) * 4
+            yield Record(key=str(number), fields={"bin": memoryview(memory) if lent else bytes(memory)}, is_lent=lent)
+
+    runs = [[bytes(record.fields["bin"]) for record in run] for run in runs_of(records())]
+    assert runs == [[bytes([0]) * 4, bytes([1]) * 4], [bytes([2]) * 4], [bytes([n]) * 4 for n in (3, 4, 5)]]
 
 
 def test_only_samples_of_new_shards_are_mapped(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class FunctionSource:
                     reported.sample(made.number, fields)
                     yield Record(
                         key=made.key, fields=fields, metadata=dict(zip(self.columns, made.columns, strict=True)),
-                        where=f"input {made.number}",
+                        where=f"input {made.number}", is_lent=True,
                     )  # fmt: skip
                     tally.num_samples += 1
                     tally.part += 1

@@ -101,6 +101,8 @@ class ByPosition:
         self.mesh, self.is_elastic = mesh, self._follows and not whole
         self._whole = whole
         self._loader: Any = loader if whole else loader.uncollated()
+        if not whole:
+            loader.lend(self._loader, "tickets")
 
     @property
     def epoch(self) -> int:

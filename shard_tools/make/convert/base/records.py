@@ -50,6 +50,7 @@ class Record:
         left_out: Reasons why records right before it are left out, one per record.
         origin: Number of the input that it is made of
             (:class:`~shard_tools.make.convert.base.identity.SourceIdentity`).
+        is_lent: Whether its fields are valid only until the next record is read: they lie in memory that is reused.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Record:
     remarks: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     origin: int = 0
+    is_lent: bool = False
 
     @property
     def sample(self) -> dict[str, object]:
@@ -320,14 +322,17 @@ def permutation(num_items: int, seed: int) -> Int64Array:
 
 
 def runs_of(records: Iterable[Record], most: int = RUN_RECORDS) -> Iterator[list[Record]]:
-    """Yield records in runs of up to ``most``, to be written together; an error ends a run, which is yielded first."""
+    """Yield records in runs of up to ``most``, to be written together; an error ends a run, which is yielded first.
+
+    A record whose fields are lent ends its run, so that it is written before the next one is read.
+    """
     run: list[Record] = []
     num_bytes = 0
     try:
         for record in records:
             run.append(record)
             num_bytes += sum(map(len, record.fields.values()))
-            if len(run) >= most or num_bytes >= _RUN_BYTES:
+            if record.is_lent or len(run) >= most or num_bytes >= _RUN_BYTES:
                 yield run
                 run, num_bytes = [], 0
     except Exception:
