@@ -486,8 +486,8 @@ def parse_share(share: str, *, name: str = "share") -> Fraction:
     """
     try:
         value = Fraction(share.strip().removesuffix("%")) / (100 if share.strip().endswith("%") else 1)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"{name}: expected a share such as 0.5%, 0.005 or 1/200") from error
+    except (ValueError, ZeroDivisionError):  # whose words hold the text, which may be a URL with a secret
+        raise ConfigError(f"{name}: expected a share such as 0.5%, 0.005 or 1/200") from None
     if not 0 < value <= 1:
         percent = f"; write {share}%" if 1 < value <= 100 and "%" not in share else ""
         raise ConfigError(f"{name}: a share is above 0 and at most 1 (100%), got {share}{percent}")

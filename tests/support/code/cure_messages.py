@@ -27,7 +27,6 @@ FOREIGN_OPTIONS = {
     "mesh_dim_names": "torch's init_device_mesh",
     "multiprocessing_context": "torch's DataLoader, and ours for ordinary data sets",
     "ignore_data_skip": "transformers.TrainingArguments",
-    **dict.fromkeys(("dataset_path", "infinite", "repeat"), "torchtitan's configuration"),
     "nofile": "docker run --ulimit",
     "num_cpus": "ray",
     "resources": "ray",
