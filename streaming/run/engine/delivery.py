@@ -554,6 +554,9 @@ class Delivery(ABC):
             if not busy:  # no other thread refers to the run any more
                 self._memory.abandoned = own in self._threads
                 self._give_back()
+            # A thread that was never started still refers to the run, which would not be freed with its last owner.
+            self._threads = [one for one in self._threads if one.ident is not None]
+            self._builders = [one for one in self._builders if one.ident is not None]
         if busy:
             tell_of(busy)
 
