@@ -345,6 +345,23 @@ def test_what_is_appended_is_judged_alone(how: tuple[str, ...], tmp_path: Path) 
     assert len(StreamingDataset(str(tmp_path / "set"))) == 77
 
 
+def test_an_inbox_with_a_few_broken_images_is_appended_each_night(tmp_path: Path) -> None:
+    """They are not in the set, so they come again each night: a share is of all images, those of the set too."""
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    for number in range(150):
+        (inbox / f"{number:03d}.png").write_bytes(picture(number))
+    assert run("convert", inbox, tmp_path / "set").exit_code == 0
+    for night, name in enumerate(("a", "b", "c")):
+        (inbox / f"bad-{name}.png").write_bytes(b"")
+        (inbox / f"new-{name}.png").write_bytes(picture(200 + night))
+        told = run("append", inbox, tmp_path / "set", "--on-error", "skip", "--max-bad", "2%")
+        assert told.exit_code == 0, told.output
+        assert len(StreamingDataset(str(tmp_path / "set"))) == 151 + night
+    told = run("append", inbox, tmp_path / "set", "--on-error", "skip", "--max-bad", "1%")
+    assert told.exit_code == 1, "three of 156"
+
+
 @pytest.mark.parametrize("value", ["-1", "x", "200%", "1.5", "0%", "1/0"])
 @pytest.mark.parametrize("verb", ["convert", "append", "map"])
 def test_what_is_no_bound_is_refused_by_every_verb(verb: str, value: str) -> None:

@@ -251,10 +251,10 @@ class Appending:
             if not self.known.left_out:
                 raise
             if isinstance(error, NoRecordError):
-                leaving_out.allowance(error, named)
+                leaving_out.allowance(error, named, len(self.known.left_out))
             return None
         self.refuse_changed()
-        allowance = leaving_out.allowance(reader, named)
+        allowance = leaving_out.allowance(reader, named, len(self.known.left_out))
         if self.known.left_out and not reader.origins().inputs:
             return None
         self._refuse_mixed(reader)

@@ -38,8 +38,13 @@ class OnError:
         """Whether they are left out."""
         return self.how == "skip"
 
-    def allowance(self, reader: Source | NoRecordError, where: str) -> Allowance:
+    def allowance(self, reader: Source | NoRecordError, where: str, num_known: int = 0) -> Allowance:
         """Look at what a source leaves out before it is read; return how much more may be left out.
+
+        Args:
+            reader: The source, or the error that says that all of it is left out.
+            where: The source, for messages.
+            num_known: Number of its inputs that a set has already, and that are not read again; they count in a share.
 
         Raises:
             DataError: Something is left out, and that is an error.
@@ -50,7 +55,7 @@ class OnError:
         if isinstance(self.max_bad, float):
             known = 0 if isinstance(reader, NoRecordError) else reader.num_records
         allowed = Allowance(
-            max_bad=self.max_bad, num_lost=len(lost), in_all=None if known is None else known + len(lost)
+            max_bad=self.max_bad, num_lost=len(lost), in_all=None if known is None else num_known + known + len(lost)
         )
         if not lost:
             return allowed
