@@ -110,7 +110,7 @@ def test_a_sound_that_is_none_says_so_on_its_page_and_leaves_the_gallery_alone(s
 def test_a_conversation_is_laid_out_by_turns(shown: Shown) -> None:
     page = shown.get("/sample", number=3).text
     assert "<dt>user</dt><dd>first line\nsecond line</dd>" in page
-    assert '<div class="turn answers"><dt>assistant</dt><dd>an answer</dd>' in page
+    assert '<div class="utterance answers"><dt>assistant</dt><dd>an answer</dd>' in page
 
 
 @pytest.mark.parametrize(
