@@ -15,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_webdataset_reads_the_base_tars_after_each_operation(
     gc.collect()  # it leaves files open
 
 
-ENERGON = Path("/tmp/shardstream-peers/venvs/energon/bin/python")
+ENERGON = Path(tempfile.gettempdir(), "shardstream-peers/venvs/energon/bin/python")
 
 
 @pytest.mark.thorough
