@@ -10,6 +10,7 @@ Run ``python mini_gcs.py --root DIR``; it prints its port when it listens, and e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ import threading
 from tests.support.servers.mini_s3 import Handler, Refused, Server, State, StoredObject
 
 TOKEN = "mini-token"
+CONDITIONS = threading.Lock()
+"""Held from the comparison of a generation to the write, so that of two writers of one generation one wins."""
 
 
 def generation(stored: StoredObject) -> str:
@@ -35,6 +38,11 @@ class GcsHandler(Handler):
             raise Refused(401, "AuthenticationRequired", "Authentication required.")
 
     def _dispatch(self, bucket: str, key: str) -> None:
+        has_condition = self.headers.get("x-goog-if-generation-match") is not None
+        with CONDITIONS if has_condition else contextlib.nullcontext():
+            self._compared(bucket, key)
+
+    def _compared(self, bucket: str, key: str) -> None:
         objects = self.server.state.buckets.get(bucket)
         if objects is not None and key and not bucket.startswith("locked-") and "uploadId" not in self.query:
             stored = objects.get(key)
