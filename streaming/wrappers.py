@@ -365,7 +365,11 @@ def _unfit(what: str, given: Any) -> ConfigError:
     """Return the error for an object that is no loader of ours; the message begins with ``what``."""
     kind = type(given)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(given, torch.utils.data.DataLoader):
+    if isinstance(given, AsTorch):
+        why = "as_torch has made it already; use it as it is"
+    elif isinstance(given, torch.utils.data.DataLoader) and what.startswith("as_torch"):
+        why = "it is of torch's class already; give it to the program unchanged"
+    elif isinstance(given, torch.utils.data.DataLoader):
         why = "torch's own loaders go to the program unchanged, and their positions cannot be held back"
     elif isinstance(given, torch.utils.data.Sampler):
         why = (
@@ -377,6 +381,8 @@ def _unfit(what: str, given: Any) -> ConfigError:
             "tickets come beside single samples, and a sample comes again until it is settled, so a program may read "
             "ahead as far as it likes. Iterate over them directly"
         )
+    elif isinstance(given, Iterator):
+        why = "an iterator is one epoch, or the rest of one; give the loader that it iterates over"
     else:
         why = "make one of the dataset: DataLoader(dataset, batch_size=…)"
     return ConfigError(

@@ -19,7 +19,7 @@ from streaming.integrations.loader_check import check_worlds, expect_loader
 from streaming.loader import DataLoader
 from streaming.run.device.prefetcher import DevicePrefetcher
 from streaming.run.epochs.position import calling_line
-from streaming.wrappers import AsTorch, OneBehind, WrappedLoader, loader_below
+from streaming.wrappers import AsTorch, OneBehind, WrappedLoader, as_torch, loader_below
 
 __all__ = ["count_all_ranks", "prepare_loader", "skip_first_batches"]
 
@@ -81,7 +81,9 @@ def count_all_ranks(accelerator: Accelerator, loader: DataLoader | DevicePrefetc
     return CountedLoader(loader, accelerator)
 
 
-def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, num_batches: int = 0) -> SkippingLoader:
+def skip_first_batches(
+    loader: DataLoader | DevicePrefetcher | PreparedLoader | AsTorch, num_batches: int = 0
+) -> SkippingLoader | AsTorch:
     """Continue at batch ``num_batches`` of the next epoch, like Accelerate's function of this name.
 
     Earlier batches are not read, unless only reading can find the start of a batch: for iterable torch datasets,
@@ -89,13 +91,15 @@ def skip_first_batches(loader: DataLoader | DevicePrefetcher | PreparedLoader, n
     result again.
 
     Args:
-        loader: A loader, prepared or not.
+        loader: A loader, prepared or not; of one that ``as_torch`` made, the result is of torch's class too.
         num_batches: Number of batches of this rank. If a state was loaded in mid-epoch, it must continue at this batch.
 
     Raises:
         ConfigError: ``loader`` is something else. While iterating: an epoch has fewer batches, or a loaded state
             continues at another batch.
     """
+    if isinstance(loader, AsTorch):
+        return as_torch(skip_first_batches(loader._loader, num_batches))
     inner = loader._loader if isinstance(loader, PreparedLoader) else loader
     expect_loader("skip_first_batches(loader, num_batches)", inner, DevicePrefetcher, OneBehind)
     own = _streaming_loader(inner)

@@ -120,6 +120,7 @@ def test_numpy_integers_become_plain_ones() -> None:
         ({"num_samples": 0}, "num_samples"),
         ({"epoch_size": 0}, "epoch_size"),
         ({"order": {"seed": 1}}, "expected the keys"),
+        ({"loader": {}, "unit": "sample", "ranks": [], "for_others": []}, r"Tickets\(loader\).load_state_dict\(state"),
         ({"order": None}, "expected the keys.*NoneType"),
         ({"order": {"seed": 1, "lanes": 0, "window": 1, "shuffle": True}}, "lanes.*got 0"),
         ({"more": 1}, r"unknown \['more'\]"),

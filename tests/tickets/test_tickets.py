@@ -54,6 +54,15 @@ def names(found: list[tuple[int, Any]]) -> list[str]:
     return [sample["row"].partition(":")[2] for _, sample in found]
 
 
+def test_refused_tickets_leave_the_loader_to_its_owner(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streaming.run.tickets.tickets.MOST_RANKS", 1)
+    train = loader(url, num_ranks=2)
+    with pytest.raises(ConfigError, match="data ranks of the loader's mesh"):
+        Tickets(train)
+    train.load_state_dict(train.state_dict())
+    assert len(list(train)) == NUM_SAMPLES // 8
+
+
 def taken(tickets: Tickets, number: int) -> list[tuple[int, Any]]:
     found = iter(tickets)
     return [next(found) for _ in range(number)]

@@ -318,6 +318,17 @@ def test_batches_come_with_their_states_behind_what_is_skipped(kinds: Kinds) -> 
             assert [(rows_of(batch), state) for batch, state in rest] == expected[4:]
 
 
+@pytest.mark.parametrize("wrap", [as_torch, lambda loader: as_torch(prepare_loader(accelerator(), loader))])
+def test_of_torchs_class_it_stays_of_torchs_class(kinds: Kinds, wrap: Callable[[Any], Any]) -> None:
+    with kinds.loader("map-style") as loader:
+        first, second = epochs_of(loader, 2)
+    with kinds.loader("map-style") as loader:
+        rest = skip_first_batches(wrap(loader), 4)
+        assert isinstance(rest, torch.utils.data.DataLoader)
+        assert len(rest) == len(first) - 4
+        assert epochs_of(rest, 2) == [first[4:], second]
+
+
 def test_what_is_skipped_is_not_read(kinds: Kinds) -> None:
     with kinds.loader("map-style") as loader:
         rest = skip_first_batches(loader, 4)

@@ -385,7 +385,7 @@ def test_tickets_over_wrapped_loaders_are_those_of_the_loader(loaders: Loaders) 
 
 
 REFUSED: dict[str, tuple[Callable[[Loaders], Any], str]] = {
-    "torch's": (lambda _: torch.utils.data.DataLoader([1]), "torch's own loaders go to the program unchanged"),
+    "torch's": (lambda _: torch.utils.data.DataLoader([1]), "to the program unchanged"),
     "a sampler": (lambda _: DeviceMeshSampler(8, batch_size=2), r"batch_sampler=sampler\).*sampler.follow\(loader\)"),
     "a retry sampler": (
         lambda _: RetrySampler(DeviceMeshSampler(38, batch_size=2), Squares()), r"sampler.follow\(loader\)"
@@ -393,6 +393,8 @@ REFUSED: dict[str, tuple[Callable[[Loaders], Any], str]] = {
     "tickets": (lambda loaders: Tickets(loaders.make("DataLoader")), "until it is settled"),
     "a set": (lambda loaders: loaders.samples.open(), r"DataLoader\(dataset, batch_size=…\)"),
     "steps": (lambda loaders: loaders.make("micro-batches").steps(), "got a .*TrainingSteps"),
+    "an epoch": (lambda loaders: iter(loaders.make("DataLoader")), "give the loader that it iterates over"),
+    "pairs": (lambda loaders: loaders.make("DataLoader").with_state(), "give the loader that it iterates over"),
     "a list": (lambda _: [1, 2], "got a builtins.list"),
 }  # fmt: skip
 
@@ -403,6 +405,13 @@ def test_what_is_no_loader_is_refused_with_the_way(loaders: Loaders, case: str, 
     make, words = REFUSED[case]
     with pytest.raises(ConfigError, match=rf"^{wrap}\(loader\): expected a streaming.DataLoader.*{words}"):
         getattr(streaming, wrap)(make(loaders))
+
+
+def test_as_torch_of_its_own_result_is_refused(loaders: Loaders) -> None:
+    wrapped = as_torch(loaders.make("DataLoader"))
+    with pytest.raises(ConfigError, match=r"^as_torch\(loader\): .*as_torch has made it already; use it as it is"):
+        as_torch(wrapped)
+    assert len(list(wrapped)) == len(wrapped)
 
 
 def test_what_cannot_be_one_behind_is_refused(loaders: Loaders) -> None:

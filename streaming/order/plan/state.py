@@ -213,6 +213,8 @@ class LoaderState:
             )
         optional = {_MICRO, _VERSIONS}
         if set(data) - optional != set(_NAMES):
+            if isinstance(data.get("loader"), Mapping) and {"unit", "ranks", "for_others"} <= set(data):
+                raise StateError("state: got a state of Tickets, which Tickets(loader).load_state_dict(state) loads")
             missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - {*_NAMES, *optional}))
             raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
         given = {name: data[name] for name in _NAMES if name not in ("version", _TEXT)}

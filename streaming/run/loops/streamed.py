@@ -63,7 +63,7 @@ class StreamedLoop(BaseLoop[_Window]):
         if config.shape.epoch_size is None:
             raise ConfigError(
                 f"{dataset.shards.missing_index}. Without an index the set can only be streamed shard after shard, and "
-                f"needs epoch_size=… to say when an epoch ends (or, much better, an index: shard_tools index URL)"
+                "needs epoch_size=… to say when an epoch ends"
             )
         if not config.shape.num_batches:
             config.shape.check_enough(config.shape.epoch_size)

@@ -51,6 +51,9 @@ class Feed(Protocol):
     mesh: Any
     is_elastic: bool
 
+    def take(self) -> None:
+        """Make the loader the tickets' own, if others must not iterate over it from now on."""
+
     @property
     def epoch(self) -> int:
         """The epoch in progress, or the next one."""
@@ -100,9 +103,13 @@ class ByPosition:
             )
         self.mesh, self.is_elastic = mesh, self._follows and not whole
         self._whole = whole
+        self._owner: Any = loader
         self._loader: Any = loader if whole else loader.uncollated()
-        if not whole:
-            loader.lend(self._loader, "tickets")
+
+    def take(self) -> None:
+        """Make the loader the tickets' own; of whole batches it stays the user's."""
+        if not self._whole:
+            self._owner.lend(self._loader, "tickets")
 
     @property
     def epoch(self) -> int:
@@ -163,6 +170,9 @@ class BySnapshots:
         self._source = source
         self._epoch = self._count = 0
         self._is_iterated = False
+
+    def take(self) -> None:
+        """Do nothing: an iterable of others cannot be kept from its owner."""
 
     @property
     def epoch(self) -> int:

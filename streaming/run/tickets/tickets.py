@@ -100,6 +100,7 @@ class Tickets(Closable):
         self._asked = threading.RLock()  # held by the thread that asks for a ticket, also while it waits
         self._stall_report_s = stall_report_s
         self._begin((), self._feed.state())
+        self._feed.take()
 
     def _begin(self, records: Sequence[Handed], state: Mapping[str, Any]) -> None:
         """Begin to deliver from the feed's place on."""

@@ -390,7 +390,7 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
         f"fields: no sample of {redact(shards.urls[0])}"
         f"{f' and the {len(places) - 1} other shards looked at' if len(places) > 1 else ''} has a field "
         f"{missing!r}{did_you_mean(missing, known)}; there are {', '.join(sorted(known))}. "
-        f"Correct fields=, or leave it out to read all"
+        f"Correct fields=, or leave it out to read all; in Packed, correct field="
     )
 
 
