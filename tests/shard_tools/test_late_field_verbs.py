@@ -128,6 +128,20 @@ def test_what_fails_is_named_whatever_tars_are_missing(tars: list[int], tmp_path
     assert f"sample {last} of" in str(failed.value.__notes__)
 
 
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damage_is_reported_with_its_shard_and_not_as_a_failed_call(tmp_path: Path, workers: int) -> None:
+    url = write(tmp_path / "set")
+    shard = Path(url, "002.tar")
+    damaged = bytearray(shard.read_bytes())
+    damaged[damaged.index(b"text 30")] ^= 1
+    shard.write_bytes(damaged)
+    result = run("field", "add", url, "len.txt", "--compute", "made:length", "--workers", str(workers))
+    assert result.exit_code == 1
+    assert "002.tar, bytes 0-" in result.output
+    assert "made:length failed" not in result.output
+
+
 @pytest.mark.thorough
 def test_a_field_is_computed_in_processes(tmp_path: Path, module: Path) -> None:
     url = write(tmp_path / "set")

@@ -14,12 +14,13 @@ from shard_tools.change.fields.target import FieldReport, FieldTarget, OnMissing
 from shard_tools.change.functions.produce import Kind, Produce
 from shard_tools.change.functions.run import Running
 from shard_tools.change.functions.set_inputs import SetInputs
-from shard_tools.change.functions.source import error_of
+from shard_tools.change.functions.source import cause_of, error_of
 from shard_tools.change.sets.open_set import READ_THREADS
 from shard_tools.running.functions import identity_of, imported
 from shard_tools.running.parts import Runner
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.common.threads import map_threads
+from streaming.errors import WorkerDiedError
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import Storage, redact
@@ -170,12 +171,14 @@ class _Values:
 
         Raises:
             DataError: A sample has none, and that is an error.
-            Exception: Whatever the function raised.
+            Exception: Whatever the function, or reading a sample, raised.
         """
         first, self._num_done = self._num_done, self._num_done + len(keys)
         for made, buffers in islice(self._items, len(keys)):
             if made.kind is Kind.FAILED:
                 _, key, _ = made.given
+                if not key and not isinstance(error := cause_of(made), WorkerDiedError):
+                    raise error  # of reading: it names the shard itself, and the function was not called
                 ((number, _),) = self._left.part(made.number, made.number + 1)
                 where = f"{self._inputs.describe(number)}, key {key!r}"
                 raise error_of(made, f"{self._name} failed on {where}")

@@ -185,8 +185,14 @@ class FunctionSource:
 
 def error_of(made: Made, failed: str, cure: str = "") -> BaseException:
     """Return the error that a function raised in a process, with a note of the input and a cure."""
-    error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
+    error = cause_of(made)
     blame(error, failed, cure)
+    return error
+
+
+def cause_of(made: Made) -> BaseException:
+    """Return the error of an input as it was raised in a process."""
+    error: BaseException = pickle.loads(made.error)  # noqa: S301  our own process
     return error
 
 
