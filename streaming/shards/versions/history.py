@@ -80,7 +80,8 @@ def read_version(storage: Storage, home: str, name: int | str) -> ChunkTable:
             return one.table
     there = ", ".join([*version_names(storage, home), f"{number_of(current)} (the current one)"])
     raise ConfigError(
-        f"version {name!r}: {redact(home)} has none of this name; there are {there}. Name the current one: shard_tools "
+        f"version {name!r}: {redact(home)} has none of this name; there are {there}. A pruned version does not "
+        "come back; to name the current one, if it is the one you mean: shard_tools "
         f"version tag {shell_place(home)} {shell_word(name if isinstance(name, str) else 'NAME')}"
     )
 
