@@ -21,7 +21,7 @@ from shard_tools.look.show.base.render import FILES, STYLES, template
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.frames import Served, answered, as_text
 from shard_tools.running.templates import jinja
-from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
+from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError, StateError
 from streaming.storage import redact_text
 
 _log = logging.getLogger("shard_tools.look.show")
@@ -31,7 +31,7 @@ _ASSETS |= {"/show.svg": "image/svg+xml"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _OPEN_RANGE_BYTES = 4 << 20  # of an open-ended range: players request more later, and seldom play to the end
 _STATUS = (
-    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST),
+    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST), (StateError, HTTPStatus.BAD_REQUEST),
     (DataError, HTTPStatus.UNPROCESSABLE_ENTITY),
 )  # fmt: skip
 _WORDS = {
