@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from streaming import DataLoader, StreamingDataset
 from tests.support.servers.browser import Tab, expect
 from tests.support.servers.show_pages import Shown
 from tests.support.sets.looked_at import LOOKED_AT
@@ -53,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = {name: {"url": f"{folder}/{name}/"} for name in weights}
     (folder / "mixture.json").write_text(json.dumps({"sources": sources, "weights": weights}))
     bad = {"url": f"{folder}/shapes/000000.tar", "key": "shapes/0002", "number": 2, "stage": "decode"}
-    (folder / "bad.jsonl").write_text(json.dumps({**bad, "reason": "a long reason\nof two lines, with 1,234,567"}) + "\n")
+    (folder / "bad.jsonl").write_text(
+        json.dumps({**bad, "reason": "a long reason\nof two lines, with 1,234,567"}) + "\n"
+    )
     return folder
 
 
@@ -101,7 +102,7 @@ def test_turns_of_a_conversation_stand_apart(folder: Path, tab: NEW_TAB, scheme:
         for width in WIDTHS:
             one.width(width)
             boxes = [turn.bounding_box() for turn in page.locator(".utterance").all()]
-            assert all(below["y"] >= above["y"] + above["height"] for above, below in zip(boxes, boxes[1:], strict=False))
+            assert all(below["y"] >= above["y"] + above["height"] for above, below in pairwise(boxes))
         code = page.locator(".utterance dd").last
         assert "\nmath.fsum(values)" in code.inner_text()
 

@@ -463,16 +463,18 @@ def rare(i: int) -> int:
     return int(i % 20 == 3)
 
 
+def number(sample: Sample) -> int:
+    return int(sample["__key__"])
+
+
 SPELLINGS: dict[str, tuple[Callable[[int], Sample], dict[str, Callable[[Sample], Any]], set[str]]] = {
     "numbers and names": (lambda i: {"cls": rare(i)}, {"class": lambda s: ("cat", "dog")[s["cls"]]}, {"class"}),
-    "two columns": (lambda i: {}, {"label": lambda s: rare(int(s["__key__"])), "class": lambda s: "ab"[rare(int(s["__key__"]))]},
+    "two columns": (lambda i: {}, {"label": lambda s: rare(number(s)), "class": lambda s: "ab"[rare(number(s))]},
                     {"class"}),
     "the same name": (lambda i: {"cls": rare(i)}, {"cls": lambda s: s["cls"]}, {"cls"}),
     "no column": (lambda i: {"cls": rare(i)}, {}, {"cls"}),
-    "another class of the same words": (lambda i: {"cls": rare(i)}, {"label": lambda s: rare(1 + int(s["__key__"]))},
-                                        {"cls", "label"}),
-    "finer": (lambda i: {"cls": rare(i)}, {"class": lambda s: ("other", "cat", "dog")[s["cls"] * (1 + int(s["__key__"]) % 2)]},
-              {"cls", "class"}),
+    "another class": (lambda i: {"cls": rare(i)}, {"label": lambda s: rare(1 + number(s))}, {"cls", "label"}),
+    "finer": (lambda i: {"cls": rare(i)}, {"class": lambda s: "acd"[s["cls"] * (1 + number(s) % 2)]}, {"cls", "class"}),
 }  # fmt: skip
 """By case: fields of a sample, its columns, and the classes that are told."""
 

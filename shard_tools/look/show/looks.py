@@ -239,7 +239,9 @@ def _others(
         rows: By side and place of a row: the value that rows of several sides have in common.
         at: Number of the side.
     """
-    beside = [(title, {*some.values()}) for side, (title, some) in enumerate(zip(titles, rows, strict=True)) if side != at]
+    beside = [
+        (title, {*some.values()}) for side, (title, some) in enumerate(zip(titles, rows, strict=True)) if side != at
+    ]
     found = {place: tuple(title for title, some in beside if value in some) for place, value in rows[at].items()}
     return {place: sides for place, sides in found.items() if sides}
 

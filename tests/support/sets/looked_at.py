@@ -27,7 +27,7 @@ SYSTEM = "You answer in a few words."
 
 
 def write_chats(folder: Path) -> None:
-    """Write conversations with a system's turn, code, long answers and a tool; with tokens and the length as a column."""
+    """Write conversations with a system's turn, code, long answers and a tool, and their tokens."""
     with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=20, columns={"turns": lambda one: one["n"]}) as writer:
         for number in range(COUNT):
             turns = [{"role": "system", "content": SYSTEM}] if number % 2 else []

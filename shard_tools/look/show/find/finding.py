@@ -213,14 +213,10 @@ def _by_text(searches: Searches, sets: dict[str, SampleSet], where: str, text: s
         looked |= search.looked
         if known is None:
             is_short = sum(len(part.numbers) for part in parts) < wanted
-            return Hits(
-                parts=tuple(parts), total=None, more=True, progress=progress, searching=is_short, looked=looked
-            )
+            return Hits(parts=tuple(parts), total=None, more=True, progress=progress, searching=is_short, looked=looked)
         total += known
         first, stop = first - known, stop - known
-    return Hits(
-        parts=tuple(parts), total=total, more=stop < 0, progress=progress, is_whole=not progress, looked=looked
-    )
+    return Hits(parts=tuple(parts), total=total, more=stop < 0, progress=progress, is_whole=not progress, looked=looked)
 
 
 def _by_condition(searches: Searches, sets: dict[str, SampleSet], where: str, first: int, stop: int) -> Hits:

@@ -56,12 +56,13 @@ class Looked:
         tokens = [name for name, kind in sorted(self.past) if kind == _TOKENS]
         if not tokens:
             return ()
-        return (
+        cure = (
             f"Text that is stored as tokens ({some_names(tokens)}) is not searched. To search it, keep it beside the "
             "tokens when they are made: `shard_tools convert SOURCE TARGET --tokenizer FILE --field text=txt`; or make "
             "a column of it: `shard_tools column add URL words --compute MODULE:FUNCTION --fields "
-            f"{tokens[0]}`, and give the condition words LIKE '%word%'.",
+            f"{tokens[0]}`, and give the condition words LIKE '%word%'."
         )
+        return (cure,)
 
 
 class TextSearch:
