@@ -174,7 +174,8 @@ class _Site:
 
     def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  the signature of all endpoints
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))
-        raise NotFoundError(f"no page {request.url.path[:80]!r}; there are {there}")
+        asked = request.url.path.removeprefix(f"/s/{request.path_params.get('session', '')}")  # the browser's own prefix
+        raise NotFoundError(f"no page {asked[:80]!r}; there are {there}")
 
     def _failed(self, refused: Refusal, query: Query, *, session: str = "", knows: bool = True) -> Any:
         """Return an error in the caller's format; a caller without a token learns nothing about the subject."""

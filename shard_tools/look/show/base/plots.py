@@ -83,8 +83,13 @@ def rows(counts: Sequence[tuple[object, int]], total: int) -> tuple[Row, ...]:
     """Return a row per word, with a length relative to the most frequent word."""
     most, total = max((count for _, count in counts), default=0) or 1, max(total, 1)
     return tuple(
-        Row(word=str(word), count=count, share=count / total, width=100 * count / most) for word, count in counts
+        Row(word=label(word), count=count, share=count / total, width=100 * count / most) for word, count in counts
     )
+
+
+def label(word: object) -> str:
+    """Return a value of a column or field for people: of a number with a fraction, no more digits than can be read."""
+    return f"{word:,.6g}" if isinstance(word, float) else str(word)
 
 
 def _number(number: float) -> str:

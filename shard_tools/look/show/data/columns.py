@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shard_tools.look.show.base.page import Query, address
-from shard_tools.look.show.base.plots import Histogram, histogram
+from shard_tools.look.show.base.plots import Histogram, histogram, label
 from shard_tools.look.show.base.samples import SampleSet
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.find.arranged import are_numbers, as_plain, joined_values, read_words, spread_shards
@@ -290,7 +290,7 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
     most = max((count for _, count in top), default=1)
     words = tuple(
         Bin(
-            label=str(value), count=count, share=count / max(totals.num, 1), width=100 * count / most,
+            label=label(value), count=count, share=count / max(totals.num, 1), width=100 * count / most,
             address=_link(source, where, _equals(name, value)),
         ) for value, count in top
     )  # fmt: skip
@@ -415,7 +415,7 @@ def _words(name: str, values: Values) -> _Axis:
         listed.sort()
         words = pa.array(listed, words.type)
     codes = pc.index_in(values, value_set=words, skip_nulls=True).fill_null(-1).to_numpy(zero_copy_only=False)
-    labels = tuple(str(one) if len(str(one)) <= _WIDEST_LABEL else str(one)[:_WIDEST_LABEL] + "…" for one in listed)
+    labels = tuple(one if len(one) <= _WIDEST_LABEL else one[:_WIDEST_LABEL] + "…" for one in map(label, listed))
     return _Axis(
         codes=codes.astype(np.int64), labels=labels, conditions=tuple(_equals(name, one) for one in listed), title=name
     )
