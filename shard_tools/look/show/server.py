@@ -174,7 +174,9 @@ class _Site:
 
     def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  the signature of all endpoints
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))
-        asked = request.url.path.removeprefix(f"/s/{request.path_params.get('session', '')}")  # the browser's own prefix
+        asked = request.url.path.removeprefix(
+            f"/s/{request.path_params.get('session', '')}"
+        )  # the browser's own prefix
         raise NotFoundError(f"no page {asked[:80]!r}; there are {there}")
 
     def _failed(self, refused: Refusal, query: Query, *, session: str = "", knows: bool = True) -> Any:

@@ -48,7 +48,8 @@ class Looked:
         into = f"{some_names(sorted(self.into))}, the first {format_bytes(TEXT_BYTES)} of each value"
         past = some_names([f"{name} ({kind})" for name, kind in sorted(self.past)])
         searched = into if self.into else "nothing, since no field holds text or JSON"
-        return f"Searched: {searched}. Not searched: {past + ', and ' if self.past else ''}columns, which where is for."
+        past = f"{past}, and " if self.past else ""
+        return f"Searched: {searched}. Not searched: {past}columns (for those, give a condition)."
 
     @property
     def cures(self) -> tuple[str, ...]:
