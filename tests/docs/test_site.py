@@ -363,7 +363,6 @@ SEARCHES = {
     "cache": "docs/guide",
     "workers": "docs/guide",
     "num_workers": "docs/guide",
-    "prefetch": "docs/guide",
     "filter": "docs/filters",
     "where": "docs/filters",
     "s3": "docs/stores",

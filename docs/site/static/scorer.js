@@ -6,7 +6,7 @@ const explained = { // by page: words that users type, which its title does not 
   "docs/trainers": "resume resumes resuming restart checkpoint checkpoints checkpointing state_dict",
   "docs/remesh": "elastic elasticity resize",
   "docs/mixing": "mix mixture mixtures weights proportions",
-  "docs/guide": "shuffle shuffling cache caching workers num_workers threads processes memory prefetch drop_last",
+  "docs/guide": "shuffle shuffling cache caching workers num_workers threads processes memory drop_last",
   "docs/packing": "pack packed packing",
   "docs/filters": "filter filters filtering where subset exclude",
   "docs/stores": "s3 gcs azure bucket buckets minio store",

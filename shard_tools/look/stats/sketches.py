@@ -208,7 +208,7 @@ class Top:
 
 
 @dataclass(slots=True)
-class Partners:
+class WordPairs:
     """Pairs of words that come together, as long as each word has one partner: two spellings of the same thing."""
 
     pairs: dict[str, str] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class Partners:
         self.is_one_to_one = len(firsts) == len(seconds) == len(joined) <= WORDS
         self.pairs = dict(joined) if self.is_one_to_one else {}
 
-    def merge(self, other: Partners) -> None:
+    def merge(self, other: WordPairs) -> None:
         """Add all pairs of another summary."""
         self.is_one_to_one &= other.is_one_to_one
         self.add(other.pairs.items())
@@ -238,7 +238,7 @@ class Partners:
         return {"pairs": sorted(self.pairs.items()), "is_one_to_one": self.is_one_to_one}
 
     @classmethod
-    def of_dict(cls, content: Mapping[str, Any]) -> Partners:
+    def of_dict(cls, content: Mapping[str, Any]) -> WordPairs:
         """Restore from the result of :meth:`as_dict`."""
         return cls(dict(content["pairs"]), content["is_one_to_one"])
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shard_tools.look.stats.kinds import is_class
-from shard_tools.look.stats.sketches import WORD_CHARACTERS, Distribution, Partners, Repeats, Top, Word
+from shard_tools.look.stats.sketches import WORD_CHARACTERS, Distribution, Repeats, Top, Word, WordPairs
 from streaming.common.arguments import some_names
 from streaming.shards.index.columns import stable_hash
 from streaming.shards.index.keys import key_array
@@ -263,7 +263,7 @@ class Totals:
     odd: list[ExampleSample] = field(default_factory=list)
     fields: dict[str, FieldTotals] = field(default_factory=dict)
     columns: dict[str, ColumnTotals] = field(default_factory=dict)
-    partners: dict[str, dict[str, Partners]] = field(default_factory=dict)
+    partners: dict[str, dict[str, WordPairs]] = field(default_factory=dict)
     num_read: int = 0
     num_bytes_read: int = 0
     late_errors: list[str] = field(default_factory=list)
@@ -319,7 +319,7 @@ class Totals:
             self.columns.setdefault(name, ColumnTotals()).merge(column)
         for name, partners in other.partners.items():
             for second, one_pair in partners.items():
-                self.partners.setdefault(name, {}).setdefault(second, Partners()).merge(one_pair)
+                self.partners.setdefault(name, {}).setdefault(second, WordPairs()).merge(one_pair)
 
     def classes(self, kinds: Mapping[str, str]) -> Classes:
         """Return the classes of the samples by column, those with words first, and by field.
@@ -345,14 +345,14 @@ class Totals:
         return Classes(once=once, same=same)
 
     def _are_same(self, first: str, second: str) -> bool:
-        return self.partners.get(first, {}).get(second, Partners()).are_same
+        return self.partners.get(first, {}).get(second, WordPairs()).are_same
 
     def add_classes(self, classes: Mapping[str, Mapping[int, str]]) -> None:
         """Add which classes come together in some samples: by column or field, the class of each sample."""
         for first, second in combinations(sorted(classes), 2):
             mine, others = classes[first], classes[second]
             both = mine.keys() & others.keys()
-            partners = self.partners.setdefault(first, {}).setdefault(second, Partners())
+            partners = self.partners.setdefault(first, {}).setdefault(second, WordPairs())
             partners.add((mine[number], others[number]) for number in both)
 
     def as_dict(self) -> dict[str, Any]:
@@ -386,8 +386,8 @@ def _by_word(content: Any) -> dict[str, ExampleSample]:
     return {word: _example(one) for word, one in content.items()}
 
 
-def _partners(content: Any) -> dict[str, Partners]:
-    return {name: Partners.of_dict(one) for name, one in content.items()}
+def _partners(content: Any) -> dict[str, WordPairs]:
+    return {name: WordPairs.of_dict(one) for name, one in content.items()}
 
 
 _SKETCHES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -400,7 +400,7 @@ _SKETCHES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def _written(value: Any) -> Any:
-    if isinstance(value, (Distribution, Partners, Top, Repeats)):
+    if isinstance(value, (Distribution, WordPairs, Top, Repeats)):
         return value.as_dict()
     if isinstance(value, (Adjacent, ColumnTotals, FieldTotals, Totals)):
         return {name: _written(getattr(value, name)) for name in value.__dataclass_fields__}

@@ -14,7 +14,7 @@ from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.data.notes import notes_of
 from shard_tools.look.show.data.previews import GLANCE, FieldShown, fields_of
 from shard_tools.look.show.find import finding
-from shard_tools.look.show.find.texts import Looked
+from shard_tools.look.show.find.texts import SearchedFields
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError
 from streaming.shards.index.columns import Values
@@ -88,7 +88,7 @@ class Gallery(Report):
     first: int
     size: int
     names: tuple[str, ...] = ()
-    looked: Looked | None = None
+    looked: SearchedFields | None = None
     problem: str = ""
 
     @property

@@ -11,7 +11,7 @@ from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.samples import SampleSet, Search
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.find.arranged import Arranged, at_random, by_column, shuffled
-from shard_tools.look.show.find.texts import Looked, TextSearch
+from shard_tools.look.show.find.texts import SearchedFields, TextSearch
 from streaming.common.lru_cache import LruCache
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
@@ -59,7 +59,7 @@ class Hits:
     progress: str = ""
     searching: bool = False
     is_whole: bool = True
-    looked: Looked | None = None
+    looked: SearchedFields | None = None
 
     @property
     def hits(self) -> tuple[Hit, ...]:
@@ -205,7 +205,7 @@ def _in_order(searches: Searches, sets: dict[str, SampleSet], where: str, named:
 def _by_text(searches: Searches, sets: dict[str, SampleSet], where: str, text: str, first: int, stop: int) -> Hits:
     """Return samples with a text, source by source."""
     parts: list[Part] = []
-    total, wanted, progress, looked = 0, stop - first, "", Looked()
+    total, wanted, progress, looked = 0, stop - first, "", SearchedFields()
     for name, one in sets.items():
         search = searches.of_text(name, one, where, text)
         numbers, known, progress = search.find(max(first, 0), max(stop, 0))

@@ -33,14 +33,14 @@ _TOKENS: Final = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class SearchedFields:
     """Fields of the samples that a search went through: those that it looked into, and the others, with their kinds."""
 
     into: frozenset[str] = frozenset()
     past: frozenset[tuple[str, str]] = frozenset()
 
-    def __or__(self, other: Looked) -> Looked:
-        return Looked(self.into | other.into, self.past | other.past)
+    def __or__(self, other: SearchedFields) -> SearchedFields:
+        return SearchedFields(self.into | other.into, self.past | other.past)
 
     @property
     def words(self) -> str:
@@ -86,10 +86,10 @@ class TextSearch:
         self._lock = threading.Lock()  # guards _hits, _next, _is_done, _looked
         self._hits: list[int] = []
         self._next, self._is_done = 0, False
-        self._looked = Looked()
+        self._looked = SearchedFields()
 
     @property
-    def looked(self) -> Looked:
+    def looked(self) -> SearchedFields:
         """The fields of the samples searched so far."""
         with self._lock:
             # They grow, and never shrink.
@@ -171,9 +171,9 @@ class TextSearch:
 
 
 @functools.cache
-def _looked(fields: tuple[str, ...]) -> Looked:
+def _looked(fields: tuple[str, ...]) -> SearchedFields:
     kinds = {name: kind_of(name) for name in fields}
-    return Looked(
+    return SearchedFields(
         into=frozenset(name for name, kind in kinds.items() if kind in _SEARCHED),
         past=frozenset((name, kind) for name, kind in kinds.items() if kind not in _SEARCHED),
     )
