@@ -34,6 +34,7 @@ from shard_tools.look.show.find.texts import SearchedFields
 from shard_tools.look.stats.run import stats
 from streaming import DataLoader, Packed, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
+from streaming.storage import Storage
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 from tests.support.code.cure_messages import (
     FOREIGN_OPTIONS,

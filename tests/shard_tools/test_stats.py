@@ -474,7 +474,7 @@ SPELLINGS: dict[str, tuple[Callable[[int], Sample], dict[str, Callable[[Sample],
     "the same name": (lambda i: {"cls": rare(i)}, {"cls": lambda s: s["cls"]}, {"cls"}),
     "no column": (lambda i: {"cls": rare(i)}, {}, {"cls"}),
     "another class": (lambda i: {"cls": rare(i)}, {"label": lambda s: rare(1 + number(s))}, {"cls", "label"}),
-    "finer": (lambda i: {"cls": rare(i)}, {"class": lambda s: "acd"[s["cls"] * (1 + number(s) // 20 % 2)]}, {"cls", "class"}),
+    "fine": (lambda i: {"cls": rare(i)}, {"class": lambda s: "acd"[s["cls"] << number(s) // 20 % 2]}, {"cls", "class"}),
 }  # fmt: skip
 """By case: fields of a sample, its columns, and the classes that are told."""
 
