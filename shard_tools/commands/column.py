@@ -61,8 +61,9 @@ def column_group() -> None:
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
 @click.option(
-    "--compute", metavar="tokens|MODULE:FUNCTION", help="Compute the values from the samples, with your function."
-)
+    "--compute", metavar="tokens|bytes|MODULE:FUNCTION",
+    help="Compute the values from the samples: tokens or bytes of a field, or your function.",
+)  # fmt: skip
 @click.option("--fields", type=names, metavar="A,B", help="With --compute: read and decode only these fields.")
 @click.option(
     "--dtype", type=click.Choice(["uint16", "uint32"]), help="With --compute tokens. Default: as recorded in the set."
@@ -97,6 +98,7 @@ def add_command(
       shard_tools column add laion/ similarity --lift json.similarity
       shard_tools column add s3://bucket/train/ words --compute mymodule:count_words --fields txt
       shard_tools column add s3://bucket/tokens/ length --compute tokens
+      shard_tools column add s3://bucket/train/ bytes_of_txt --compute bytes --fields txt
     """
     if [source, lift, compute].count(None) != 2 or (source is not None and on is None):
         raise click.UsageError("Give one of --from FILE --on COLUMN, --lift PATH, and --compute FUNCTION.")

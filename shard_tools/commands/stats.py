@@ -155,11 +155,11 @@ def show_stats(report: StatsReport) -> None:
         for line in _shown(one):
             click.echo(f"{plain(name)}: {line}")
     _show_tokens(report)
-    classes = report.classes()
-    for name, top in sorted(classes.items()):
+    classes = report.classes
+    for name, top in sorted(classes.once.items()):
         many = f"{len(top.counts):,}" if top.is_exact else f"more than {WORDS:,}"
-        click.echo(f"classes of {plain(name)}: {many}{_missing(report, name)}: {_most(top)}")
-    columns = [(name, one) for name, one in sorted(totals.columns.items()) if name not in classes]
+        click.echo(f"classes of {plain(classes.title(name))}: {many}{_missing(report, name)}: {_most(top)}")
+    columns = [(name, one) for name, one in sorted(totals.columns.items()) if name not in classes.once]
     show_table(
         ("column", "type", "missing", "min", "max", "most frequent"),
         [

@@ -30,8 +30,11 @@ import streaming
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
+from shard_tools.look.show.find.texts import SearchedFields
+from shard_tools.look.stats.run import stats
 from streaming import DataLoader, Packed, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
+from streaming.storage import Storage
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 from tests.support.code.cure_messages import (
     FOREIGN_OPTIONS,
@@ -393,6 +396,24 @@ def a_state_of_many_ranks_goes_on_where_memory_is_short(folder: Path) -> None:
     assert state_after(0, 1, state, limit=named[1]) == two_batches
     assert [state_after(rank, int(named[2]), state) for rank in range(int(named[2]))] == [two_batches] * int(named[2])
     assert state_after(0, 1, None, lanes=4, epoch=int(named[3]))["epoch"] == 1
+
+
+@scenario(("column", "--fields"), ("ls", "--where"), ("ls", "--all"))
+def empty_values_are_listed(folder: Path) -> None:
+    with ShardWriter(f"{folder}/own/{{:06d}}.tar") as writer:
+        for key, text in (("a", "x"), ("b", ""), ("c", "y")):
+            writer.write({"__key__": key, "txt": text})
+    (found,) = [one for one in stats([str(folder / "own")], storage=Storage()).found if one.kind == "empty"]
+    do(found.cure, "column add")
+    assert json.loads(do(found.cure, "ls", "--json").stdout)["key"] == "b"
+
+
+@scenario(("convert", "--field"))
+def text_is_kept_beside_its_tokens(folder: Path) -> None:
+    (folder / "a.jsonl").write_text('{"text": "abc"}\n')
+    (cure,) = SearchedFields(past=frozenset({("tok", "tokens")})).cures
+    do(cure, "convert", SOURCE=folder / "a.jsonl", TARGET=folder / "made", FILE="bytes")
+    assert StreamingDataset(folder / "made")[0]["txt"] == "abc"
 
 
 @scenario()

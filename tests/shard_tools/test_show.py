@@ -273,6 +273,22 @@ def links(html: str) -> list[str]:
     return [found.replace("&amp;", "&") for found in re.findall(r'href="(/\?[^"]*)"', html)]
 
 
+@pytest.mark.parametrize(("most", "is_wide"), [(99.5, False), (101.5, True), (10**6, True)])
+def test_an_axis_says_when_it_is_logarithmic(tmp_path: Path, most: float, is_wide: bool) -> None:
+    sizes = np.geomspace(1, most, 60)
+    with ShardWriter(f"{tmp_path}/d/{{:03d}}.tar", columns=("size", "other")) as writer:
+        for number, size in enumerate(sizes.tolist()):
+            writer.write({"__key__": f"{number:03d}", "txt": "x", "size": size, "other": number})
+    with Shown((f"{tmp_path}/d",)) as shown:
+        for path in ("/overview?whole=1", "/columns", "/columns?name=size", "/columns?name=size&against=other"):
+            assert ("logarithmic" in shown.get(path).text) == is_wide, path
+        html = shown.get("/columns", name="size").text
+        assert (
+            re.search(r'aria-label="size: from 1 to [^"]*, logarithmic axis: a bar ends at ', html) is not None
+        ) == is_wide
+        assert "logarithmic" not in shown.get("/columns", name="other").text
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "asked",

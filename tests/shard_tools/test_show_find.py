@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,55 @@ def test_a_mixture_is_searched_source_by_source(data: Path, tmp_path: Path) -> N
         assert everything(shown, order="-n", source="a")[0] == max(range(50), key=lambda n: n * 37 % 101)
 
 
+FIELDS = {
+    "text alone": ({"txt": "word"}, "Searched: txt, the first 64.0 KiB of each value. Not searched: columns (for"),
+    "several": ({"txt": "word", "json": {"a": "word"}, "cls": 1, "jpg": b"word"}, "Not searched: cls (class), jpg"),
+    "packed text": ({"txt.gz": gzip.compress(b"word")}, "Searched: txt.gz,"),
+    "no text": ({"jpg": b"word"}, "Searched: nothing, since no field holds text or JSON. Not searched: jpg ("),
+    "tokens": ({"tok": b"\1\0", "txt": "word"}, "Not searched: tok (tokens), and columns (for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_search_says_what_it_looked_into(tmp_path: Path, kind: str) -> None:
+    fields, said = FIELDS[kind]
+    with ShardWriter(f"{tmp_path}/d/{{:03d}}.tar") as writer:
+        writer.write({"__key__": "a", **fields})
+    with Shown((f"{tmp_path}/d",)) as shown:
+        for text in ("word", "nobody says this"):
+            page = html.unescape(shown.get("/", text=text).text)
+            assert said in page
+            assert said in shown.json("/", text=text)["searched"]
+            assert ("Text that is stored as tokens" in page) == (kind == "tokens")
+        assert "Searched:" not in shown.get("/").text
+        assert "searched" not in shown.json("/", where="__key__ = 'a'")
+
+
+def test_text_of_tokens_is_found_by_both_cures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page says, typed with names filled in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("table.jsonl").write_text("".join(json.dumps({"text": f"page {n} of the harbour"}) + "\n" for n in range(20)))
+    Path("words.py").write_text("def text_of(sample):\n    return sample['tok'][:-2:2].decode()  # two bytes a token\n")
+    for extra in ((), ("--field", "text=txt")):
+        target = f"tokens{len(extra)}"
+        done = CliRunner().invoke(cli, ["convert", "table.jsonl", target, "--tokenizer", "bytes", *extra])
+        assert done.exit_code == 0, done.output
+    with Shown(("tokens0/",)) as shown:
+        page = html.unescape(re.sub(r"<[^>]+>", "", shown.get("/", text="harbour").text))
+        assert shown.json("/", text="harbour")["total"] == 0
+    convert, add = "--tokenizer FILE --field text=txt", "column add URL words --compute MODULE:FUNCTION --fields tok"
+    assert convert in page
+    assert add in page
+    command = add.replace("URL", "tokens0/").replace("MODULE:FUNCTION", "words:text_of").split()
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0, done.output
+    with Shown(("tokens0/",)) as shown:
+        assert shown.json("/", where="words LIKE '%7 of the harbour%'")["total"] == 2
+    with Shown(("tokens2/",)) as shown:
+        assert shown.json("/", text="7 of the harbour")["total"] == 2
+
+
 # ------------------------------------------------------------------------------------------------------------- orders
 
 
@@ -183,12 +234,16 @@ def test_a_random_sample_is_that_of_its_seed(shown: Shown) -> None:
         ({"where": "tokens >"}, "where"), ({"where": "nobody = 1"}, "nobody"), ({"order": "nobody"}, "nobody"),
         ({"text": " ", "where": "n ="}, "where"), ({"order": "n", "sample": 1}, "give one of them"),
         ({"sample": "x"}, "sample: expected a whole number"), ({"where": "n < 9 AND word > 3"}, "word"),
+        ({"page": "x", "text": "a"}, "page: expected a whole number"), ({"size": 0}, "size: expected a whole number"),
+        ({"view": "cards"}, "view: expected one of"),
     ],
 )  # fmt: skip
 def test_the_form_stays_when_what_is_asked_is_wrong(shown: Shown, asked: dict[str, Any], said: str) -> None:
     found = shown.get("/", **asked)
     assert found.status == 400
     assert said in found.text.partition('role="alert"')[2].partition("</p>")[0]
+    assert "\\n" not in found.text
+    assert 'role="search"' in found.text
     if "where" in asked:
         assert f'name="where" value="{asked["where"].replace(">", "&gt;").replace("<", "&lt;")}"' in found.text
         assert 'aria-invalid="true"' in found.text
@@ -202,11 +257,11 @@ def test_the_form_stays_when_what_is_asked_is_wrong(shown: Shown, asked: dict[st
 
 
 def test_a_table_has_the_columns_and_orders_by_a_click(shown: Shown) -> None:
-    html = shown.get("/", view="table", order="n").text
-    assert html.count("<tr data-row>") == 48
-    assert 'href="/?order=-n&amp;view=table" aria-current="true">n ↑</a>' in html
-    assert 'href="/?order=word&amp;view=table">word</a>' in html
-    assert "000000</a>" in html
+    page = shown.get("/", view="table", order="n").text
+    assert page.count("<tr data-row>") == 48
+    assert 'href="/?order=-n&amp;view=table" aria-current="true">n ↑</a>' in page
+    assert 'href="/?order=word&amp;view=table">word</a>' in page
+    assert "000000</a>" in page
 
 
 def test_the_keys_that_were_found_are_those_that_delete_takes(data: Path, shown: Shown, tmp_path: Path) -> None:
@@ -271,6 +326,6 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         writer.write({"__key__": "k<i>", "txt": markup})
     with Shown((f"{tmp_path}/d",)) as shown:
         for path in (f"/?text={quote(markup)}&view=table", f"/?where={quote(markup)}", "/?view=table&order=m<b>"):
-            html = shown.get(path).text
-            assert "<script>window" not in html
-            assert "m<b>" not in html
+            page = shown.get(path).text
+            assert "<script>window" not in page
+            assert "m<b>" not in page

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.look.show.data.turns import ChatTurn, turns_in
+from shard_tools.look.show.data.turns import ChatTurn, turns_begun, turns_in
 from shard_tools.look.show.decoding.media import lasting, ranges
 from tests.support.servers.show_pages import Shown
 
@@ -132,6 +132,49 @@ def test_a_conversation_is_laid_out_by_turns(shown: Shown) -> None:
 )  # fmt: skip
 def test_conversations_are_found_by_their_shape(content: object, found: list[tuple[str, str, tuple[str, ...]]]) -> None:
     assert turns_in(content) == tuple(ChatTurn(role=role, text=text, parts=parts) for role, text, parts in found)
+
+
+TALK = [
+    *TURNS,
+    {"role": "user", "content": 'say "so" \\ \t \U0001f600 \u00fc'},
+    {"content": "x" * 30, "role": "tool"},
+]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("content", [TALK, {"id": 7, "messages": TALK, "tags": ["a"]}])
+def test_a_conversation_that_is_cut_off_has_the_turns_of_its_beginning(content: object, ascii_only: bool) -> None:
+    text, whole = json.dumps(content, ensure_ascii=ascii_only), turns_in(content)
+    counts = []
+    for stop in range(len(text) + 1):
+        found = turns_begun(text[:stop])
+        counts.append(len(found))
+        assert found[:-1] == whole[: len(found) - 1] if found else True
+        if found:
+            last, same = found[-1], whole[len(found) - 1]
+            assert same.text.startswith(last.text)
+            assert last.role in {same.role, "…"}
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, len(whole))
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2", '["a", "b', '{"messages": "no', '{"messages": [{"a": 1}, {"role"', "{", "", "[{" * 9999]
+)
+def test_a_beginning_of_other_json_has_no_turns(text: str) -> None:
+    assert turns_begun(text) == ()
+
+
+def test_long_conversations_are_laid_out_in_the_gallery(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/d/{{:03d}}.tar") as writer:
+        long = [{"role": "user", "content": "word " * 60}, {"role": "assistant", "content": "    indented " * 9000}]
+        writer.write({"__key__": "long", "json": {"messages": [*long, *TURNS]}})
+        writer.write({"__key__": "many", "json": {"messages": [{"role": "user", "content": "a"}] * 5}})
+    with Shown((f"{tmp_path}/d",)) as shown:
+        page = shown.get("/").text
+        assert page.count('<div class="utterance') == 2 + 3
+        assert ("… and more" in page, "and 2 more turns" in page) == (True, True)
+        assert '<div class="utterance' in shown.get("/sample", number=0).text  # more than a page shows
 
 
 @pytest.mark.parametrize(

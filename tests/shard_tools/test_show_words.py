@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -11,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from shard_tools import ShardWriter
+from shard_tools.cli import cli
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.shards.catalog.build import index_shards
 from streaming.storage import Storage
@@ -108,6 +112,29 @@ def test_wrong_addresses_are_named_with_what_is_expected(
     assert found.status == 400
     message = found.json["error"]["message"]
     assert all(word in message for word in words), message
+    if "steps" in asked:  # no parameter of the page
+        return
+    page = web.get("/step", **size, **asked)  # the form is kept, with what was filled in
+    assert page.status == 400
+    assert message.splitlines()[0] in html.unescape(page.text.partition('role="alert"')[2].partition("</p>")[0])
+    for name, value in {**size, **asked}.items():
+        assert f'name="{name}" value="{value}"' in page.text
+    form = page.text.partition('<form class="ask"')[2].partition("</form>")[0]
+    visible = {"epoch", "step", "rank", "world", "seed", "batch_size" if "batch_size" in asked else "global_batch_size"}
+    assert set(re.findall(r'<label>[^<]*<input name="(\w+)"', form)) == visible
+    wrong = re.findall(r'<input name="(\w+)"[^>]*aria-invalid', form)
+    assert wrong == [message.partition(":")[0]] * (message.partition(":")[0] in visible)
+
+
+def test_a_wrong_address_of_the_mixture_keeps_its_form(mixed: Shown) -> None:
+    for asked in ({"until": 0}, {"until": "soon"}, {"seed": "lucky"}, {"epoch": 3}):
+        page = mixed.get("/mixture", global_batch_size=8, **asked)
+        ((name, value),) = asked.items()
+        assert page.status == 400
+        form = page.text.partition('<form class="ask"')[2].partition("</form>")[0]
+        assert re.search(rf'<input name="{name}" value="{value}"[^>]*aria-invalid', form)
+        assert 'name="global_batch_size" value="8"' in form
+        assert name in page.text.partition('role="alert"')[2].partition("</p>")[0]
 
 
 def test_empty_parameters_are_none(web: Shown) -> None:
@@ -175,16 +202,20 @@ def test_what_contradicts_the_state_is_refused_or_told(sets: Path) -> None:
         assert len(before.json["rows"]) == 8
 
 
-def test_states_of_other_sets_are_refused(sets: Path, mixed: Shown) -> None:
-    state, _ = saved(sets, StreamingDataset(f"{sets}/code/"), 1, 8)
-    for urls, word in (((f"{sets}/web/",), "fingerprint"), ((mixture_file(sets),), "single data set")):
-        with Shown(urls, {"state_url": state}) as shown:
-            found = shown.get("/step", format="json")
-            assert (found.status >= 400, word in found.json["error"]["message"]) == (True, True)
+def test_states_of_other_sets_are_refused_at_the_start_and_on_each_page(sets: Path) -> None:
+    of_set, _ = saved(sets, StreamingDataset(f"{sets}/code/"), 1, 8)
+    of_mixture, _ = saved(sets, Mixture.from_file(mixture_file(sets, weights={"web": 3, "code": 1})), 1, 8)
     broken = sets / "state-broken.json"
     broken.write_text("[1]")
-    with Shown((f"{sets}/web/",), {"state_url": str(broken)}) as shown:
-        assert "loader.state_dict()" in shown.get("/step").text
+    for state, url, said in (
+        (of_set, f"{sets}/web/", "fingerprint"), (of_set, mixture_file(sets), "single data set"),
+        (of_mixture, f"{sets}/web/", "belongs to a mixture"), (str(broken), f"{sets}/web/", "loader.state_dict()"),
+    ):  # fmt: skip
+        done = CliRunner().invoke(cli, ["show", url, "--state", state, "--port", "0", "--no-browser"])
+        assert (done.exit_code != 0, done.stdout, said in done.output + str(done.exception)) == (True, "", True)
+        with Shown((url,), {"state_url": state}) as shown:  # nobody comes so far, but if one did
+            found = shown.get("/step", format="json")
+            assert (found.status, said in found.json["error"]["message"]) == (400, True)
 
 
 # --- why, and when

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,7 @@ from shard_tools.look.stats.shard import ShardReader, StatsPart
 from shard_tools.look.stats.sketches import Distribution, Repeats, Top
 from shard_tools.look.stats.survey import DEFAULT_LIMIT, choose
 from shard_tools.running.progress import Progress
+from streaming import StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StorageError
 from streaming.storage import Storage
 from tests.support.processes.waiting import PATIENCE_S
@@ -454,6 +457,66 @@ def test_a_surprise_is_found_where_it_is(tmp_path: Path, kind: str) -> None:
     assert (key in named) == (kind not in UNNAMED)
     allowed = {"partial", "giant", "broken", "formats", "duplicate contents"}  # that come along with another
     assert kinds(report) <= {kind} | allowed
+
+
+def rare(i: int) -> int:
+    return int(i % 20 == 3)
+
+
+def number(sample: Sample) -> int:
+    return int(sample["__key__"])
+
+
+SPELLINGS: dict[str, tuple[Callable[[int], Sample], dict[str, Callable[[Sample], Any]], set[str]]] = {
+    "numbers and names": (lambda i: {"cls": rare(i)}, {"class": lambda s: ("cat", "dog")[s["cls"]]}, {"class"}),
+    "two columns": (lambda i: {}, {"label": lambda s: rare(number(s)), "class": lambda s: "ab"[rare(number(s))]},
+                    {"class"}),
+    "the same name": (lambda i: {"cls": rare(i)}, {"cls": lambda s: s["cls"]}, {"cls"}),
+    "no column": (lambda i: {"cls": rare(i)}, {}, {"cls"}),
+    "another class": (lambda i: {"cls": rare(i)}, {"label": lambda s: rare(1 + number(s))}, {"cls", "label"}),
+    "fine": (lambda i: {"cls": rare(i)}, {"class": lambda s: "acd"[s["cls"] << number(s) // 20 % 2]}, {"cls", "class"}),
+}  # fmt: skip
+"""By case: fields of a sample, its columns, and the classes that are told."""
+
+
+@pytest.mark.parametrize("limit", [None, 2000])
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_a_class_is_told_once_however_it_is_spelled(tmp_path: Path, case: str, limit: int | None) -> None:
+    fields, columns, told = SPELLINGS[case]
+    samples = ({"__key__": f"{i:05d}", "txt": f"{i}", **fields(i)} for i in range(4000))
+    data = write(tmp_path / "d", samples, per_shard=500, columns=columns)
+    report = report_of(data, limit=limit)
+    assert set(report.as_dict()["classes"]) == told
+    uneven = [one.what for one in report.found if one.kind == "uneven classes"]
+    assert len(uneven) == len({re.findall(r"of (\w+):", one)[0] for one in uneven}) <= len(told)
+    assert uneven
+    text = run(data, *(("--all",) if limit is None else ())).stdout
+    assert text.count("classes of") - len(uneven) == len(told)
+    page = stats_page(report).partition('id="classes"')[2].partition('id="columns"')[0]
+    assert page.count("<article>") == len(told)
+    if case == "numbers and names":
+        assert "classes of class (also cls): 2: cat 95.0%, dog 5.0%" in text
+
+
+EMPTY = {"txt": b"", "txt.gz": b"", "2 odd.name.txt": b""}
+
+
+@pytest.mark.parametrize("field", EMPTY)
+def test_the_cure_of_empty_values_lists_them(tmp_path: Path, field: str) -> None:
+    files = []
+    for i in range(60):
+        value = b"" if i % 20 == 3 else gzip.compress(b"words") if field.endswith("gz") else b"words"
+        files += [(f"{i:03d}.cls", b"1"), *([] if i == 5 else [(f"{i:03d}.{field}", value)])]
+    write_tar(tmp_path / "my set/0.tar", files)
+    data = str(tmp_path / "my set")
+    assert CliRunner().invoke(cli, ["index", data]).exit_code == 0
+    (found,) = [one for one in report_of(data).found if one.kind == "empty"]
+    add, listed = (shlex.split(one) for one in re.findall(r"`shard_tools ([^`]*)`", found.cure))
+    (condition,) = re.findall(r'where="([^"]*)" trains', found.cure)
+    assert CliRunner().invoke(cli, add).exit_code == 0
+    done = CliRunner().invoke(cli, [*listed, "--json"])
+    assert [json.loads(line)["key"] for line in done.stdout.splitlines()] == ["003", "023", "043"]
+    assert len(StreamingDataset(data, where=condition)) == 60 - 3 - 1  # nor one that lacks the field
 
 
 def test_cmyk_is_told_too(tmp_path: Path) -> None:

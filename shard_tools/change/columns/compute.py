@@ -1,4 +1,4 @@
-"""Compute a late column: a user's function of each sample, or its number of tokens."""
+"""Compute a late column: a user's function of each sample, its number of tokens, or the size of a field."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from streaming.storage import redact
 TOKENS = "tokens"
 """Value of ``--compute`` that is not a function: count the tokens of a field, by its size, without reading shards."""
 
+SIZES = "bytes"
+"""Value of ``--compute`` that is not a function: the size of a field as it is stored, without reading shards."""
+
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
 Function = Callable[[Mapping[str, object]], ColumnValue]
@@ -38,7 +41,8 @@ class ComputeOptions:
     """Options for computing values.
 
     Attributes:
-        fields: Fields that the function gets; None: all. Other large fields are not read. For tokens: the only field.
+        fields: Fields that the function gets; None: all. Other large fields are not read. For tokens and bytes: the
+            only field.
         dtype: For tokens: ``"uint16"`` or ``"uint32"``; None: as recorded in ``_shardstream/schema.json``.
         workers: Number of shards processed in parallel.
     """
@@ -60,8 +64,8 @@ def compute_column(
 
     Args:
         target: The column.
-        spec: ``"tokens"``; or ``"module:function"``: a module that can be imported, also from the current folder; or
-            a function.
+        spec: ``"tokens"``, ``"bytes"``; or ``"module:function"``: a module that can be imported, also from the current
+            folder; or a function.
         options: The options.
         made_from: Identity of a function that is passed as an object.
         executor: Executor on which to compute, such as a cluster, instead of on threads.
@@ -75,8 +79,8 @@ def compute_column(
     """
     begun = time.monotonic()
     name = spec if isinstance(spec, str) else str(made_from)
-    if isinstance(spec, str) and spec == TOKENS:
-        values, made_of = _tokens(target, options)
+    if isinstance(spec, str) and spec in _COUNTED:
+        values, made_of = _COUNTED[spec](target, options)
     elif isinstance(spec, str):
         function = _imported(spec)
         values, made_of = partial(_applied, function, name, options.fields), {"source": source_digest(function)}
@@ -103,10 +107,7 @@ def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict
     """
     said = {} if options.fields and options.dtype else target.schemas
     names = {name for schema in said.values() for name in schema.tokens}
-    fields = options.fields or (tuple(names) if len(names) == 1 else ("tok",))
-    if len(fields) != 1:
-        raise ConfigError(f"--compute tokens: expected one field, got {', '.join(fields)}")
-    (field,) = fields
+    field = _only_field(TOKENS, options.fields or (tuple(names) if len(names) == 1 else ("tok",)))
     by_home = {home: schema.tokens[field].dtype for home, schema in said.items() if field in schema.tokens}
     dtypes = {home: options.dtype or by_home.get(home) for home in target.homes}
     for home, dtype in dtypes.items():
@@ -135,9 +136,37 @@ def _counts(field: str, widths: Mapping[str, int], shard: ColumnShard) -> Sequen
     return [size // width if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
 
 
+def _stored(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:  # noqa: ARG001  as _tokens
+    """Return a function that gives the size of a field in a shard's samples, and the identity of this computation."""
+    field = _only_field(SIZES, options.fields or ())
+    return partial(_sizes, field), {"field": field}
+
+
+def _only_field(what: str, fields: Sequence[str]) -> str:
+    if len(fields) != 1:
+        raise ConfigError(f"--compute {what}: expected one field in --fields, got {', '.join(fields) or 'none'}")
+    return fields[0]
+
+
+def _sizes(field: str, shard: ColumnShard) -> Sequence[ColumnValue]:
+    """Return the bytes of a field in each sample of a shard."""
+    table = shard.table()
+    if field not in table.fields:
+        return [None] * table.num_samples
+    starts, sizes = table.fields[field]
+    return [size if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+
+
+_COUNTED: Mapping[str, Callable[[ColumnTarget, ComputeOptions], tuple[Values, dict[str, Any]]]] = {
+    TOKENS: _tokens, SIZES: _stored,
+}  # fmt: skip
+"""Values of ``--compute`` that are no functions: the sample table knows them."""
+
+
 def _imported(spec: str) -> Function:
     if ":" not in spec:
-        raise ConfigError(f"--compute: expected tokens, or a function as module:function, got {spec!r}")
+        known = ", ".join(_COUNTED)
+        raise ConfigError(f"--compute: expected {known}, or a function as module:function, got {spec!r}")
     return imported(spec, "--compute")
 
 

@@ -120,11 +120,8 @@ class PlannedRun:
     _plans: dict[int, list[tuple[int, Plan]]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.state.ledger is None:
-            _check_set(self.planned, self.state)
-        else:
-            _check_mixture(self.planned, self.state.ledger)
-            object.__setattr__(self, "planned", self.mixture.cut_as(self.state.ledger))
+        object.__setattr__(self, "planned", planned_as(self.planned, self.state))
+        if self.state.ledger is not None:
             self.mixture.deal.check_shape(self.shape)
         if not self.steps.count(self.state.epoch):
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
@@ -431,6 +428,20 @@ class PlannedRun:
             number=one.number, shard=one.shard, key=one.keys[0] if is_sample else None,
             keys=None if is_sample else one.keys, num_rows=self.rows_each(step),
         )  # fmt: skip
+
+
+def planned_as(planned: AnySource, state: LoaderState) -> AnySource:
+    """Return the data as the run of a state reads it: a mixture in the fetch units of that run.
+
+    Raises:
+        StateError: The state belongs to another dataset or mixture.
+    """
+    if state.ledger is None:
+        _check_set(planned, state)
+        return planned
+    _check_mixture(planned, state.ledger)
+    mixture = cast("MixedSource", planned)
+    return mixture.cut_as(state.ledger)
 
 
 def _check_set(planned: AnySource, state: LoaderState) -> None:

@@ -40,9 +40,15 @@ class _Inside:
     media: Sequence[Media]
 
     def section(self, page: Page) -> str:
-        """Return a page without a frame."""
+        """Return a page without a frame.
+
+        Raises:
+            ConfigError: The page has nothing but a problem to show.
+        """
         query = Query(page.file_asks)
         found = answered(page, self.subject, query)
+        if problem := getattr(found.answer, "problem", ""):
+            raise ConfigError(f"--html: the page {page.title!r}: {problem}")
         return template(page.template).render(
             frame="bare.html", is_file=True, subject=self.subject, to=self.to, src=self.src, title=page.title,
             path=page.path, query=query, answer=found.answer, pages=(),

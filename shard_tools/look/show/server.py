@@ -21,7 +21,7 @@ from shard_tools.look.show.base.render import FILES, STYLES, template
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.frames import Served, answered, as_text
 from shard_tools.running.templates import jinja
-from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError
+from streaming.errors import ConfigError, DataError, NotFoundError, ShardstreamError, StateError
 from streaming.storage import redact_text
 
 _log = logging.getLogger("shard_tools.look.show")
@@ -31,7 +31,7 @@ _ASSETS |= {"/show.svg": "image/svg+xml"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _OPEN_RANGE_BYTES = 4 << 20  # of an open-ended range: players request more later, and seldom play to the end
 _STATUS = (
-    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST),
+    (NotFoundError, HTTPStatus.NOT_FOUND), (ConfigError, HTTPStatus.BAD_REQUEST), (StateError, HTTPStatus.BAD_REQUEST),
     (DataError, HTTPStatus.UNPROCESSABLE_ENTITY),
 )  # fmt: skip
 _WORDS = {
@@ -174,7 +174,10 @@ class _Site:
 
     def _nothing(self, request: Any, what: None, query: Query) -> Any:  # noqa: ARG002  the signature of all endpoints
         there = ", ".join(page.path for page in self.pages if page.fits(self.subject))
-        raise NotFoundError(f"no page {request.url.path[:80]!r}; there are {there}")
+        asked = request.url.path.removeprefix(
+            f"/s/{request.path_params.get('session', '')}"
+        )  # the browser's own prefix
+        raise NotFoundError(f"no page {asked[:80]!r}; there are {there}")
 
     def _failed(self, refused: Refusal, query: Query, *, session: str = "", knows: bool = True) -> Any:
         """Return an error in the caller's format; a caller without a token learns nothing about the subject."""

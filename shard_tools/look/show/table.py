@@ -28,7 +28,7 @@ PAGES: tuple[Page, ...] = (
         in_navigation=columns.has_columns, in_file=columns.has_columns,
     ),
     Page(
-        path="/step", title="Step", template="step.html", answer=order.step_page, asks=order.STEP_ASKS,
+        path="/step", title="Step", template="step.html", answer=order.step_or_form, asks=order.STEP_ASKS,
         parts=OF_A_STEP, in_file=always,
     ),
     Page(

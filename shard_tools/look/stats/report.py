@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shard_tools.look.stats.kinds import UNKNOWN, is_class, kind_of
+from shard_tools.look.stats.kinds import UNKNOWN, kind_of
 from shard_tools.look.stats.sketches import Top
 from shard_tools.look.stats.surprises import Surprise, content_field
-from shard_tools.look.stats.totals import ColumnTotals, FieldTotals, Totals
+from shard_tools.look.stats.totals import Classes, ColumnTotals, FieldTotals, Totals
 from streaming.common.arguments import counted
 
 _TOP = 20  # reported values of a column
@@ -89,23 +89,15 @@ class StatsReport:
             f"set (seed {self.seed}); sizes, keys and columns are those of all; --all reads all"
         )
 
-    def classes(self) -> dict[str, Top]:
-        """Return the counts of classes: by column, and by field if no column has its classes."""
-        columns = {name: one.top for name, one in self.totals.columns.items() if is_class(name)}
-        words = [{str(word) for word in top.counts} for top in columns.values()]
-        fields = {
-            name: one.words["value"] for name, one in self.totals.fields.items()
-            if self.kinds[name] == "class" and "value" in one.words
-        }  # fmt: skip
-        return columns | {
-            name: top for name, top in fields.items()
-            if name not in columns and {str(word) for word in top.counts} not in words
-        }  # fmt: skip
+    @property
+    def classes(self) -> Classes:
+        """The classes, each once."""
+        return self.totals.classes(self.kinds)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
         compared, supervised = self.compared, self.supervised
-        classes = self.classes()
+        classes = self.classes.once
         return {
             "samples": self.num_samples,
             "bytes": self.num_bytes,

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from shard_tools.change.sets.open_set import needed_samples
 from shard_tools.look.stats.field_stats import CutError, head_bytes, look
-from shard_tools.look.stats.kinds import MASK, kind_of
-from shard_tools.look.stats.sketches import Distribution
+from shard_tools.look.stats.kinds import MASK, is_class, kind_of
+from shard_tools.look.stats.sketches import WORD_CHARACTERS, Distribution
 from shard_tools.look.stats.totals import EXAMPLES, ColumnTotals, ExampleSample, FieldTotals, Looked, Totals, places_of
 from shard_tools.running.progress import Progress
 from streaming.errors import AccessDeniedError, DataError, NotFoundError, StorageError
@@ -98,19 +98,20 @@ class ShardReader:
                 table = needed_samples(self.storage, part.url, self.index_url)
             rows = np.arange(table.num_samples) if part.rows is None else part.rows
             draw = np.random.default_rng((self.seed, part.position))
-            self._add_table(totals, part, table, rows, draw)
+            columns = self._add_table(totals, part, table, rows, draw)
             numbers = np.arange(len(rows)) if part.numbers is None else part.numbers
             if numbers.size:
                 looked = Looked(part.position)
                 self._look(_Values(self, totals, looked, part.position, part.url, table, progress), rows, numbers)
                 looked.sum_up(totals, draw)
+                totals.add_classes(_classes_of(columns, rows, numbers) | looked.class_of)
         progress.advance(num=1)
         return totals
 
     def _add_table(
         self, totals: Totals, part: StatsPart, table: SampleTable, rows: Int64Array, draw: np.random.Generator
-    ) -> None:
-        """Add the facts that the sample table and late columns have for some rows."""
+    ) -> dict[str, Values]:
+        """Add the facts that the sample table and late columns have for some rows, and return these columns."""
         sizes = np.diff(table.record_starts)[rows]
         totals.sizes.add(sizes, draw)
         largest = int(np.argmax(sizes))
@@ -127,7 +128,8 @@ class ShardReader:
             except DataError as error:
                 totals.late_errors = [*totals.late_errors, str(error)][:EXAMPLES]
         taken = pa.array(rows)
-        for name, values in {**table.columns, **late}.items():
+        columns = {**table.columns, **late}
+        for name, values in columns.items():
             column = totals.columns[name] = ColumnTotals(is_late=name in late)
             column.add(name, values if whole else values.take(taken), draw)
         for name, (starts, all_sizes) in table.fields.items():
@@ -148,6 +150,7 @@ class ShardReader:
             width = self._token_bytes(name, part.url, table, there)
             if width:
                 one.numbers.setdefault("tokens", Distribution()).add(of_field // width, draw)
+        return columns
 
     def _token_bytes(self, field: str, url: str, table: SampleTable, rows: Int64Array) -> int:
         """Return the width of the tokens of a field; 0: the field has no tokens, or their width is unknown."""
@@ -191,6 +194,16 @@ class ShardReader:
                 stop = start + int(read[i])
                 row = int(rows[numbers[i]])
                 yield _Wanted(start, stop, name, kind, row, int(numbers[i]), int(sizes[i]), bool(whole[i]))
+
+
+def _classes_of(columns: Mapping[str, Values], rows: Int64Array, numbers: Int64Array) -> dict[str, dict[int, str]]:
+    """Return the classes of samples ``rows[numbers]``, by column."""
+    taken, found = pa.array(rows[numbers]), dict[str, dict[int, str]]()
+    for name, values in columns.items():
+        if is_class(name):
+            known = zip(numbers.tolist(), values.take(taken).to_pylist(), strict=True)
+            found[name] = {number: str(word)[:WORD_CHARACTERS] for number, word in known if word is not None}
+    return found
 
 
 class _Wanted(NamedTuple):

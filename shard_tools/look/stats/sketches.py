@@ -32,7 +32,13 @@ WORD_CHARACTERS = 128
 HASHES = 1 << 21
 """Distinct hashes that ``Repeats`` keeps: 64 MiB, and four times as much while counting."""
 _BINS = 24
+_WIDE = 100  # times the smallest number
 _HASH_BITS = 63
+
+
+def is_wide(low: float, high: float) -> bool:
+    """Return whether a range is divided by equal ratios, since almost all values might share one of equal parts."""
+    return low > 0 and high / low > _WIDE
 
 
 @dataclass(slots=True)
@@ -86,6 +92,11 @@ class Distribution:
         ends = (None if one is None else _plain(one) for one in (self.least, self.most))
         return {"min": next(ends), "p50": self.quantile(0.5), "max": next(ends), "mean": mean}
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the bins of its histogram have equal ratios."""
+        return self.least is not None and self.most is not None and is_wide(self.least, self.most)
+
     def bins(self) -> list[tuple[float, float, float]]:
         """Return a histogram: (from, to, share) per bin, with bins of equal width, or of equal ratio for a wide range.
 
@@ -99,7 +110,7 @@ class Distribution:
         whole = bool((self._values == np.floor(self._values)).all())
         if whole and high - low < _BINS:
             edges = np.arange(low, high + 2) - 0.5
-        elif low > 0 and high / low > 100:
+        elif is_wide(low, high):
             edges = np.geomspace(low, high, _BINS + 1)
         else:
             edges = np.linspace(low, high, _BINS + 1)
@@ -194,6 +205,42 @@ class Top:
     def of_dict(cls, content: Mapping[str, Any]) -> Top:
         """Restore from the result of :meth:`as_dict`."""
         return cls(content["num"], content["lost"], dict(content["counts"]))
+
+
+@dataclass(slots=True)
+class WordPairs:
+    """Pairs of words that come together, as long as each word has one partner: two spellings of the same thing."""
+
+    pairs: dict[str, str] = field(default_factory=dict)
+    is_one_to_one: bool = True
+
+    def add(self, found: Iterable[tuple[str, str]]) -> None:
+        """Add pairs."""
+        if not self.is_one_to_one:
+            return
+        joined = {*self.pairs.items(), *found}
+        firsts, seconds = {first for first, _ in joined}, {second for _, second in joined}
+        self.is_one_to_one = len(firsts) == len(seconds) == len(joined) <= WORDS
+        self.pairs = dict(joined) if self.is_one_to_one else {}
+
+    def merge(self, other: WordPairs) -> None:
+        """Add all pairs of another summary."""
+        self.is_one_to_one &= other.is_one_to_one
+        self.add(other.pairs.items())
+
+    @property
+    def are_same(self) -> bool:
+        """Whether there are pairs, and each word has one partner."""
+        return self.is_one_to_one and bool(self.pairs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the complete state, JSON-able."""
+        return {"pairs": sorted(self.pairs.items()), "is_one_to_one": self.is_one_to_one}
+
+    @classmethod
+    def of_dict(cls, content: Mapping[str, Any]) -> WordPairs:
+        """Restore from the result of :meth:`as_dict`."""
+        return cls(dict(content["pairs"]), content["is_one_to_one"])
 
 
 @dataclass(slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from shard_tools.look.stats.kinds import is_class
 from shard_tools.look.stats.sketches import Top
 from shard_tools.look.stats.totals import Adjacent, ExampleSample, FieldTotals, Totals
 from shard_tools.running.report import Finding
@@ -291,11 +291,15 @@ def _empty(facts: Facts) -> Iterator[Surprise]:
     some = {name: one.num_empty for name, one in facts.totals.fields.items() if one.num_empty}
     if some:
         counts = ", ".join(f"{name} in {counted(num, 'sample')}" for name, num in sorted(some.items())[:8])
+        first = min(some)
+        column = "bytes_of_" + re.sub(r"\W", "_", first)
+        others = ", and so for the other fields" if len(some) > 1 else ""
         yield Surprise(
             kind="empty", what=f"empty values: {counts}",
             why="an image, array or number of 0 bytes does not decode; an empty text trains on nothing",
-            cure=f"`shard_tools verify {facts.place} --decode --write-bad bad.jsonl` lists what does not decode, and "
-            f"`{facts.reshard} --drop bad.jsonl` leaves it out",
+            cure=f"`shard_tools column add {facts.place} {column} --compute bytes --fields {shell_word(first)}`, then "
+            f'`shard_tools ls {facts.place} --where "{column} = 0" --all` lists them, and where="{column} > 0" trains '
+            f"without them{others}",
             samples=_each(one for field in facts.totals.fields.values() for one in field.empty),
         )  # fmt: skip
 
@@ -453,9 +457,7 @@ def content_field(totals: Totals, kinds: Mapping[str, str]) -> str | None:
 
 
 def _uneven_classes(facts: Facts) -> Iterator[Surprise]:
-    found = {name: column.top for name, column in facts.totals.columns.items() if is_class(name)}
-    found |= {name: one.words.get("value", Top()) for name, one in facts.of_kind("class") if name not in found}
-    for name, top in found.items():
+    for name, top in facts.totals.classes(facts.kinds).once.items():
         listed = top.most_common()
         if not top.is_exact or len(listed) < 2 or top.num < _FEW_OF_EACH * len(listed):
             continue

@@ -217,6 +217,11 @@ class Survey:
         """Whether further requests see nothing new."""
         return self._num_done >= len(self._order)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has been answered."""
+        return self._num_done > 0
+
     def refined(self, seconds: float) -> StatsReport:
         """Return the report after reading further shards for about this time, at least a few.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shard_tools.look.stats.kinds import is_class
-from shard_tools.look.stats.sketches import WORD_CHARACTERS, Distribution, Repeats, Top, Word
+from shard_tools.look.stats.sketches import WORD_CHARACTERS, Distribution, Repeats, Top, Word, WordPairs
+from streaming.common.arguments import some_names
 from streaming.shards.index.columns import stable_hash
 from streaming.shards.index.keys import key_array
 from streaming.shards.index.where import is_comparable
@@ -212,6 +214,24 @@ class FieldTotals:
         self.broken = _first(self.broken, (one,))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classes:
+    """The classes of a set, each once.
+
+    Attributes:
+        once: Counts of classes, by column or field.
+        same: Columns and fields left out, since they are another spelling of one of these in all samples read.
+    """
+
+    once: Mapping[str, Top]
+    same: Mapping[str, str]
+
+    def title(self, name: str) -> str:
+        """Return the name of a class, and those of its other spellings."""
+        also = [other for other, equal in self.same.items() if equal == name]
+        return f"{name} (also {some_names(also)})" if also else name
+
+
 @dataclass(slots=True)
 class Totals:
     """Facts of some samples.
@@ -226,6 +246,7 @@ class Totals:
         odd: The first of these keys.
         fields: Fields, by name.
         columns: Columns, by name.
+        partners: Classes that come together in the samples read, by two names of columns or fields, in order.
         num_read: Samples whose values were inspected.
         num_bytes_read: Bytes read for this.
         late_errors: The first reasons why late columns could not be read.
@@ -242,6 +263,7 @@ class Totals:
     odd: list[ExampleSample] = field(default_factory=list)
     fields: dict[str, FieldTotals] = field(default_factory=dict)
     columns: dict[str, ColumnTotals] = field(default_factory=dict)
+    partners: dict[str, dict[str, WordPairs]] = field(default_factory=dict)
     num_read: int = 0
     num_bytes_read: int = 0
     late_errors: list[str] = field(default_factory=list)
@@ -295,6 +317,43 @@ class Totals:
             self.fields.setdefault(name, FieldTotals()).merge(one)
         for name, column in other.columns.items():
             self.columns.setdefault(name, ColumnTotals()).merge(column)
+        for name, partners in other.partners.items():
+            for second, one_pair in partners.items():
+                self.partners.setdefault(name, {}).setdefault(second, WordPairs()).merge(one_pair)
+
+    def classes(self, kinds: Mapping[str, str]) -> Classes:
+        """Return the classes of the samples by column, those with words first, and by field.
+
+        Args:
+            kinds: Kind of each field.
+        """
+        columns = [name for name in self.columns if is_class(name)]
+        found = {
+            name: self.columns[name].top
+            for name in sorted(columns, key=lambda name: (self.columns[name].type != "string", name))
+        }  # fmt: skip
+        for name, one in sorted(self.fields.items()):
+            if kinds[name] == "class" and "value" in one.words:
+                found.setdefault(name, one.words["value"])
+        once, same = dict[str, Top](), dict[str, str]()
+        for name, top in found.items():
+            equal = next((other for other in once if self._are_same(*sorted((name, other)))), None)
+            if equal is None:
+                once[name] = top
+            else:
+                same[name] = equal
+        return Classes(once=once, same=same)
+
+    def _are_same(self, first: str, second: str) -> bool:
+        return self.partners.get(first, {}).get(second, WordPairs()).are_same
+
+    def add_classes(self, classes: Mapping[str, Mapping[int, str]]) -> None:
+        """Add which classes come together in some samples: by column or field, the class of each sample."""
+        for first, second in combinations(sorted(classes), 2):
+            mine, others = classes[first], classes[second]
+            both = mine.keys() & others.keys()
+            partners = self.partners.setdefault(first, {}).setdefault(second, WordPairs())
+            partners.add((mine[number], others[number]) for number in both)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the complete state, JSON-able."""
@@ -327,16 +386,21 @@ def _by_word(content: Any) -> dict[str, ExampleSample]:
     return {word: _example(one) for word, one in content.items()}
 
 
+def _partners(content: Any) -> dict[str, WordPairs]:
+    return {name: WordPairs.of_dict(one) for name, one in content.items()}
+
+
 _SKETCHES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "sizes": Distribution.of_dict, "top": Top.of_dict, "keys": Repeats.of_dict, "near_keys": Repeats.of_dict,
     "repeats": Repeats.of_dict, "broken": _examples, "odd": _examples, "empty": _examples,
     "largest": _example, "shown": lambda some: {name: _by_word(each) for name, each in some.items()},
+    "partners": lambda some: {name: _partners(each) for name, each in some.items()},
     "adjacent": lambda content: Adjacent(**content),
 }  # fmt: skip
 
 
 def _written(value: Any) -> Any:
-    if isinstance(value, (Distribution, Top, Repeats)):
+    if isinstance(value, (Distribution, WordPairs, Top, Repeats)):
         return value.as_dict()
     if isinstance(value, (Adjacent, ColumnTotals, FieldTotals, Totals)):
         return {name: _written(getattr(value, name)) for name in value.__dataclass_fields__}
@@ -384,6 +448,11 @@ class Looked:
     words: dict[tuple[str, str], list[Word]] = field(default_factory=lambda: defaultdict(list))
     classes: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     hashes: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def class_of(self) -> dict[str, dict[int, str]]:
+        """The class of each sample that has one, by field."""
+        return {name: dict(found) for name, found in self.classes.items()}
 
     def sum_up(self, totals: Totals, draw: np.random.Generator) -> None:
         """Add all facts to the totals of the shard."""

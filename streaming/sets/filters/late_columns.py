@@ -118,7 +118,11 @@ class LateColumn:
 
 def homes_of(urls: Sequence[str], index: str | None) -> list[str]:
     """Return the directories that hold the indexes of some shards."""
-    return list(dict.fromkeys(home_of(url, index) for url in urls)) if index is None else [index]
+    if index is not None:
+        return [index]
+    # Shards are many and directories few: one URL of each is looked at. A query may hold slashes of its own.
+    one_of_each = {url if "?" in url else url.rpartition("/")[0]: url for url in urls}
+    return list(dict.fromkeys(home_of(url, None) for url in one_of_each.values()))
 
 
 def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -> dict[str, LateColumn]:

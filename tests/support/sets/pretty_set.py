@@ -40,13 +40,14 @@ def _image(draw: np.random.Generator) -> tuple[bytes, list[dict[str, Any]]]:
     return out.getvalue(), found
 
 
-def _sound() -> bytes:
+def wav_of(seconds: float, rate: int) -> bytes:
+    """Return a tone."""
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
-        file.setframerate(8000)
-        file.writeframes((8000 * np.sin(np.arange(4000) / 4)).astype("<i2").tobytes())
+        file.setframerate(rate)
+        file.writeframes((8000 * np.sin(np.arange(int(seconds * rate)) / 4)).astype("<i2").tobytes())
     return out.getvalue()
 
 
@@ -65,7 +66,7 @@ def write_pretty(folder: Path) -> None:
             if number % 5:
                 sample["lang"] = ("en", "de", "fr", "en")[number % 4]
             if number == 2:
-                sample["wav"] = _sound()
+                sample["wav"] = wav_of(0.5, 8000)
             if number == 4:
                 out = io.BytesIO()
                 np.save(out, np.add.outer(np.arange(24), np.sin(np.arange(36)) * 8).astype(np.float32))

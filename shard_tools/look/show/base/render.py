@@ -50,8 +50,13 @@ def _environment() -> Any:
         loader=jinja2.FileSystemLoader(FILES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, finalize=_visible,
     )  # fmt: skip
-    made.filters |= {"lines": _lines, "bytes": format_bytes, "count": "{:,}".format, "percent": "{:.1%}".format}
+    made.filters |= {"lines": _lines, "bytes": _bytes, "count": "{:,}".format, "percent": "{:.1%}".format}
     return made
+
+
+def _bytes(number: float) -> str:
+    """Return a size whose number and unit stay on one line."""
+    return format_bytes(number).replace(" ", "\u00a0")
 
 
 def _lines(text: str) -> Any:

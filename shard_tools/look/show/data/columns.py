@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shard_tools.look.show.base.page import Query, address
-from shard_tools.look.show.base.plots import Histogram, histogram
+from shard_tools.look.show.base.plots import Histogram, histogram, label
 from shard_tools.look.show.base.samples import SampleSet
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.find.arranged import are_numbers, as_plain, joined_values, read_words, spread_shards
-from shard_tools.look.stats.sketches import WORD_CHARACTERS, Word
+from shard_tools.look.stats.sketches import WORD_CHARACTERS, Word, is_wide
 from shard_tools.look.stats.totals import ColumnTotals
 from shard_tools.running.report import Report
 from streaming.common.arguments import counted
@@ -107,10 +107,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossed:
-    """Two columns against each other: counts of samples, with each column divided by range or by value."""
+    """Two columns against each other: counts of samples, with each column divided by range or by value.
+
+    The titles are those of both axes: their column, and how it is divided.
+    """
 
     across: str
     up: str
+    titles: tuple[str, str]
     across_labels: tuple[str, ...]
     up_labels: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -286,7 +290,7 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
     most = max((count for _, count in top), default=1)
     words = tuple(
         Bin(
-            label=str(value), count=count, share=count / max(totals.num, 1), width=100 * count / most,
+            label=label(value), count=count, share=count / max(totals.num, 1), width=100 * count / most,
             address=_link(source, where, _equals(name, value)),
         ) for value, count in top
     )  # fmt: skip
@@ -301,11 +305,8 @@ def _shown(name: str, taken: ColumnsTaken, source: str, where: str) -> ColumnSho
 def _plotted(name: str, totals: ColumnTotals, source: str, where: str) -> tuple[Histogram, tuple[str, ...]]:
     summary, bins = totals.numbers.told(), totals.numbers.bins()
     least, most = (_number(summary[one]) for one in ("min", "max"))
-    middle = f"half up to {_number(summary['p50'])}, mean {_number(summary['mean'])}"
-    widths = [high - low for low, high, _ in bins]
-    if widths[-1] > 2 * widths[0]:
-        middle += "; logarithmic"
-    plot = histogram(name, bins, least=least, most=most, middle=middle)
+    middle = (f"half up to {_number(summary['p50'])}", f"mean {_number(summary['mean'])}")
+    plot = histogram(name, bins, is_wide=totals.numbers.is_wide, least=least, most=most, middle=middle)
     links = [
         _link(source, where, _between(name, low, high, is_last=number == len(bins) - 1))
         for number, (low, high, _) in enumerate(bins)
@@ -345,11 +346,15 @@ def _link(source: str, where: str, condition: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Axis:
-    """Division of a column into parts: the part of each sample (-1: no value); label and condition of each part."""
+    """Division of a column into parts: the part of each sample (-1: no value); label and condition of each part.
+
+    The title is the column's name, and how it is divided.
+    """
 
     codes: npt.NDArray[np.int64]
     labels: tuple[str, ...]
     conditions: tuple[str, ...]
+    title: str
 
 
 def _crossed(name: str, other: str, taken: ColumnsTaken, source: str, where: str) -> Crossed:
@@ -367,8 +372,8 @@ def _crossed(name: str, other: str, taken: ColumnsTaken, source: str, where: str
         ) for y, row in enumerate(counts.tolist()) for x, count in enumerate(row) if count
     ]  # fmt: skip
     return Crossed(
-        across=name, up=other, across_labels=across.labels, up_labels=up.labels, cells=tuple(cells),
-        counts=tuple(map(tuple, counts.tolist())), num=int(there.sum()),
+        across=name, up=other, titles=(across.title, up.title), across_labels=across.labels, up_labels=up.labels,
+        cells=tuple(cells), counts=tuple(map(tuple, counts.tolist())), num=int(there.sum()),
     )  # fmt: skip
 
 
@@ -387,8 +392,8 @@ def _ranges(name: str, values: Values) -> _Axis:
     numbers = values.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(zero_copy_only=False)
     finite = numbers[np.isfinite(numbers)]
     low, high = float(finite.min(initial=0) if not finite.size else finite.min()), float(finite.max(initial=0))
-    spans = low > 0 and high / low > 100
-    edges = np.geomspace(low, high, _CELLS + 1) if spans else np.linspace(low, high, _CELLS + 1)
+    wide = is_wide(low, high)
+    edges = np.geomspace(low, high, _CELLS + 1) if wide else np.linspace(low, high, _CELLS + 1)
     edges[0], edges[-1] = low, high
     codes = np.where(
         np.isfinite(numbers), np.clip(np.searchsorted(edges, numbers, side="right") - 1, 0, _CELLS - 1), -1
@@ -397,6 +402,7 @@ def _ranges(name: str, values: Values) -> _Axis:
     return _Axis(
         codes=codes.astype(np.int64), labels=tuple(f"{_number(one)} to {_number(two)}" for one, two in pairs),
         conditions=tuple(_between(name, *pair, is_last=at == _CELLS - 1) for at, pair in enumerate(pairs)),
+        title=f"{name} (logarithmic)" if wide else name,
     )  # fmt: skip
 
 
@@ -409,5 +415,7 @@ def _words(name: str, values: Values) -> _Axis:
         listed.sort()
         words = pa.array(listed, words.type)
     codes = pc.index_in(values, value_set=words, skip_nulls=True).fill_null(-1).to_numpy(zero_copy_only=False)
-    labels = tuple(str(one) if len(str(one)) <= _WIDEST_LABEL else str(one)[:_WIDEST_LABEL] + "…" for one in listed)
-    return _Axis(codes=codes.astype(np.int64), labels=labels, conditions=tuple(_equals(name, one) for one in listed))
+    labels = tuple(one if len(one) <= _WIDEST_LABEL else one[:_WIDEST_LABEL] + "…" for one in map(label, listed))
+    return _Axis(
+        codes=codes.astype(np.int64), labels=labels, conditions=tuple(_equals(name, one) for one in listed), title=name
+    )

@@ -14,6 +14,7 @@ from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.data.notes import notes_of
 from shard_tools.look.show.data.previews import GLANCE, FieldShown, fields_of
 from shard_tools.look.show.find import finding
+from shard_tools.look.show.find.texts import SearchedFields
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError
 from streaming.shards.index.columns import Values
@@ -48,6 +49,11 @@ class GalleryRow(Report):
     columns: Mapping[str, Any]
 
     @property
+    def place(self) -> tuple[str, int]:
+        """The set that holds it, and its number there."""
+        return self.source, self.number
+
+    @property
     def address(self) -> str:
         """Address of its own page."""
         return address("/sample", source=self.source, number=self.number)
@@ -68,6 +74,7 @@ class Gallery(Report):
         first: Number of the page's first sample among all matches.
         size: Number of samples of a full page.
         names: Columns to order by; none if several sources are shown.
+        looked: What a search for text looked into; None: it was no such search.
         problem: Why the condition cannot be evaluated; "": it can.
     """
 
@@ -81,6 +88,7 @@ class Gallery(Report):
     first: int
     size: int
     names: tuple[str, ...] = ()
+    looked: SearchedFields | None = None
     problem: str = ""
 
     @property
@@ -112,8 +120,9 @@ class Gallery(Report):
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
         values = Report.as_dict(self)
-        del values["problem"], values["names"]
-        return values
+        for name in ("problem", "names", "looked"):
+            del values[name]
+        return values | ({} if self.looked is None else {"searched": self.looked.words})
 
 
 def gallery(subject: Subject, query: Query) -> Gallery:
@@ -123,12 +132,12 @@ def gallery(subject: Subject, query: Query) -> Gallery:
         ConfigError: A parameter is invalid.
         IndexMissingError: A shard has no sample table.
     """
-    size = query.number("size", PER_PAGE, least=1, most=_MOST_PER_PAGE)
-    page = query.number("page", 0)
-    query.choice("view", "tiles", "table")
     sets = finding.chosen_sets(subject, query)
-    found, problem = finding.Hits(parts=(), total=None, more=False), ""
+    found, problem, page, size = finding.Hits(parts=(), total=None, more=False), "", 0, PER_PAGE
     try:
+        size = query.number("size", PER_PAGE, least=1, most=_MOST_PER_PAGE)
+        page = query.number("page", 0)
+        query.choice("view", "tiles", "table")
         found = finding.find(subject, query, page * size, page * size + size)
     except ConfigError as error:
         if query.text("format") == "json":
@@ -140,7 +149,8 @@ def gallery(subject: Subject, query: Query) -> Gallery:
     return Gallery(
         total=found.total, page=page, more=found.more, progress=found.progress, searching=found.searching,
         sources=tuple(name for name in subject.sets if name), rows=tuple(rows), first=page * size, size=size,
-        names=next(iter(sets.values())).column_names[:_LISTED_COLUMNS] if len(sets) == 1 else (), problem=problem,
+        names=next(iter(sets.values())).column_names[:_LISTED_COLUMNS] if len(sets) == 1 else (),
+        looked=found.looked, problem=problem,
     )  # fmt: skip
 
 

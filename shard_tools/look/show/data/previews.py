@@ -12,7 +12,7 @@ from shard_tools.look.show.base.reading import Wanted, read_all
 from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.data.notes import Notes, Tokens, named
 from shard_tools.look.show.data.trees import Node, tree_of
-from shard_tools.look.show.data.turns import ChatTurn, turns_in
+from shard_tools.look.show.data.turns import ChatTurn, turns_begun, turns_in
 from shard_tools.look.show.decoding.workers import MOST_BYTES, MOST_MEDIA_BYTES
 from shard_tools.look.stats.kinds import UNKNOWN, kind_of, kind_of_value
 from streaming.build.decode.values import unpacked_head
@@ -240,7 +240,8 @@ def _class(common: dict[str, Any], head: bytes, notes: Notes, amount: Amount, is
 def _json(common: dict[str, Any], head: bytes, notes: Notes, amount: Amount, is_cut: bool) -> FieldShown:  # noqa: FBT001, ARG001
     text = _decoded(head)
     if is_cut:
-        return FieldShown(**common, form="text", text=text, is_cut=True)
+        turns = turns_begun(text)
+        return FieldShown(**common, form="turns" if turns else "text", text=text, turns=turns, is_cut=True)
     try:
         content = json.loads(text)
         tree = tree_of(content) if amount.in_full else None

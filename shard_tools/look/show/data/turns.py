@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +13,9 @@ _ROLES: Final = ("role", "from", "speaker")
 _TEXTS: Final = ("content", "value", "text")
 _NAMES: Final = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 _MOST_TURNS: Final = 200
+_BEGUN: Final = re.compile(rf'(?:^\s*|"(?:{"|".join(_LISTS)})"\s*:\s*)\[\s*(?=\{{)')
+_BETWEEN: Final = re.compile(r"[\s,]*")
+_LONGEST_ESCAPE: Final = 13  # of a character in two parts, \ud83d\ude00, and one more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,41 @@ def turns_in(content: object) -> tuple[ChatTurn, ...]:
         return ()
     found = [_turn(one) for one in content[:_MOST_TURNS]]
     return tuple(one for one in found if one is not None) if all(found) else ()
+
+
+def turns_begun(text: str) -> tuple[ChatTurn, ...]:
+    """Return the turns in the beginning of JSON that is cut off, with what there is of the last; (): it has none."""
+    begun = _BEGUN.search(text)
+    if begun is None:
+        return ()
+    found, at, decoder = list[ChatTurn](), begun.end(), json.JSONDecoder()
+    while len(found) < _MOST_TURNS:
+        try:
+            one, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            last = _cut_turn(text[at:])
+            return (*found, last) if last is not None else tuple(found)
+        turn = _turn(one)
+        if turn is None:
+            return ()
+        found.append(turn)
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+    return tuple(found)
+
+
+def _cut_turn(text: str) -> ChatTurn | None:
+    """Return a turn whose text is cut off, perhaps before its role; None: it is cut off elsewhere."""
+    for less in range(_LONGEST_ESCAPE):
+        try:
+            found = json.loads(text[: len(text) - less] + '"}')
+        except (ValueError, RecursionError):
+            continue
+        last = next(reversed(found))
+        if isinstance(found[last], str):  # half a character says nothing
+            found[last] = found[last].encode("utf-8", "ignore").decode()
+        has_role = any(name in found for name in _ROLES if name != last)
+        return _turn(found if has_role else {**found, "role": "…"})
+    return None
 
 
 def _turn(one: object) -> ChatTurn | None:

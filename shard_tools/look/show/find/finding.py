@@ -11,7 +11,7 @@ from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.samples import SampleSet, Search
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.find.arranged import Arranged, at_random, by_column, shuffled
-from shard_tools.look.show.find.texts import TextSearch
+from shard_tools.look.show.find.texts import SearchedFields, TextSearch
 from streaming.common.lru_cache import LruCache
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
@@ -50,6 +50,7 @@ class Hits:
         progress: Progress of the search in words; "": it is complete.
         searching: Whether another request would find samples that belong to this page.
         is_whole: Whether the total counts all matches of the set, not only those that are looked at.
+        looked: What a search for text looked into; None: it was no such search.
     """
 
     parts: tuple[Part, ...]
@@ -58,6 +59,7 @@ class Hits:
     progress: str = ""
     searching: bool = False
     is_whole: bool = True
+    looked: SearchedFields | None = None
 
     @property
     def hits(self) -> tuple[Hit, ...]:
@@ -203,16 +205,18 @@ def _in_order(searches: Searches, sets: dict[str, SampleSet], where: str, named:
 def _by_text(searches: Searches, sets: dict[str, SampleSet], where: str, text: str, first: int, stop: int) -> Hits:
     """Return samples with a text, source by source."""
     parts: list[Part] = []
-    total, wanted, progress = 0, stop - first, ""
+    total, wanted, progress, looked = 0, stop - first, "", SearchedFields()
     for name, one in sets.items():
-        numbers, known, progress = searches.of_text(name, one, where, text).find(max(first, 0), max(stop, 0))
+        search = searches.of_text(name, one, where, text)
+        numbers, known, progress = search.find(max(first, 0), max(stop, 0))
         parts.append(Part(name, one, numbers))
+        looked |= search.looked
         if known is None:
             is_short = sum(len(part.numbers) for part in parts) < wanted
-            return Hits(parts=tuple(parts), total=None, more=True, progress=progress, searching=is_short)
+            return Hits(parts=tuple(parts), total=None, more=True, progress=progress, searching=is_short, looked=looked)
         total += known
         first, stop = first - known, stop - known
-    return Hits(parts=tuple(parts), total=total, more=stop < 0, progress=progress, is_whole=not progress)
+    return Hits(parts=tuple(parts), total=total, more=stop < 0, progress=progress, is_whole=not progress, looked=looked)
 
 
 def _by_condition(searches: Searches, sets: dict[str, SampleSet], where: str, first: int, stop: int) -> Hits:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,7 +15,7 @@ from shard_tools.look.show.base.reading import Wanted, read_all
 from shard_tools.look.show.base.samples import SampleSet, Search
 from shard_tools.look.stats.kinds import kind_of
 from streaming.build.decode.values import unpacked_head
-from streaming.common.arguments import unpacked_name
+from streaming.common.arguments import format_bytes, some_names, unpacked_name
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
@@ -27,6 +29,41 @@ _FIRST_SAMPLES, _MOST_SAMPLES = 32, 4096  # of a batch
 _BATCH_BYTES = 8 << 20
 _GAP_BYTES = 32 << 20  # between texts, that a batch reads rather than making further requests, the smallest gaps first
 _SEARCHED: Final = frozenset({"text", "json"})
+_TOKENS: Final = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedFields:
+    """Fields of the samples that a search went through: those that it looked into, and the others, with their kinds."""
+
+    into: frozenset[str] = frozenset()
+    past: frozenset[tuple[str, str]] = frozenset()
+
+    def __or__(self, other: SearchedFields) -> SearchedFields:
+        return SearchedFields(self.into | other.into, self.past | other.past)
+
+    @property
+    def words(self) -> str:
+        """What was searched, and what not."""
+        into = f"{some_names(sorted(self.into))}, the first {format_bytes(TEXT_BYTES)} of each value"
+        past = some_names([f"{name} ({kind})" for name, kind in sorted(self.past)])
+        searched = into if self.into else "nothing, since no field holds text or JSON"
+        past = f"{past}, and " if self.past else ""
+        return f"Searched: {searched}. Not searched: {past}columns (for those, give a condition)."
+
+    @property
+    def cures(self) -> tuple[str, ...]:
+        """What to do so that more is found."""
+        tokens = [name for name, kind in sorted(self.past) if kind == _TOKENS]
+        if not tokens:
+            return ()
+        cure = (
+            f"Text that is stored as tokens ({some_names(tokens)}) is not searched. To search it, keep it beside the "
+            "tokens when they are made: `shard_tools convert SOURCE TARGET --tokenizer FILE --field text=txt`; or make "
+            "a column of it: `shard_tools column add URL words --compute MODULE:FUNCTION --fields "
+            f"{tokens[0]}`, and give the condition words LIKE '%word%'."
+        )
+        return (cure,)
 
 
 class TextSearch:
@@ -46,9 +83,17 @@ class TextSearch:
             raise ConfigError("text: expected a word to search for")
         self._within, self._where = within, where
         self._needles = (text.casefold(), json.dumps(text)[1:-1].casefold())
-        self._lock = threading.Lock()  # guards _hits, _next, _is_done
+        self._lock = threading.Lock()  # guards _hits, _next, _is_done, _looked
         self._hits: list[int] = []
         self._next, self._is_done = 0, False
+        self._looked = SearchedFields()
+
+    @property
+    def looked(self) -> SearchedFields:
+        """The fields of the samples searched so far."""
+        with self._lock:
+            # They grow, and never shrink.
+            return self._looked
 
     def find(self, first: int, stop: int) -> tuple[Int64Array, int | None, str]:
         """Return hits ``[first, stop)`` as far as they are known after a limited time, and their total.
@@ -97,7 +142,9 @@ class TextSearch:
         found: list[tuple[int, bool, Wanted]] = []
         for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
-            for name, (all_starts, all_sizes) in self._within.table(shard).fields.items():
+            fields = self._within.table(shard).fields
+            self._looked |= _looked(tuple(fields))
+            for name, (all_starts, all_sizes) in fields.items():
                 if kind_of(name) not in _SEARCHED:
                     continue
                 starts, sizes = all_starts[rows[places]], np.minimum(all_sizes[rows[places]], TEXT_BYTES)
@@ -121,3 +168,12 @@ class TextSearch:
                 return False
         text = data.decode("utf-8", "replace").casefold()
         return any(needle in text for needle in self._needles)
+
+
+@functools.cache
+def _looked(fields: tuple[str, ...]) -> SearchedFields:
+    kinds = {name: kind_of(name) for name in fields}
+    return SearchedFields(
+        into=frozenset(name for name, kind in kinds.items() if kind in _SEARCHED),
+        past=frozenset((name, kind) for name, kind in kinds.items() if kind not in _SEARCHED),
+    )

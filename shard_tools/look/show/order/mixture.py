@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from shard_tools.look.plan.steps import PlannedRun
 from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.order.form import FormField, RefusedForm, batch_label, or_form, outside
 from shard_tools.look.show.order.lines import Plot, plotted
 from shard_tools.look.show.order.pages import runs_of
 from shard_tools.look.show.order.query import OF_THE_RUN, asked_of
@@ -97,6 +98,7 @@ class MixturePage:
         epoch: The epoch shown; None: a run without end.
         at_step: The step of the saved state, if it is shown; None: there is none.
         words: The mixture, in words.
+        problem: "", unlike that of a refused form.
     """
 
     query: Query
@@ -110,6 +112,7 @@ class MixturePage:
     epoch: int | None = None
     at_step: int | None = None
     words: str = ""
+    problem: str = field(default="", init=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form."""
@@ -134,21 +137,19 @@ class MixturePage:
         )  # fmt: skip
 
     @property
-    def form(self) -> list[tuple[str, str, str]]:
-        """Fields of the form: names, labels and values."""
-        first = ("epoch", "epoch", str(self.epoch)) if self.epoch is not None else (
-            "until", "up to step", str(self.steps[-1]))  # fmt: skip
+    def form(self) -> list[FormField]:
+        """Fields of the form, with the epoch or the steps shown."""
+        shown = {"epoch": str(self.epoch)} if self.epoch is not None else {"until": str(self.steps[-1])}
+        labels = _labels(self.query, is_endless=self.epoch is None)
         return [
-            first,
-            ("global_batch_size", "rows per batch", self.query.text("global_batch_size")),
-            ("seed", "seed", self.query.text("seed")),
+            FormField(name=name, label=label, value=shown.get(name, self.query.text(name)))
+            for name, label in labels.items()
         ]
 
     @property
     def kept(self) -> list[tuple[str, str]]:
         """Parameters of the address outside the form."""
-        in_form = {name for name, _, _ in self.form} | {"format", "token"}
-        return [(name, value) for name, value in self.query.given.items() if name not in in_form]
+        return outside(self.query, [one.name for one in self.form])
 
 
 def is_mixed(subject: Subject) -> bool:
@@ -156,13 +157,25 @@ def is_mixed(subject: Subject) -> bool:
     return hasattr(subject.source, "sources")
 
 
-def mixture_page(subject: Subject, query: Query) -> MixturePage:
+def mixture_page(subject: Subject, query: Query) -> MixturePage | RefusedForm:
     """Return the mixture's page for an epoch, or up to a step; for a single set, a page without a mixture.
 
+    If the address names something that does not exist, return the form, with the reason.
+
     Raises:
-        ConfigError: The address names something that does not exist.
-        StateError: The saved state belongs to another mixture.
+        ConfigError: JSON is requested of something that does not exist.
     """
+    labels = _labels(query, is_endless=bool(query.text("until")))
+    return or_form(query, labels, lambda: _page(subject, query))
+
+
+def _labels(query: Query, *, is_endless: bool) -> dict[str, str]:
+    """Return the labels of the form, by parameter."""
+    where = {"until": "up to step"} if is_endless else {"epoch": "epoch"}
+    return where | batch_label(query) | {"seed": "seed"}
+
+
+def _page(subject: Subject, query: Query) -> MixturePage:
     asked = asked_of(query)
     runs = runs_of(subject)
     run = runs.of(asked.run)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from shard_tools.change.sets.bad_list import BadList, load_bad_list
-from shard_tools.look.plan.steps import read_state
+from shard_tools.look.plan.steps import planned_as, read_state
 from shard_tools.look.show.base.page import Query, address
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.order.bars import PackBar, RowCell, cells_of, pack_bar
+from shard_tools.look.show.order.form import FormField, RefusedForm, batch_label, or_form, outside
 from shard_tools.look.show.order.query import OF_THE_RUN, OF_THE_STEP, asked_of
 from shard_tools.look.show.order.runs import ShownRuns
 from shard_tools.look.show.order.step import NUM_COLOURS, SHOWN_ROWS, Bad, RowShown, StepShown, step_of
@@ -30,13 +31,15 @@ def runs_of(subject: Subject) -> ShownRuns:
     """Return the runs over the subject, cached with it.
 
     Raises:
-        StateError: The file does not hold a state.
+        StateError: The file does not hold a state, or that of another set.
     """
 
     def made() -> ShownRuns:
         state = None if subject.state_url is None else read_state(subject.state_url, subject.storage)
         if subject.source is None:
             raise AssertionError("the page needs a set")
+        if state is not None:
+            planned_as(subject.source, state)
         return ShownRuns(subject.source, state)
 
     return subject.keep("runs", made)
@@ -80,11 +83,13 @@ class StepPage:
         step: The batch.
         subject: The subject.
         query: The address.
+        problem: "", unlike that of a refused form.
     """
 
     step: StepShown
     subject: Subject
     query: Query
+    problem: str = field(default="", init=False)
     _set_names: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -196,27 +201,24 @@ class StepPage:
         return self._numbers[self.set_name(row), row.shard_number, row.documents[at].number]
 
     @property
-    def form(self) -> list[tuple[str, str, str]]:
-        """Fields of the form: names, labels and values."""
+    def form(self) -> list[FormField]:
+        """Fields of the form, with the values of the step shown."""
         at, asked, run = self.step.at, self.step.asked, self.step.at.run
         sizes = run.shape.sizes
         shown = str(sizes.at(0)) if sizes.is_constant else ",".join(f"{row}:{size}" for row, size in sizes.steps)
-        named = "batch_size" if asked.run.batch_size is not None else "global_batch_size"
-        value = self.query.text(named) or shown
+        values = {
+            "epoch": at.epoch, "step": at.batch, "rank": asked.rank, "world": asked.run.world,
+            "seed": run.state.order.seed,
+        }  # fmt: skip
         return [
-            ("epoch", "epoch", str(at.epoch)),
-            ("step", "step", str(at.batch)),
-            ("rank", "rank", str(asked.rank)),
-            ("world", "of ranks", str(asked.run.world)),
-            (named, "rows per rank" if named == "batch_size" else "rows per batch", value),
-            ("seed", "seed", str(run.state.order.seed)),
+            FormField(name=name, label=label, value=str(values.get(name, self.query.text(name) or shown)))
+            for name, label in _labels(self.query).items()
         ]
 
     @property
     def kept(self) -> list[tuple[str, str]]:
         """Parameters of the address outside the form."""
-        in_form = {name for name, _, _ in self.form} | {"format", "first", "token"}
-        return [(name, value) for name, value in self.query.given.items() if name not in in_form]
+        return outside(self.query, _labels(self.query))
 
 
 def coming_part(subject: Subject, query: Query, sample: Any) -> ComingPart:
@@ -254,12 +256,26 @@ class ComingPart:
         return address("/step", **{**kept, "epoch": one.epoch, "step": one.step, "rank": one.rank})
 
 
+def _labels(query: Query) -> dict[str, str]:
+    """Return the labels of the form of a step page, by parameter."""
+    place = {"epoch": "epoch", "step": "step", "rank": "rank", "world": "of ranks"}
+    return place | batch_label(query) | {"seed": "seed"}
+
+
+def step_or_form(subject: Subject, query: Query) -> StepPage | RefusedForm:
+    """Return the batch that an address requests; if there is no such batch, the form, with the reason.
+
+    Raises:
+        ConfigError: JSON is requested of something that does not exist.
+    """
+    return or_form(query, _labels(query), lambda: step_page(subject, query))
+
+
 def step_page(subject: Subject, query: Query) -> StepPage:
     """Return the batch that an address requests; for JSON all rows of the rank, else the rows of a page.
 
     Raises:
         ConfigError: The address names something that does not exist.
-        StateError: The saved state belongs to another set.
     """
     most = None if query.text("format") == "json" else SHOWN_ROWS
     step = step_of(runs_of(subject), asked_of(query), bad=bad_of(subject), most=most)

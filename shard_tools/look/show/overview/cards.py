@@ -10,7 +10,7 @@ from shard_tools.look.show.base.render import render
 from shard_tools.look.stats.report import StatsReport
 from shard_tools.look.stats.sketches import Distribution, Top
 from shard_tools.look.stats.surprises import Group
-from shard_tools.look.stats.totals import ExampleSample
+from shard_tools.look.stats.totals import Classes, ExampleSample
 from streaming.common.arguments import counted, format_bytes
 from streaming.storage import redact_text
 
@@ -88,7 +88,7 @@ def stats_shown(report: StatsReport, address_of: Callable[[ExampleSample], str])
         ),
         sizes=() if sizes is None else (sizes,),
         fields=tuple(_field_cards(report)),
-        classes=tuple(_words(name, top, _SHOWN_CLASSES) for name, top in sorted(report.classes().items())),
+        classes=tuple(_class_words(report.classes)),
         columns=tuple(_column_cards(report)),
     )  # fmt: skip
 
@@ -141,9 +141,10 @@ def _time(seconds: float) -> str:
 
 
 def _field_cards(report: StatsReport) -> list[Card]:
-    cards = []
+    cards, same = [], report.classes.same
     for name, one in sorted(report.totals.fields.items()):
         facts = [("kind", report.kinds[name]), ("samples", f"{one.num:,}")]
+        facts += [("classes", f"those of {same[name]}")] if name in same else []
         facts += [("of all", f"{one.num / report.num_seen:.1%}")] if report.num_seen else []
         facts += [("bytes", format_bytes(one.sizes.total)), ("empty", f"{one.num_empty:,}")]
         facts += [("looked at", f"{one.num_read:,}"), ("broken", f"{one.num_broken:,}")]
@@ -159,12 +160,15 @@ def _field_cards(report: StatsReport) -> list[Card]:
 
 
 def _column_cards(report: StatsReport) -> list[Card]:
-    cards = []
-    classes = report.classes()
+    cards, classes = [], report.classes
     for name, one in sorted(report.totals.columns.items()):
-        if name in classes:
+        if name in classes.once:
             continue
         facts = [("type", one.type), ("missing", f"{report.num_seen - one.num:,}")]
+        if name in classes.same:
+            facts += [("classes", f"those of {classes.same[name]}")]
+            cards.append(Card(name=name, facts=tuple(facts), histograms=(), words=()))
+            continue
         facts += [("added later", "yes")] if one.is_late else []
         facts += [("min", one.least), ("max", one.most)] if one.least is not None and one.most is not None else []
         facts += [("not finite", f"{one.numbers.num_not_finite:,}")] if one.numbers.num_not_finite else []
@@ -186,8 +190,10 @@ def _histogram(name: str, spread: Distribution, *, in_bytes: bool = False) -> Hi
         return None
     numbers = spread.told()
     shown = {what: _bytes(number) if in_bytes else _number(number) for what, number in numbers.items()}
-    middle = f"half up to {shown['p50']}, mean {shown['mean']}"
-    return histogram(name, spread.bins(), least=shown["min"], most=shown["max"], middle=middle)
+    middle = (f"half up to {shown['p50']}", f"mean {shown['mean']}")
+    return histogram(
+        name, spread.bins(), is_wide=spread.is_wide, least=shown["min"], most=shown["max"], middle=middle
+    )  # fmt: skip
 
 
 def _words(name: str, top: Top, shown: int = _SHOWN, *, total: int | None = None) -> Words:
@@ -195,6 +201,10 @@ def _words(name: str, top: Top, shown: int = _SHOWN, *, total: int | None = None
     if not top.is_exact:
         others = f"more than {len(top.counts):,} others; counts are too low by {top.lost:,} at most"
     return Words(name=name, rows=rows(top.most_common(shown), total or top.num), others=others)
+
+
+def _class_words(classes: Classes) -> list[Words]:
+    return [_words(classes.title(name), top, _SHOWN_CLASSES) for name, top in sorted(classes.once.items())]
 
 
 def _bytes(number: float | None) -> str:

@@ -25,6 +25,8 @@ from streaming.storage import redact
 ASKS = ("source", "whole")
 SECONDS = 0.4
 """Time that one request spends on reading further shards; the page asks again every second."""
+FIRST_SECONDS = 0.1
+"""The same of the first request, whose answer opens the page."""
 WHOLE_SECONDS = 30.0
 """Time limit of a request for a report that needs no refinement, such as that of ``--html``."""
 _SELECTING = ("where", "view", "subset", "exclude", "version")
@@ -122,7 +124,8 @@ def overview(subject: Subject, query: Query) -> OverviewPage:
     source = query.text("source") or next(iter(subject.sets), "")
     within = subject.set_of(source)
     survey = subject.keep(f"survey of {source}", lambda: Survey(_surveyed(subject, within)))
-    report = survey.refined(WHOLE_SECONDS if query.choice("whole", "0", "1") == "1" else SECONDS)
+    seconds = SECONDS if survey.has_begun else min(FIRST_SECONDS, SECONDS)
+    report = survey.refined(WHOLE_SECONDS if query.choice("whole", "0", "1") == "1" else seconds)
 
     def address_of(one: ExampleSample) -> str:
         number = within.number_of(one.shard, one.row)
