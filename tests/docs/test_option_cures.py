@@ -388,7 +388,7 @@ def a_set_without_an_index_says_how_long_an_epoch_is(folder: Path) -> None:
     packed = Path(f"{plain}.gz")
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     plain.unlink()
-    said(lambda: count(samples.open()), "until they are unpacked (`gunzip`)", "needs epoch_size=", "shard_tools index")
+    said(lambda: count(samples.open()), "until they are unpacked (`gunzip`)", "needs epoch_size=")
     assert count(samples.open(), epoch_size=8) == 2
     plain.write_bytes(gzip.decompress(packed.read_bytes()))
     packed.unlink()
