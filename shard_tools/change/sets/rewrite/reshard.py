@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import click
 
 from shard_tools.change.sets.bad_list import BadList, load_bad_list
+from shard_tools.change.sets.late import Takes
 from shard_tools.change.sets.open_set import OpenSet, open_set
 from shard_tools.change.sets.rewrite.field_changes import ChangedSource, FieldChanges
 from shard_tools.change.sets.rewrite.meaning import Retold
@@ -197,8 +198,11 @@ def reshard(
     source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
     shards = _opened(sources, place, options, storage)
-    retold = Retold.of(shards, storage, classes=options.classes, fields=options.fields)
-    wanted = {*options.columns, *(column for _, column in options.changes.add), *filter(None, [options.sort])}
+    added = [column for _, column in options.changes.add]
+    retold = Retold.of(
+        shards, storage, classes=options.classes, fields=options.fields, takes=Takes(columns=(*options.columns, *added))
+    )
+    wanted = {*options.columns, *added, *filter(None, [options.sort])}
     late = shards.late_columns(storage, wanted)
     selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
