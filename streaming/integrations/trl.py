@@ -176,7 +176,8 @@ class TicketPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  #
 class _Groups(set[int]):
     """The numbers of the prompts that were collated, which the trainer counts; it adds those of each micro-batch.
 
-    It keeps the numbers that are missing below the highest one, which are few however long a run is.
+    It is a set for its length and for ``in``: it keeps the numbers that are missing below the highest one, which are
+    few however long a run is.
 
     Attributes:
         collated: The numbers of each micro-batch, one for each of its rows, that were not trained on yet.
@@ -193,9 +194,6 @@ class _Groups(set[int]):
 
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and 0 <= number < self._stop and number not in self._missing
-
-    def __iter__(self) -> Iterator[int]:
-        return (number for number in range(self._stop) if number not in self._missing)
 
     def update(self, *groups: Iterable[int]) -> None:
         for numbers in groups:

@@ -198,12 +198,10 @@ def reshard(
     source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
     shards = _opened(sources, place, options, storage)
-    added = [column for _, column in options.changes.add]
-    retold = Retold.of(
-        shards, storage, classes=options.classes, fields=options.fields, takes=Takes(columns=(*options.columns, *added))
-    )
-    wanted = {*options.columns, *added, *filter(None, [options.sort])}
-    late = shards.late_columns(storage, wanted)
+    taken = {*options.columns, *(column for _, column in options.changes.add)}
+    takes = Takes(columns=taken)
+    retold = Retold.of(shards, storage, classes=options.classes, fields=options.fields, takes=takes)
+    late = shards.late_columns(storage, {*taken, *filter(None, [options.sort])})
     selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
     known = _known_fields(shards, options, storage)
