@@ -113,7 +113,7 @@ def export(
     said = met({redact(home): schema for home, schema in schemas.items()}, cure=RESHARD).schema
     job = ExportJob(
         opened=opened, storage=storage, target=target.rstrip("/") or target, options=options,
-        classes={name: one.classes for name, one in (*said.columns.items(), *said.fields.items()) if one.classes},
+        classes={name: one.classes for name, one in said.columns.items() if one.classes} | said.classes,
     )  # fmt: skip
     progress.start(total_bytes=None, total=len(opened.urls))
     if chosen.files is not None:
