@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shard_tools.running.functions import traceback_of
-from streaming.errors import WorkerError
+from streaming.errors import DataError, StorageError, WorkerError
 
 WORK, TASK, FREE = "work", "task", "free"  # messages from the parent
 READY, ITEMS, END, ERROR, BROKEN = "ready", "items", "end", "error", "broken"  # messages to the parent
@@ -217,12 +217,22 @@ class _Parent:
                 self.send((ITEMS, number, piece))
 
 
-def dump_error(error: BaseException, message: str = "") -> bytes:
-    """Pickle an exception with its traceback as a note, or a ``WorkerError`` with its message if that fails."""
-    text = traceback_of(error)
+def dump_error(error: BaseException, message: str = "", *, of_user: bool = False) -> bytes:
+    """Pickle an exception with its traceback as a note, or a ``WorkerError`` with its message if that fails.
+
+    Errors of reading get no traceback: they name the place and the cure.
+
+    Args:
+        error: The exception.
+        message: The message of a ``WorkerError`` that is raised in its place; "": none is.
+        of_user: Whether a user's function raised it; then its traceback is kept in any case.
+    """
+    is_of_reading = isinstance(error, (DataError, StorageError)) and not of_user
+    text = f"In the worker process:\n{traceback_of(error)}"
     if not message:
         try:
-            error.add_note(f"In the worker process:\n{text}")
+            if not is_of_reading:
+                error.add_note(text)
             body = pickle.dumps(error)
             pickle.loads(body)  # noqa: S301  our own; fails if its class needs other arguments
         except Exception:  # noqa: BLE001  a user's __reduce__ may raise anything
@@ -230,5 +240,5 @@ def dump_error(error: BaseException, message: str = "") -> bytes:
         else:
             return body
     failed = WorkerError(message)
-    failed.add_note(f"In the worker process:\n{text}")
+    failed.add_note(text)
     return pickle.dumps(failed)

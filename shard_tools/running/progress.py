@@ -42,6 +42,28 @@ class NoProgress:
 
 
 @dataclass
+class Stages:
+    """Progress of work in several stages: each calls ``start``, and its items are added to those of the earlier ones.
+
+    Attributes:
+        progress: Receives the sums.
+    """
+
+    progress: Progress
+    _num_before: int = 0
+    _num_now: int = 0
+
+    def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
+        """Begin a stage."""
+        self._num_before, self._num_now = self._num_before + self._num_now, total or 0
+        self.progress.start(total_bytes=total_bytes, total=self._num_before + self._num_now)
+
+    def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
+        """Count what is done of the stage."""
+        self.progress.advance(num_bytes=num_bytes, num=num)
+
+
+@dataclass
 class _Bar:
     """A rich task; rich's own lock makes it thread-safe."""
 

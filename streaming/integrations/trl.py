@@ -132,11 +132,11 @@ class TicketPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         self.tickets = prompts.open()
         self.groups = _Groups(self.tickets.report()["acknowledged"])
         self._num_generations = num_generations
-        self._issued: list[int] = []
+        self._open: dict[int, int] = {}  # tickets by the numbers of their prompts; settled ones are forgotten
+        self._num_issued = 0
         self._stream = self._endless()
         self._since_step: list[list[int]] = []
         self._rows: Counter[int] = Counter()
-        self._settled: set[int] = set()
 
     def _endless(self) -> Iterator[int]:
         while True:
@@ -151,19 +151,22 @@ class TicketPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  #
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Settle the prompts that are complete with this step."""
         self.on_substep_end(args, state, control)
-        for groups in self._since_step:
-            self._rows.update(groups)
+        for groups in self._since_step:  # a conversation that TRL cut has more rows, also after it is settled
+            self._rows.update(group for group in groups if not self._is_settled(group))
         self._since_step.clear()
         for group in [group for group, count in self._rows.items() if count >= self._num_generations]:
             del self._rows[group]
-            if group not in self._settled:  # a conversation that TRL cut has more rows
-                self._settled.add(group)
-                self.tickets.ack(self._ticket(group))
+            self.tickets.ack(self._taken(group))
 
-    def _ticket(self, group: int) -> int:
-        while len(self._issued) <= group:
-            self._issued.append(next(self._stream))
-        return self._issued[group]
+    def _is_settled(self, group: int) -> bool:
+        return group < self._num_issued and group not in self._open
+
+    def _taken(self, group: int) -> int:
+        """Return the ticket of a prompt, which is settled now."""
+        while self._num_issued <= group:
+            self._open[self._num_issued] = next(self._stream)
+            self._num_issued += 1
+        return self._open.pop(group)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -173,19 +176,29 @@ class TicketPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  #
 class _Groups(set[int]):
     """The numbers of the prompts that were collated, which the trainer counts; it adds those of each micro-batch.
 
+    It is a set for its length and for ``in``: it keeps the numbers that are missing below the highest one, which are
+    few however long a run is.
+
     Attributes:
         collated: The numbers of each micro-batch, one for each of its rows, that were not trained on yet.
     """
 
     def __init__(self, before: int) -> None:
         super().__init__()
-        self._before = before
+        self._before, self._stop = before, 0
+        self._missing: set[int] = set()
         self.collated: deque[list[int]] = deque()
 
     def __len__(self) -> int:
-        return self._before + super().__len__()
+        return self._before + self._stop - len(self._missing)
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and 0 <= number < self._stop and number not in self._missing
 
     def update(self, *groups: Iterable[int]) -> None:
         for numbers in groups:
             self.collated.append([*numbers])
-            super().update(self.collated[-1])
+            for number in self.collated[-1]:
+                self._missing.update(range(self._stop, number))
+                self._missing.discard(number)
+                self._stop = max(self._stop, number + 1)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
-from streaming.shards.tar import TarScanner, iter_samples, parse_chunk
+from streaming.shards.tar import TarScanner, find_values, iter_samples, parse_chunk
 from streaming.shards.tar.blocks import Origin, split_name
 from streaming.shards.tar.fast import read_members
 from streaming.shards.tar.group import _group_one_by_one, group_members
@@ -610,3 +610,41 @@ def test_webdatasets_writer(tmp_path) -> None:
         samples = check_all(file.read())
     assert [key for key, _ in samples] == [f"k/{i:04d}" for i in range(10)]
     assert samples[7][1]["cls"] == b"7"
+
+
+# ------------------------------------------------------------------------------------------- values of known keys
+
+_KEY = st.text(st.sampled_from("abß/0-"), min_size=1, max_size=9).filter(
+    lambda key: split_name(f"{key}.lat") == (key, "lat")
+)
+_KEYS = st.lists(_KEY, min_size=1, max_size=40, unique=True)
+
+
+@given(_KEYS, st.data())
+def test_values_of_known_keys_are_those_that_the_headers_give(keys: list[str], data: st.DataObject) -> None:
+    """And anything else in the bytes is left to the parser, whatever it is."""
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 511, 512, 700]), min_size=len(keys), max_size=len(keys)))
+    even = data.draw(st.booleans())
+    members = [(f"{key}.lat", bytes(sizes[0] if even else size)) for key, size in zip(keys, sizes, strict=True)]
+    body = tar_bytes(members)
+    body = body[: sum(512 + -(-len(value) // 512) * 512 for _, value in members)]
+    found = find_values(body, keys, "lat")
+    if found is not None:
+        layout = parse_chunk(body, repeats=True)
+        assert (layout.keys, layout.fields) == (keys, ("lat",))
+        assert np.array_equal(found[0], layout.starts[:, 0])
+        assert np.array_equal(found[1], layout.sizes[:, 0])
+    others = {
+        "another field": (keys, "cls"), "fewer": (keys[:-1], "lat"), "more": ([*keys, "z"], "lat"),
+        "others": ([*keys[:-1], "z"], "lat"), "two in one": (["\n".join(f"{key}.lat" for key in keys)[:-4]], "lat"),
+    }  # fmt: skip
+    for what, (wrong, field) in others.items():
+        if (wrong, field) != (keys, "lat"):
+            assert find_values(body, wrong, field) is None, what
+
+
+@pytest.mark.parametrize("size", [1, 700])
+def test_plain_tars_of_one_field_are_found_fast(size: int) -> None:
+    keys = [f"{number:05d}" for number in range(300)]
+    body = tar_bytes([(f"{key}.lat", bytes(size)) for key in keys])
+    assert find_values(body[: 300 * (512 + -(-size // 512) * 512)], keys, "lat") is not None

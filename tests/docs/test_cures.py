@@ -10,6 +10,7 @@ import json
 import pkgutil
 import re
 import shlex
+import shutil
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,7 +33,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.look.show.find.texts import SearchedFields
 from shard_tools.look.stats.run import stats
-from streaming import DataLoader, Packed, ShuffleConfig, StreamingDataset, decode
+from streaming import Balanced, DataLoader, Mixture, Packed, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
 from streaming.storage import Storage
 from streaming.storage.base.options import RetryPolicy, StorageOptions
@@ -49,6 +50,7 @@ from tests.support.code.cure_messages import (
 )
 from tests.support.code.folders import ROOT
 from tests.support.code.source_tree import PACKAGES
+from tests.support.contracts.meeting_kinds import logged
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set
 from tests.support.sets.index_files import touch
@@ -252,7 +254,115 @@ def versions_are_listed_named_and_given_up(folder: Path) -> None:
     do(error_of(lambda: tool_error("delete", folder, "--keys", folder / "keys", "--purge")), "version prune")
     tool("delete", folder, "--keys", folder / "keys", "--purge")
     assert len(StreamingDataset(folder)) == 5
-    do(error_of(lambda: tool_error("version", "tag", folder, "v1", "--of", 9)), "version tag", NAME="now")
+    numbered = error_of(lambda: tool_error("version", "tag", folder, "v1", "--of", 9))
+    do(numbered, "version list")
+    tool("version", "tag", folder, "now", "--of", last_version(numbered))
+
+
+@scenario(("reshard", "--columns"), ("column", "--lift"), ("view", ""))
+def what_stays_behind_is_brought_along(folder: Path) -> None:
+    home = folder / "set"
+    with ShardWriter(f"{home}/{{:02d}}.tar", max_samples=4, columns=["cls"]) as writer:
+        for number in range(12):
+            writer.write({"__key__": f"{number:02d}", "cls": number % 3})
+    (folder / "scores.jsonl").write_text(
+        "".join(f'{{"key": "{number:02d}", "score": {number}}}\n' for number in range(12))
+    )
+    tool("column", "add", home, "score", "--from", folder / "scores.jsonl", "--on", "key")
+    tool("view", "save", home, "best", "--where", "score >= 6")
+    asked = {"where": "score >= 0", "fields": ("cls",)}
+
+    with logged() as told:
+        tool("split", home, f"{folder}/a=90%", f"{folder}/b=10%", "--seed", 3)
+    do("\n".join(told), "reshard SOURCE NEW --columns", SOURCE=home, NEW=folder / "new")
+    assert len(StreamingDataset(folder / "new", **asked)) == 12
+    with logged() as told:
+        tool("copy", home, folder / "copy")
+    text = "\n".join(told)
+    assert "bring it their folder, _shardstream/columns" in text
+    shutil.copytree(home / "_shardstream/columns", folder / "copy/_shardstream/columns")
+    assert len(StreamingDataset(folder / "copy", **asked)) == 12
+    assert "score >= 6" in do(text, "view show", NAME="best").output
+    with logged() as told:
+        tool("repair", home, "--to", folder / "repaired")
+    do("\n".join(told), "column add", TARGET=folder / "repaired", NAME="cls")
+    assert len(StreamingDataset(folder / "repaired", where="cls = 1", fields=("cls",))) == 4
+
+
+def last_version(text: str) -> int:
+    """The version that a message says to give instead of one that is not there."""
+    found = re.search(r"such as version=(\d+)", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def a_state(dataset: Any) -> dict[str, Any]:
+    with DataLoader(dataset, batch_size=2, num_threads=0) as loader:
+        next(iter(loader))
+        return loader.state_dict()
+
+
+def first_keys(dataset: Any) -> list[str]:
+    with DataLoader(dataset, batch_size=2, num_threads=0, epoch_size=8) as loader:
+        return [key for batch in loader for key in batch["__key__"]]
+
+
+def load(dataset: Any, state: dict[str, Any]) -> None:
+    with DataLoader(dataset, batch_size=2, num_threads=0) as loader:
+        loader.load_state_dict(state)
+
+
+@scenario(("version", ""))
+def a_pruned_version_is_given_up_as_the_errors_say(folder: Path) -> None:
+    """Whatever was pinned to it: a set, a mixture with or without an end, a file of one, a group of a set."""
+    one, other = write_set(folder / "one", (9, 4)), write_set(folder / "other", (5,))
+    (folder / "keys").write_text(one.open()[0]["__key__"])
+    tool("delete", one.url, "--keys", folder / "keys")
+
+    def mixed(version: int, **options: Any) -> Mixture:
+        return Mixture({"a": StreamingDataset(one.url, version=version), "b": StreamingDataset(other.url)}, **options)
+
+    def of_file(version: int) -> Mixture:
+        sources = {"a": {"url": one.url, "version": version}, "b": other.url}
+        (folder / "mixture.json").write_text(json.dumps({"sources": sources}))
+        return Mixture.from_file(folder / "mixture.json")
+
+    kinds: list[Callable[[int], Any]] = [
+        lambda version: StreamingDataset(one.url, version=version), mixed, of_file,
+        lambda version: mixed(version, weights={"a": 1, "b": 1}),
+        lambda version: Balanced(StreamingDataset(one.url, version=version), "__key__"),
+    ]  # fmt: skip
+    states = [a_state(make(2)) for make in kinds]
+    (folder / "keys").write_text(one.open()[1]["__key__"])
+    tool("delete", one.url, "--keys", folder / "keys")
+    tool("version", "prune", one.url)
+    for make, state in zip(kinds, states, strict=True):
+        gone = error_of(lambda make=make: make(2))
+        assert "pruned, and does not come back" in gone
+        assert "version tag" not in gone
+        do(gone, "version list")
+        now = last_version(gone)
+        refused = error_of(lambda make=make, state=state, now=now: load(make(now), state))
+        assert "begin a new run, without this state" in refused
+        assert "Open the same shards" not in refused
+        do(refused, "version list")
+        assert len(first_keys(make(now))) == 8
+
+
+@scenario(("version", ""))
+def sets_that_are_read_as_one_get_one_name_for_a_state(folder: Path) -> None:
+    sets = [write_set(folder / name, (9,)) for name in ("one", "other")]
+    urls = [one.url for one in sets]
+    for one in sets:
+        (folder / "keys").write_text(one.open()[0]["__key__"])
+        tool("delete", one.url, "--keys", folder / "keys")
+    state = a_state(StreamingDataset(urls))
+    (folder / "keys").write_text(sets[1].open()[0]["__key__"])
+    tool("delete", sets[1].url, "--keys", folder / "keys")
+    text = error_of(lambda: load(StreamingDataset(urls), state))
+    for command in re.findall(r"shard_tools (version tag [^;]+)", text):
+        tool(*[{"NAME": "mine"}.get(word, word) for word in shlex.split(command)])
+    load(StreamingDataset(urls, version="mine"), state)
 
 
 @scenario(("index", ""), ("index", "--force"), ("index", "--prune"))

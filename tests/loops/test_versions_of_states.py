@@ -135,8 +135,24 @@ def test_a_version_that_is_pruned_is_named_as_such(kind: str, folder: Path) -> N
         state = loader.state_dict()
     CHANGES["append"](url)
     prune(url, storage=Storage())
-    words = rf"version 2 of this set, which is pruned, and version 3 is open.*shard_tools version list {url}"
+    words = (
+        "version 2 of this set, which is pruned and does not come back, and version 3 is open.*new run, without this "
+        f"state.*shard_tools version list {url}"
+    )
     with loop(KINDS[kind](folder)) as loader, pytest.raises(StateError, match=words):
+        loader.load_state_dict(state)
+
+
+def test_the_version_before_there_were_any_is_pruned_too(folder: Path) -> None:
+    url = f"{folder}/set"
+    with loop(data(folder)) as loader:
+        keys(iter(loader), 1)
+        state = loader.state_dict()
+    assert "versions" not in state
+    CHANGES["delete"](url)
+    prune(url, storage=Storage())
+    words = "before this set had versions, they are those of version 1, which is pruned and does not come back"
+    with loop(data(folder)) as loader, pytest.raises(StateError, match=words):
         loader.load_state_dict(state)
 
 

@@ -35,6 +35,9 @@ def odd(sample):
     return None if int(sample["__key__"]) % 2 == 0 else sample["txt"].upper()
 def wrong(sample):
     raise KeyError(sample["__key__"])
+def refused(sample):
+    from streaming.errors import DataError
+    raise DataError("of the user")
 def pid(sample):
     import os
     return str(os.getpid())
@@ -140,6 +143,18 @@ def test_damage_is_reported_with_its_shard_and_not_as_a_failed_call(tmp_path: Pa
     assert result.exit_code == 1
     assert "002.tar, bytes 0-" in result.output
     assert "made:length failed" not in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("function", ["wrong", "refused"])
+def test_what_the_function_raises_comes_with_its_traceback(tmp_path: Path, function: str) -> None:
+    """Also if it is one of our own errors of reading."""
+    url = write(tmp_path / "set")
+    result = run("field", "add", url, "len.txt", "--compute", f"made:{function}", "--workers", "1")
+    assert result.exit_code == 1
+    assert f"made:{function} failed on" in result.output
+    assert f"in {function}" in result.output
 
 
 @pytest.mark.thorough

@@ -61,9 +61,11 @@ from streaming.shards.catalog.build import index_shards, read_schema
 from streaming.shards.versions.publish import OvertakenError
 from streaming.storage import ChangedError, Storage
 from streaming.storage.adapters import object as object_client
+from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.obstore_client import client
 from tests.support.models.living_sets import Killed, interrupted, kill
 from tests.support.servers.on_loopback import MiniGcsServer, MiniS3Server, fresh_name
+from tests.support.sets.data_sets import write_set
 
 
 def rows_of(first: int, num: int) -> list[dict[str, Any]]:
@@ -813,6 +815,44 @@ def test_versions_are_compared_by_their_keys(web: Path, tmp_path: Path) -> None:
     assert (found.first_added, found.first_removed) == (("0101", "0102"), ("0004",))
 
 
+@pytest.mark.parametrize(("first", "stop", "num_reads"), [(20, 21, 1), (8, 16, 2), (0, 8, 1), (3, 41, 1), (15, 33, 2)])
+def test_neighboring_chunks_of_what_stays_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, stop: int, num_reads: int
+) -> None:
+    """Of a shard of six chunks of eight samples; chunks that go whole are not read."""
+    samples, reads = write_set(tmp_path / "set", (41, 7)), list[str]()
+    real = LocalAdapter.open_range
+
+    def counting(self: Any, url: str, *args: Any) -> Any:
+        reads.append(url.rpartition("/")[2])
+        return real(self, url, *args)
+
+    before = {one["__key__"]: one for one in samples.open(decode=None)}
+    progress = Counted()
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalAdapter, "open_range", counting)
+        delete(samples.url, storage=Storage(), keys=samples.keys[first:stop], progress=progress)
+    assert reads.count("000000.tar") == num_reads
+    after = {one["__key__"]: one for one in samples.open(decode=None)}
+    assert [*after] == [*samples.keys[:first], *samples.keys[stop:]]
+    for one in (*before.values(), *after.values()):
+        one.pop("__url__", None)
+    assert all(after[key] == before[key] for key in after)
+    assert (progress.total, progress.num) == (3, 3)  # the keys of two shards, and a shard that is written
+
+
+class Counted:
+    """Progress that counts."""
+
+    total, num = 0, 0
+
+    def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
+        self.total = total or 0
+
+    def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
+        self.num += num
+
+
 def test_a_tag_is_given_once_more(web: Path) -> None:
     for version in (None, 1):
         assert tag(str(web), "v1", storage=Storage(), version=version).names == ("v1",)
@@ -825,7 +865,10 @@ def test_a_tag_is_given_once_more(web: Path) -> None:
 
 def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_path: Path) -> None:
     tag(str(web), "v1", storage=Storage())
-    for version, words in (("v2", r"there are 1, v1, 1 \(the current one\)"), (7, "has none of this name")):
+    for version, words in (
+        ("v1-", r"no version of this name .did you mean 'v1'.*version=1; there are 'v1', 1 \(the current one\)"),
+        (7, "no version of this number yet"),
+    ):
         with pytest.raises(ConfigError, match=words):
             StreamingDataset(str(web), version=version)
     with pytest.raises(ConfigError, match="expected letters, digits"):
@@ -837,6 +880,12 @@ def test_a_version_that_is_none_is_refused_with_those_there_are(web: Path, tmp_p
     delete(str(web), storage=Storage(), keys=["0001"])
     with pytest.raises(ConfigError, match="version 'v1' exists already: it is number 1"):
         tag(str(web), "v1", storage=Storage())
+    delete(str(web), storage=Storage(), keys=["0002"])
+    prune(str(web), storage=Storage(), drop=["v1"])
+    pruned = r"version [12]: .*this version no longer: it was pruned, and does not come back.*there are 3 \(the current"
+    for gone in (1, 2):
+        with pytest.raises(ConfigError, match=pruned):
+            StreamingDataset(str(web), version=gone)
 
 
 # -------------------------------------------------------------------------------------------------- kills, the command

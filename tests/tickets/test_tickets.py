@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from streaming import DataLoader, Packed, StreamingDataset, Tickets
+from streaming import DataLoader, DevicePrefetcher, Packed, StreamingDataset, Tickets, as_torch
 from streaming.errors import ConfigError, IteratorEndedError, StateError, TicketError
 from streaming.run.tickets.ledger import RANK_BITS, RUN_BITS
 from tests.support.models.ticket_histories import RowsLoader
@@ -61,6 +61,26 @@ def test_refused_tickets_leave_the_loader_to_its_owner(url: str, monkeypatch: py
         Tickets(train)
     train.load_state_dict(train.state_dict())
     assert len(list(train)) == NUM_SAMPLES // 8
+
+
+PREFETCHED: dict[str, Any] = {
+    "prefetcher": lambda inner: DevicePrefetcher(inner, "cpu"),
+    "as torch's": lambda inner: as_torch(DevicePrefetcher(inner, "cpu")),
+    "over torch's": lambda inner: DevicePrefetcher(as_torch(inner), "cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", PREFETCHED)
+def test_a_prefetcher_is_no_loader_of_samples(url: str, kind: str) -> None:
+    """Its items are whole batches, each of which would be a ticket."""
+    inner = loader(url)
+    with pytest.raises(ConfigError, match=r"delivers whole batches\. Give the loader .*Tickets\(prefetcher\.loader\)"):
+        Tickets(PREFETCHED[kind](inner), group=4)
+    assert len(keys_of(Tickets(DevicePrefetcher(inner, "cpu").loader, group=4))) == 4 * NUM_SAMPLES
+
+
+def keys_of(tickets: Tickets) -> list[str]:
+    return [sample["__key__"] for _, sample in tickets]
 
 
 def taken(tickets: Tickets, number: int) -> list[tuple[int, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -135,3 +136,31 @@ def test_what_use_tickets_refuses(of_trl: Any, bucket: Path, tmp_path: Path) -> 
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(StateError, match=r"no tickets in its trainer_state\.json"):
         of_trl.use_tickets(trainer(), prompts, str(tmp_path))
+
+
+def test_a_long_run_holds_what_is_open(of_trl: Any, bucket: Path) -> None:
+    """Whatever the order, however rows are cut, and though some prompts stay open: never more than these."""
+    prompts = of_trl.TicketPrompts(StreamingDataset(str(bucket / "prompts")))
+    position = of_trl.TicketPosition(prompts, GENERATIONS)
+    dice, stale = random.Random(0), {7, 90}
+    waiting = [number for number in range(400) if number not in stale]
+    trained = 0
+    while waiting:
+        step = [waiting.pop(dice.randrange(min(5, len(waiting)))) for _ in range(min(3, len(waiting)))]
+        rows = [number for number in step for _ in range(GENERATIONS + dice.randrange(3))]  # some are cut in several
+        dice.shuffle(rows)
+        for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            position.groups.update(part)
+            position.on_substep_end(None, None, None)
+        position.on_step_end(None, None, None)
+        position.groups.update([dice.choice(step)])  # one more row of a prompt that is settled
+        position.on_step_end(None, None, None)
+        trained += len(step)
+        assert len(position.groups) == trained
+        assert all(number in position.groups for number in step)
+        parts = {**vars(position), **vars(position.groups)}
+        held = {name: len(one) for name, one in parts.items() if name != "groups" and hasattr(one, "__len__")}
+        assert max(held.values()) <= len(stale) + 5, held
+    report = position.tickets.report()
+    assert (report["acknowledged"], report["in_flight"]) == (398, 2)
+    assert {number for number in range(400) if number not in position.groups} == stale

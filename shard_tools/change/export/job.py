@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shard_tools.change.sets.open_set import READ_THREADS, OpenSet, relative_names, tables_of
 from shard_tools.running.engine import DEFAULT_WORKERS
@@ -62,12 +62,14 @@ class ExportJob:
         storage: Store of source and target.
         target: Folder or prefix.
         options: The options.
+        classes: Names of classes in the order of their numbers, by field and column.
     """
 
     opened: OpenSet
     storage: Storage
     target: str
     options: ExportOptions
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -28,6 +28,7 @@ from streaming.build.decode.registry import BY_EXTENSION
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.columns import type_of_all
 from streaming.shards.index.where import unknown_column
+from streaming.shards.schema.value import WITHIN
 from streaming.storage import StoreWriter, join_url, redact
 
 Kind = Literal["image", "audio", "text", "integer", "bytes"]
@@ -47,11 +48,13 @@ class ExportColumns:
         fields: Kind of each field.
         columns: Type of each other column.
         files: Write images and sounds as structs of ``bytes`` and ``path``, as ``datasets`` does, not as plain bytes.
+        classes: Names of classes in the order of their numbers, by field and column, for ``datasets``.
     """
 
     fields: Mapping[str, Kind]
     columns: Mapping[str, pa.DataType]
     files: bool
+    classes: Mapping[str, tuple[str, ...]]
 
     @property
     def schema(self) -> pa.Schema:
@@ -64,16 +67,20 @@ class ExportColumns:
         return pa.schema({KEY: pa.string(), **fields, **self.columns}).with_metadata(self._metadata())
 
     def _metadata(self) -> dict[bytes, bytes]:
-        """Return the metadata that marks images and sounds for ``datasets``."""
+        """Return the metadata that marks images, sounds and classes for ``datasets``."""
         if not self.files:
             return {}
-        types: dict[str, dict[str, str]] = {KEY: {"dtype": "string", "_type": "Value"}}
+        types: dict[str, dict[str, Any]] = {KEY: {"dtype": "string", "_type": "Value"}}
         kinds = {"text": "string", "integer": "int64", "bytes": "binary"}
         for name, kind in self.fields.items():
             value = {"dtype": kinds.get(kind, ""), "_type": "Value"}
             types[name] = value if kind in kinds else {"_type": kind.capitalize()}
         for name, arrow in self.columns.items():
             types[name] = {"dtype": "float64" if arrow == pa.float64() else str(arrow), "_type": "Value"}
+        numbers = {name for name, value in types.items() if value.get("dtype") == "int64"}
+        types |= {
+            name: {"names": list(self.classes[name]), "_type": "ClassLabel"} for name in numbers & self.classes.keys()
+        }
         return {b"huggingface": json.dumps({"info": {"features": types}}).encode()}
 
     def values(self, record: Record) -> dict[str, Any]:
@@ -106,6 +113,11 @@ class ExportColumns:
                 "--fields, or the sample: `shard_tools verify URL --decode --write-bad bad.jsonl`, then "
                 "`shard_tools reshard … --drop bad.jsonl`"
             ) from error
+
+
+def can_name_classes(part: str) -> bool:
+    """Return whether files for ``datasets`` can hold the names of the classes of a field: not if it is within JSON."""
+    return WITHIN not in part
 
 
 def kind_of(field: str) -> Kind:
@@ -176,7 +188,8 @@ class ParquetExport:
         hidden = sorted({*taken.columns, *options.columns} & {*fields})
         if hidden:
             _log.warning("columns %s are left out: fields of the same name are written", ", ".join(hidden))
-        return cls(job=job, taken=taken, columns=ExportColumns(fields=fields, columns=columns, files=files))
+        made = ExportColumns(fields=fields, columns=columns, files=files, classes=job.classes)
+        return cls(job=job, taken=taken, columns=made)
 
     def write(self, position: int, name: str) -> int:
         """Write the samples of a shard to a file of this name; return the bytes read, or 0 if the file was complete.

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from shard_tools.change.export import card, dali, energon, wids
 from shard_tools.change.export.job import ExportJob, ExportOptions
-from shard_tools.change.export.parquet import ParquetExport, part_namer
-from shard_tools.change.sets.late import stored_schemas
+from shard_tools.change.export.parquet import ParquetExport, can_name_classes, part_namer
+from shard_tools.change.sets.late import Takes, stored_schemas
 from shard_tools.change.sets.open_set import open_set
 from shard_tools.make.convert.journal import TargetNotEmptyError
 from shard_tools.running.progress import NoProgress, Progress
@@ -109,8 +109,12 @@ def export(
         )
     storage = Storage(storage_options)
     opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished, meets=False)
-    met({redact(home): schema for home, schema in stored_schemas(opened, storage).items()}, cure=RESHARD)
-    job = ExportJob(opened=opened, storage=storage, target=target.rstrip("/") or target, options=options)
+    schemas = stored_schemas(opened, storage, _takes(chosen, options))
+    said = met({redact(home): schema for home, schema in schemas.items()}, cure=RESHARD).schema
+    job = ExportJob(
+        opened=opened, storage=storage, target=target.rstrip("/") or target, options=options,
+        classes={name: one.classes for name, one in said.columns.items() if one.classes} | said.classes,
+    )  # fmt: skip
     progress.start(total_bytes=None, total=len(opened.urls))
     if chosen.files is not None:
         written = [(name, _put(job, name, content)) for name, content in chosen.files(job, progress)]
@@ -121,6 +125,16 @@ def export(
         to=to, target=redact(job.target), num_shards=len(opened.urls), num_samples=num_samples,
         files=tuple(name for name, _ in written), num_written=sum(is_new for _, is_new in written),
         num_bytes=num_bytes, reads_tars=chosen.parquet is None, seconds=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def _takes(chosen: ExportFormat, options: ExportOptions) -> Takes:
+    """Return what a format has of what lies beside the shards."""
+    if chosen.parquet is None:
+        return Takes(keep_columns=lambda _: "shardstream alone reads them", classes=lambda _: False, makes_set=False)
+    has_names = chosen.parquet == "hub"
+    return Takes(
+        columns=options.columns, classes=lambda name: has_names and can_name_classes(name), makes_set=False
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from shard_tools.change.functions.append import MAP, NewInputs, journal_of_funct
 from shard_tools.change.functions.produce import Given, Produce
 from shard_tools.change.functions.run import FunctionReport, Running, add_made, pack_made
 from shard_tools.change.sets.bad_list import BadList
+from shard_tools.change.sets.late import Takes
 from shard_tools.change.sets.open_set import READ_THREADS, load_samples, open_set, table_of_shard
 from shard_tools.change.sets.pieces import ShardPieces
 from shard_tools.change.sets.rewrite.meaning import Retold
@@ -173,7 +174,7 @@ def _selected(
         sources, storage, options.index_url, exclude=place.directory, allow_unfinished=options.allow_unfinished,
         meets=False,
     )  # fmt: skip
-    retold = Retold.of(shards, storage, classes=options.classes, fields=None)
+    retold = Retold.of(shards, storage, classes=options.classes, fields=None, takes=Takes(columns=options.columns))
     retold.check_selected(shards, storage, where=options.where, view=options.view)
     late = shards.late_columns(storage, options.columns)
     taken = select(

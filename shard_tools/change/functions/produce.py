@@ -136,7 +136,11 @@ class Produce:
         reason = f"{type(error).__name__}: {error}"
         origin = (given.url, given.key, given.number_in_shard)
         return Item(
-            Made(Kind.FAILED, number, part, error=dump_error(error), reason=reason, given=origin), ()
+            Made(
+                Kind.FAILED, number, part, error=dump_error(error, of_user=given.error is None), reason=reason,
+                given=origin,
+            ),
+            (),
         )  # fmt: skip
 
     def _killed(self, number: int, given: Given) -> Iterator[Item]:

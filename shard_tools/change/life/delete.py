@@ -17,7 +17,7 @@ from shard_tools.change.life.prune import PruneReport, prune, refuse_tagged
 from shard_tools.change.life.rewrite import Mask, without
 from shard_tools.change.sets.open_set import READ_THREADS, OpenSet
 from shard_tools.make.write.change import SetChange, open_head
-from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.progress import NoProgress, Progress, Stages
 from shard_tools.running.report import Report
 from streaming import StreamingDataset
 from streaming.common.threads import map_threads
@@ -81,6 +81,8 @@ def delete(
     """Delete samples from the set in ``home``: rewrite the shards that hold them, and publish the next version.
 
     Other shards are neither read nor written. Earlier versions keep the old shards until they are purged or pruned.
+    ``keys`` are looked up in the sample tables of all shards, one small request each: a set may have a key twice, and
+    all samples that have it go.
 
     Args:
         home: Directory of the set.
@@ -92,7 +94,7 @@ def delete(
         purge: Remove the old shards, and the untagged versions that hold them.
         dry_run: Only report what would be deleted.
         workers: Number of shards rewritten in parallel.
-        progress: Receives the shards as they are written.
+        progress: Receives the shards whose keys are read, then those that are written.
 
     Raises:
         ConfigError: No samples are named, none would stay, or ``purge`` is given and tagged versions hold them.
@@ -103,12 +105,12 @@ def delete(
     begun_s = time.monotonic()
     if [keys, where, contents].count(None) != 2:
         raise ConfigError("name the samples to delete by one of --keys FILE, --where CONDITION and --contents FILE")
-    head = open_head(storage, home)
+    head, stages = open_head(storage, home), Stages(progress or NoProgress())
     wanted = None if keys is None else excluded_keys(storage, keys)
     missing: tuple[str, ...] = ()
     leaves = _by_condition(head, storage, where)
     if wanted is not None:
-        leaves, missing = by_keys(head, storage, wanted)
+        leaves, missing = by_keys(head, storage, wanted, stages)
     if contents is not None:
         leaves, missing = _by_contents(head, storage, contents, workers)
     num_deleted = sum(int(mask.sum()) for mask in leaves.values())
@@ -116,9 +118,7 @@ def delete(
     _refuse_all(head, num_deleted)
     if purge:
         refuse_tagged(storage, home, {*leaves, *_shards_with(head, storage, wanted or ())})
-    version = leave_out(
-        head, storage, leaves, command="delete", dry_run=dry_run, workers=workers, progress=progress or NoProgress()
-    )
+    version = leave_out(head, storage, leaves, command="delete", dry_run=dry_run, workers=workers, progress=stages)
     purged = prune(home, storage=storage, drop=(), dry_run=dry_run) if purge else None
     return DeleteReport(
         target=redact(home), version=version, num_deleted=num_deleted,
@@ -136,7 +136,7 @@ def _shards_with(head: Head, storage: Storage, keys: Sequence[str]) -> set[str]:
         earlier |= {name: table for name, table in one.table.by_shard().items() if name not in current}
     if not earlier:
         return set()
-    return {*by_keys(replace(head, table=ChunkTable.merged(earlier)), storage, keys)[0]}
+    return {*by_keys(replace(head, table=ChunkTable.merged(earlier)), storage, keys, NoProgress())[0]}
 
 
 def _refuse_all(head: Head, num_deleted: int) -> None:
@@ -200,13 +200,20 @@ def keys_of(storage: Storage, head: Head, shard: int) -> Values:
         raise no_samples(url) from error
 
 
-def by_keys(head: Head, storage: Storage, keys: Sequence[str]) -> tuple[dict[str, Mask], tuple[str, ...]]:
-    """Return masks of the samples that have one of these keys, by shard, and the keys that no sample has."""
+def by_keys(
+    head: Head, storage: Storage, keys: Sequence[str], progress: Progress
+) -> tuple[dict[str, Mask], tuple[str, ...]]:  # fmt: skip
+    """Return masks of the samples that have one of these keys, by shard, and the keys that no sample has.
+
+    Reads the keys of every shard, as samples of several shards may have one key.
+    """
     wanted = pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
     found = np.zeros(len(wanted), np.bool_)
     leaves = {}
     shards = range(len(head.table.shards))
+    progress.start(total_bytes=None, total=len(shards))
     for shard, values in zip(shards, map_threads(partial(keys_of, storage, head), shards, READ_THREADS), strict=True):
+        progress.advance(num=1)
         places = pc.index_in(values.cast(pa.binary()), value_set=wanted).fill_null(-1).to_numpy(zero_copy_only=False)
         if (places >= 0).any():
             leaves[head.table.shards[shard].name] = places >= 0

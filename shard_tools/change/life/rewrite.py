@@ -27,6 +27,8 @@ from streaming.shards.tar.headers import END_OF_ARCHIVE
 from streaming.storage import Storage, join_url
 
 Mask = npt.NDArray[np.bool_]
+_WINDOW_BYTES = 8 << 20
+"""Bytes of neighboring chunks that are read with one request; a larger chunk is read alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ def without(
 
     The schema names the new versions of late fields.
 
-    Memory: one chunk per worker, and sample tables.
+    Memory: per worker 8 MiB or one larger chunk, and sample tables.
 
     Args:
         change: The change that writes the shards.
@@ -97,19 +99,44 @@ def _written(
 
 def _pieces(storage: Storage, url: str, old: _Old, samples: SampleTable) -> Iterator[memoryview]:
     """Yield the records that stay, checked against the index."""
-    rows, borders = old.rows, samples.record_starts
-    for chunk in range(rows.num_chunks):
-        first, num = int(rows.first_sample[chunk]), int(rows.num_samples[chunk])
-        stays = old.stays[first : first + num]
-        if not stays.any():
-            continue
-        start = int(rows.byte_start[chunk])
-        wanted = FetchRange(
-            url=url, byte_start=start, byte_end=int(rows.byte_end[chunk]), first_sample=first, num_samples=num,
-            crc32c=int(rows.crc32c[chunk]), shard_bytes=rows.shards[0].size_bytes,
-        )  # fmt: skip
+    borders = samples.record_starts
+    for first_chunk, stop in _runs(old):
+        wanted = _range_of(url, old.rows, first_chunk, stop)
         buffer = memoryview(bytearray(wanted.num_bytes))
         fetch_range(storage, wanted, buffer)
+        first, start = wanted.first_sample, wanted.byte_start
+        stays = old.stays[first : first + wanted.num_samples]
         edges = np.flatnonzero(np.diff(np.concatenate(([False], stays, [False])).astype(np.int8)))
         for low, high in edges.reshape(-1, 2).tolist():
             yield buffer[int(borders[first + low]) - start : int(borders[first + high]) - start]
+
+
+def _runs(old: _Old) -> Iterator[tuple[int, int]]:
+    """Yield runs of neighboring chunks that hold samples that stay, each read with one request."""
+    rows, begun = old.rows, -1
+    for chunk in range(rows.num_chunks):
+        first = int(rows.first_sample[chunk])
+        has_any = bool(old.stays[first : first + int(rows.num_samples[chunk])].any())
+        if begun >= 0 and (
+            not has_any
+            or rows.byte_start[chunk] != rows.byte_end[chunk - 1]
+            or rows.byte_end[chunk] - rows.byte_start[begun] > _WINDOW_BYTES
+        ):
+            yield begun, chunk
+            begun = -1
+        if has_any and begun < 0:
+            begun = chunk
+    if begun >= 0:
+        yield begun, rows.num_chunks
+
+
+def _range_of(url: str, rows: ChunkTable, first_chunk: int, stop: int) -> FetchRange:
+    """Return a run of chunks as one range, with the checksum of each."""
+    start = int(rows.byte_start[first_chunk])
+    ends, sums = rows.byte_end[first_chunk:stop] - start, rows.crc32c[first_chunk:stop]
+    return FetchRange(
+        url=url, byte_start=start, byte_end=int(rows.byte_end[stop - 1]),
+        first_sample=int(rows.first_sample[first_chunk]),
+        num_samples=int(rows.num_samples[first_chunk:stop].sum()), crc32c=None,
+        spans=tuple(zip(ends.tolist(), sums.tolist(), strict=True)), shard_bytes=rows.shards[0].size_bytes,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ import crc32c
 import numpy as np
 
 from shard_tools.change.sets.copied import CHECKS, CopyNote, recorded
-from shard_tools.change.sets.late import tell_left_out
+from shard_tools.change.sets.late import Takes, tell_left_out
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
@@ -68,6 +68,11 @@ from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact
 _log = logging.getLogger(__name__)
 _TAIL_BYTES = 1 << 20  # read at a time after the last chunk: the end-of-archive mark, usually one or a few KiB
 _TABLE_THREADS = 16  # at least: sample tables are small files
+_TAKES = Takes(
+    keep_columns=lambda _: (
+        "they fit the copy: bring it their folder, _shardstream/columns, with a tool of the store, such as `cp -r`"
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +370,7 @@ def _meet(
     """
     homes = {split_url(shard.target)[0]: home_of(shard.source, index_url) for shard in shards}
     whole = {home: read_schema(there, home) for home in dict.fromkeys(homes.values())}
-    tell_left_out(whole)
+    tell_left_out(whole, there, _TAKES)
     sets = {directory: whole[home].without_late() for directory, home in homes.items()}
     for finding in unlike_sets([*dict.fromkeys(homes.values())], there):
         _log.warning("%s; %s", finding.what, finding.cure)

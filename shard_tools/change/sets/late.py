@@ -1,14 +1,18 @@
-"""Find the late fields of shards, for commands that look into samples; what cannot be read is left to ``verify``."""
+"""Find what a set has beside its shards: late fields, late columns, views, tagged versions.
+
+Commands that write samples elsewhere say in the log what they leave out. What cannot be read is left to ``verify``.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shard_tools.change.sets.open_set import OpenSet
 from streaming.common.arguments import some_names
-from streaming.errors import DataError, StorageError, shell_place
+from streaming.errors import DataError, StorageError, shell_place, shell_word
+from streaming.sets.filters.views import view_names
 from streaming.shards.catalog.build import place_in_index
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import field_samples_path, field_tar_path
@@ -16,6 +20,7 @@ from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
 from streaming.shards.schema.value import Schema
+from streaming.shards.versions.history import version_names
 from streaming.storage import Storage, join_url, redact
 
 _log = logging.getLogger(__name__)
@@ -44,25 +49,73 @@ class LatePart:
         return None if start < 0 else (start, start + int(sizes[row]))
 
 
-def stored_schemas(shards: OpenSet, storage: Storage) -> dict[str, Schema]:
+def _by_option(names: str) -> str:
+    return f"give --columns {names} to keep their values"
+
+
+def _of_all(name: str) -> bool:  # noqa: ARG001  a field or column
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takes:
+    """What a command takes along of what a set has beside its shards.
+
+    Attributes:
+        columns: Late columns whose values it writes.
+        keep_columns: Says how to keep late columns, given their names, separated by commas.
+        classes: Whether it keeps the names of the classes of a field or column, given its name.
+        tables: Whether it keeps the columns of the sample tables.
+        makes_set: Whether it writes a set, to which late fields and views can be added.
+    """
+
+    columns: Collection[str] = ()
+    keep_columns: Callable[[str], str] = _by_option
+    classes: Callable[[str], bool] = _of_all
+    tables: bool = True
+    makes_set: bool = True
+
+
+def stored_schemas(shards: OpenSet, storage: Storage, takes: Takes) -> dict[str, Schema]:
     """Return what the set of each directory means, for commands that take what shards hold, without late fields.
 
-    These are named in the log.
+    The log says what else they leave out.
     """
     schemas = shards.schemas(storage)
-    tell_left_out(schemas)
+    tell_left_out(schemas, storage, takes)
     return {home: schema.without_late_fields() for home, schema in schemas.items()}
 
 
-def tell_left_out(schemas: Mapping[str, Schema]) -> None:
-    """Log which late fields are left out of what is written, given what the set of each directory means."""
+def tell_left_out(schemas: Mapping[str, Schema], storage: Storage, takes: Takes) -> None:
+    """Log what a command leaves out of what it writes, by name.
+
+    Args:
+        schemas: What the set of each directory means.
+        storage: The store.
+        takes: What the command takes along.
+    """
     for home, schema in schemas.items():
-        if schema.late_fields:
-            cure = f"shard_tools field add TARGET NAME --from {shell_place(home)}"
-            _log.warning(
-                "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: %s",
-                redact(home), some_names(sorted(schema.late_fields)), cure,
-            )  # fmt: skip
+        for what, names, cure in _left_out(home, schema, storage, takes):
+            if names:
+                _log.warning("%s: the %s %s are left out; %s", redact(home), what, some_names(names), cure)
+
+
+def _left_out(home: str, schema: Schema, storage: Storage, takes: Takes) -> Iterator[tuple[str, list[str], str]]:
+    """Yield what a command may leave out: the kind of thing, the names of those there are, and what can be done."""
+    columns = sorted(name for name, one in schema.columns.items() if one.is_late and name not in takes.columns)
+    stored = [] if takes.tables else sorted(name for name, one in schema.columns.items() if not one.is_late)
+    yield "columns of the sample tables", stored, "add each again: shard_tools column add TARGET NAME --lift NAME"
+    yield "late columns", columns, takes.keep_columns(shell_word(",".join(columns)))
+    place = shell_place(home)
+    other = "shardstream alone reads them"
+    add = f"add them to the new set: shard_tools field add TARGET NAME --from {place}"
+    yield "late fields", sorted(schema.late_fields), add if takes.makes_set else other
+    save = f"save each for the new set, with the options that this shows: shard_tools view show {place} NAME"
+    yield "views", view_names(storage, home), save if takes.makes_set else other
+    tags = [name for name in version_names(storage, home) if not name.isdecimal()]
+    yield "tagged versions", tags, "only the current version is taken"
+    lost = sorted(name for name in schema.classes if not takes.classes(name))
+    yield "names of the classes of", lost, "their numbers are written"
 
 
 class LateParts:

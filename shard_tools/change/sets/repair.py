@@ -10,6 +10,7 @@ import click
 import numpy as np
 from crc32c import crc32c
 
+from shard_tools.change.sets.late import Takes, tell_left_out
 from shard_tools.change.sets.open_set import load_samples, relative_names, sizes_of
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import TargetNotEmptyError
@@ -48,6 +49,7 @@ from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 _WINDOW_BYTES = 8 << 20  # read in one request
 _log = logging.getLogger(__name__)
 _HARD_LINK = ord("1")
+_TAKES = Takes(keep_columns=lambda _: "add them to the new set, as they were added to this one", tables=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,9 @@ def _carry_schemas(homes: Mapping[str, str], storage: Storage) -> None:
     """Copy the schemas of sets to the repaired ones, by the directories of both; a damaged schema is lost."""
     for directory, home in homes.items():
         try:
-            write_schema(storage, directory, read_schema(storage, home).without_late())
+            schema = read_schema(storage, home)
+            tell_left_out({home: schema}, storage, _TAKES)
+            write_schema(storage, directory, schema.without_late())
         except IndexFormatError as error:
             _log.warning("%s; what the set means is lost: number its classes, or describe its tokens, again", error)
 

@@ -215,4 +215,7 @@ def _write(out: str, shifted: Sequence[tuple[Trace, float]], report: MergeReport
     except OSError as error:
         with suppress(OSError):
             os.unlink(beside)
-        raise ConfigError(f"trace merge: cannot write {out}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"trace merge: cannot write {out}: {error.strerror or error}; make its folder, or give another path with "
+            "--out"
+        ) from error

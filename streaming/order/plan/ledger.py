@@ -23,7 +23,7 @@ over the source that includes the new shards: ``"joins": {"web": 3}``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -356,9 +356,7 @@ class Ledger:
                 f"this state belongs to a different mixture: {'; '.join(changes)}. A mixture that ends (by size, "
                 "repeats=, ends=) is laid out as a whole, and resumes only unchanged; sources and weights of one with "
                 "weights= and ends=None may change at a resume. To give up the rest of this epoch instead, load no "
-                "state and call set_epoch with the next one"
-                + ("; or give the shards that the source had, until the epoch is over" if grown else "")
-                + "".join(f". {found}" for name in sorted(grown) if (found := where_is(name, was[name])))
+                f"state and call set_epoch with the next one{_as_it_was(was, grown, where_is)}"
             )
         start = max(first_free(), self.last.start)
         joins = {name: first_pass() for name, first_pass in grown.items()}
@@ -388,15 +386,23 @@ class Ledger:
                 why = why_differs(known[name], fingerprint)
                 if why is not None:  # the shards are equal, but the kept samples, or their meaning, differ
                     raise StateError(f"the source {name!r} is not the one of this state: {why}")
-                version = where_is(name, known[name])
-                version += ". " if version else ""
+                cure = where_is(name, known[name]) or (
+                    "Open the same shards in the same order, with the index and the filter they had. New shards may "
+                    "follow if their names sort after all of these; make others a source of their own: "
+                    f'Mixture({{…, "{name}": …, "{name}-2": StreamingDataset(the new shards)}})'
+                )
                 raise StateError(
                     f"the source {name!r} is not the one of this state: it has the fingerprint {fingerprint[:12]}, the "
-                    f"state has {known[name][:12]}. {version}Open the same shards in the same "
-                    "order, with the index and the filter they had. New shards may follow if their names sort after "
-                    f'all of these; make others a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
-                    "StreamingDataset(the new shards)})"
+                    f"state has {known[name][:12]}. {cure}"
                 )
+
+
+def _as_it_was(was: Mapping[str, str], grown: Collection[str], where_is: Callable[[str, str], str]) -> str:
+    """Say how to open the sources that have grown as they were, to append to a message."""
+    cures = [cure for name in sorted(grown) if (cure := where_is(name, was[name]))]
+    if grown and not cures:
+        return "; or give the shards that the source had, until the epoch is over"
+    return "".join(f". {cure}" for cure in cures)
 
 
 def _check_keys(data: Mapping[str, object]) -> None:

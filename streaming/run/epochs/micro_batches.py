@@ -169,7 +169,8 @@ class TrainingStep(Generic[BatchT]):
     ``len(step)`` is the number that are left to take.
 
     Attributes:
-        number: Number of the step in its epoch, from 0, as in ``batch["__step__"]``; also after a resume.
+        number: Number of the step in its epoch, from 0, as in ``batch["__step__"]``; also after a resume. It counts as
+            if the whole epoch had the sizes of this loader, so it jumps where a resume changes ``global_batch_size``.
         num_micro_batches: Micro-batches of the step, the same on every rank; also those before the state from which a
             run resumed inside the step.
     """

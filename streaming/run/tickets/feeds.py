@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from streaming.common.arguments import checked_count
 from streaming.errors import ConfigError, StateError
+from streaming.run.device.prefetcher import DevicePrefetcher
 from streaming.run.tickets.records import Spot, share
 
 _log = logging.getLogger(__name__)
@@ -230,6 +231,13 @@ def spot_of(state: Mapping[str, Any]) -> Spot:
     return state["epoch"], state["samples_seen"]
 
 
+def _prefetcher_in(loader: Any) -> DevicePrefetcher[Any] | None:
+    """Return the prefetcher that an object is or wraps; None: it is none."""
+    while loader is not None and not isinstance(loader, DevicePrefetcher):
+        loader = getattr(loader, "_loader", None)
+    return loader
+
+
 def feed_of(loader: Any, *, whole: bool) -> Feed:
     """Return the feed of tickets from ``loader``.
 
@@ -238,6 +246,12 @@ def feed_of(loader: Any, *, whole: bool) -> Feed:
     """
     if callable(getattr(loader, "uncollated", None)):
         return ByPosition(loader, whole=whole)
+    if (prefetcher := _prefetcher_in(loader)) is not None and callable(getattr(prefetcher.loader, "uncollated", None)):
+        raise ConfigError(
+            f"Tickets: expected the loader itself, got a {type(loader).__name__}, which delivers whole batches. Give "
+            "the loader that the DevicePrefetcher was made of, Tickets(prefetcher.loader), and move the batches that "
+            "you make of its samples to the device"
+        )
     lacks = [
         name for name in ("__iter__", "state_dict", "load_state_dict") if not callable(getattr(loader, name, None))
     ]

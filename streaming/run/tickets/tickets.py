@@ -23,6 +23,7 @@ from streaming.run.loops.course import ranks_together
 from streaming.run.tickets.feeds import Dealt, feed_of, spot_of
 from streaming.run.tickets.ledger import MOST_RANKS, OpenTickets
 from streaming.run.tickets.records import Handed, Settled, Spot, checked_totals, first_spot, missing
+from streaming.storage import Storage
 
 _VERSION = 1
 _ACKNOWLEDGED, _DROPPED = "acknowledged", "dropped: "
@@ -268,12 +269,16 @@ class Tickets(Closable):
 
         ``shard_tools column add SET score --from FILE --on key`` makes a column of them, by which a ``Curriculum``
         orders and ``where=`` selects.
+
+        Args:
+            path: The file, or a URL. Folders that are missing are made.
+
+        Raises:
+            StorageError: It cannot be written.
         """
-        path = os.fspath(path)
         scores = self._ledger.all_scores()
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps({"key": key, "score": value}) + "\n" for key, value in sorted(scores.items()))
-        os.replace(f"{path}.part", path)
+        lines = (json.dumps({"key": key, "score": value}) + "\n" for key, value in sorted(scores.items()))
+        Storage().put(os.fspath(path), "".join(lines).encode())
         return len(scores)
 
     def report(self) -> dict[str, Any]:

@@ -132,6 +132,16 @@ def list_views(storage: Storage, home: str) -> list[View]:
     return [storage.read_parsed(url, View.from_bytes, is_sealed) for url in urls]
 
 
+def view_names(storage: Storage, home: str) -> list[str]:
+    """Return the names of all views beside one index, sorted; of a store that lists nothing, none."""
+    below = join_url(home, views_directory(), "")
+    try:
+        found = [info.url.removeprefix(below) for info in storage.list(below)]
+    except StorageError:
+        return []
+    return sorted(name.removesuffix(".json") for name in found if name.endswith(".json"))
+
+
 def asked_filter(
     storage: Storage,
     shards: OpenShards,

@@ -127,19 +127,20 @@ class GroupedSource(MixedSource):
         """
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing:
+            cure = self.leaves[self.names[0]].where_is("", versions.get(missing[0], ())) or (
+                "Build it from the same columns, groups and samples; only its schedule and weights may change"
+            )
             raise StateError(
                 f"this state drew from the groups {some_names(missing)}, but this {self._kind} has "
-                f"{some_names(self.names)}. Build it from the same columns, groups and samples; only its schedule and "
-                "weights may change"
+                f"{some_names(self.names)}. {cure}"
             )
         others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
         if others:
-            version = self.leaves[others[0]].where_is("", versions.get(others[0], ()))
-            raise StateError(
-                f"this state was saved over other samples: the group {others[0]!r} differs. "
-                f"{version + '. ' if version else ''}Open the same shards in the same order, with the same filter; if "
-                "a column was added again since, give it back its old values"
+            cure = self.leaves[others[0]].where_is("", versions.get(others[0], ())) or (
+                "Open the same shards in the same order, with the same filter; if a column was added again since, give "
+                "it back its old values"
             )
+            raise StateError(f"this state was saved over other samples: the group {others[0]!r} differs. {cure}")
         super().check_ledger(ledger, versions)
 
     @cached_property

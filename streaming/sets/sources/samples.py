@@ -33,8 +33,8 @@ from streaming.shards.late.fields import late_fields, late_names
 from streaming.shards.schema.joined import Classes, translation, unknown_fields
 from streaming.shards.schema.meeting import met
 from streaming.shards.schema.value import WITHIN, Schema
-from streaming.shards.versions.history import VersionName, which_version
-from streaming.storage import Storage, mirrors_of, redact
+from streaming.shards.versions.history import VersionName, which_version, which_versions
+from streaming.storage import Storage, mirrors_of, redact, split_url
 from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
 
@@ -198,17 +198,12 @@ class SampleSource(ChunkSource, SampleRows):
 
     def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:
         """See ``Source``: the version of the set that has these samples."""
-        opened = [*self.shards.versions.items()]
+        opened = self.shards.versions
         if len(opened) == 1:
-            ((home, now),) = opened
+            ((home, now),) = opened.items()
             return which_version(self.storage, home, now, fingerprint.partition(";")[0], [*numbers])
-        if numbers and [*numbers] != [now for _, now in opened]:
-            then, now_open = (", ".join(map(str, some)) for some in (numbers, [one for _, one in opened]))
-            return (
-                f"They are those of versions {then} of these sets, and versions {now_open} are open: make each set a "
-                "source of its own, with its version="
-            )
-        return ""
+        homes = dict.fromkeys(split_url(url)[0] for url in self.shards.urls)
+        return which_versions(self.storage, {home: opened.get(home) for home in homes}, [*numbers])
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
         """Return the same set with its class numbers translated to those of these lists.

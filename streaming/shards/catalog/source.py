@@ -447,7 +447,7 @@ class ChunkSource(OfTable):
                 main = replace(found, lead=wanted.lead + wanted.first_sample - found.first_sample)
             else:
                 beside.append(found)
-        return replace(main, beside=tuple(beside))
+        return main.with_beside(tuple(beside))
 
     @property
     def num_ranges(self) -> int:

@@ -9,17 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from streaming.errors import IndexMismatchError, shell_place, shell_word
+from streaming.errors import DataError, IndexMismatchError, shell_place, shell_word
 from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange, ShardFacts, place_behind, size_of_unit
+from streaming.shards.tar import find_values
 from streaming.storage import Checked
+from streaming.types import Int64Array
 
 FetchPart: TypeAlias = Callable[[FetchRange, int, memoryview], Fetched]
 """Fetches one range alone, of which the place in memory is given, into the memory from there on."""
+
+
+class _Values(NamedTuple):
+    """Where the values of a late field are: int64 ``[n, 1]`` each, as in ``UnitLayout``; None: no sample has one."""
+
+    starts: Int64Array | None
+    sizes: Int64Array | None
+    damage: dict[int, DataError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,29 @@ class _Part:
     def layout(self, data: memoryview) -> UnitLayout:
         """Return where its samples are, in its own memory."""
         return self.fetched.apart(data[self.place : self.end])
+
+    def values(self, base: FetchRange, keys: Sequence[str], data: memoryview) -> _Values:
+        """Return where the values of its late field are for the samples of ``base``, which have these keys.
+
+        Raises:
+            IndexMismatchError: Its samples have other keys.
+        """
+        wanted, num_samples = self.wanted, len(keys)
+        skip = base.first_sample - wanted.first_sample
+        if not skip and wanted.num_samples == num_samples and not isinstance(self.fetched.found, UnitLayout):
+            plain = find_values(data[self.place : self.end], keys, wanted.late)
+            if plain is not None:
+                starts, sizes = (one.reshape(-1, 1) for one in plain)
+                return _Values(starts + self.place, sizes, {})
+        layout, rows = self.layout(data), slice(skip, skip + num_samples)
+        if layout.keys[rows] != keys and list(layout.keys[rows]) != list(keys):
+            raise _other_keys(base, wanted)
+        damage = {row - skip: error for row, error in layout.damage.items() if 0 <= row - skip < num_samples}
+        if wanted.late not in layout.fields:  # none of the samples has a value
+            return _Values(None, None, damage)
+        at = layout.fields.index(wanted.late)
+        begins = layout.starts[rows, at : at + 1]
+        return _Values(np.where(begins >= 0, begins + self.place, begins), layout.sizes[rows, at : at + 1], damage)
 
 
 def fetch_parts(wanted: FetchRange, out: memoryview, fetch: FetchPart) -> Fetched:
@@ -75,7 +108,6 @@ def size_of_parts(wanted: FetchRange, known: Callable[[FetchRange], ShardFacts])
 def _located(parts: Sequence[_Part], data: memoryview) -> UnitLayout:
     """Return the samples of the first range, with the fields that the others have of them."""
     first = parts[0].layout(data)
-    num_samples = len(first.keys)
     late = {part.wanted.late for part in parts}
     columns = [at for at, name in enumerate(first.fields) if name not in late or name == parts[0].wanted.late]
     if parts[0].wanted.late:
@@ -88,19 +120,12 @@ def _located(parts: Sequence[_Part], data: memoryview) -> UnitLayout:
     )
     damage = dict(first.damage)
     for part in parts[1:]:
-        layout = part.layout(data)
-        skip = parts[0].wanted.first_sample - part.wanted.first_sample
-        rows = slice(skip, skip + num_samples)
-        if layout.keys[rows] != first.keys and list(layout.keys[rows]) != list(first.keys):
-            raise _other_keys(parts[0].wanted, part.wanted)
-        damage |= {row - skip: error for row, error in layout.damage.items() if 0 <= row - skip < num_samples}
-        if part.wanted.late not in layout.fields:  # none of the samples has a value
-            continue
-        at = layout.fields.index(part.wanted.late)
-        begins = layout.starts[rows, at : at + 1]
-        names.append(part.wanted.late)
-        starts.append(np.where(begins >= 0, begins + part.place, begins))
-        sizes.append(layout.sizes[rows, at : at + 1])
+        values = part.values(parts[0].wanted, first.keys, data)
+        damage |= values.damage
+        if values.starts is not None and values.sizes is not None:
+            names.append(part.wanted.late)
+            starts.append(values.starts)
+            sizes.append(values.sizes)
     return UnitLayout(
         keys=first.keys, fields=tuple(names), num_bytes=parts[-1].end, damage=damage,
         starts=np.concatenate(starts, axis=1), sizes=np.concatenate(sizes, axis=1),

@@ -130,19 +130,25 @@ class FetchRange:
         return self.byte_start % PAGE_BYTES if self.byte_end - self.byte_start >= LEAST_MAPPED_BYTES else 0
 
     def _in_memory(self) -> tuple[tuple[int, FetchRange], ...]:
-        found, end = [(0, self._alone())], self.byte_end - self.byte_start
+        found, end = [(0, self._copied(()))], self.byte_end - self.byte_start
         for one in self.beside:
             place = int(place_behind(self.skew_bytes, end, one.skew_bytes))
             found.append((place, one if one.source == self.source else replace(one, source=self.source)))
             end = place + one.num_bytes
         return tuple(found)
 
-    def _alone(self) -> FetchRange:
-        """Return the range without those beside it. One is made for each chunk, and ``replace`` takes long."""
+    def with_beside(self, beside: tuple[FetchRange, ...]) -> FetchRange:
+        """Return the range with others beside it. One is made for each chunk, and ``replace`` takes long."""
+        found = self._copied(beside)
+        if beside:
+            object.__setattr__(found, "_placed", found._in_memory())
+        return found
+
+    def _copied(self, beside: tuple[FetchRange, ...]) -> FetchRange:
         found = object.__new__(FetchRange)
         for name in _NAMES:
             object.__setattr__(found, name, getattr(self, name))
-        object.__setattr__(found, "beside", ())
+        object.__setattr__(found, "beside", beside)
         object.__setattr__(found, "_placed", ())
         return found
 

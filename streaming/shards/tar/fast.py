@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ from streaming.shards.tar.blocks import (
     Origin,
     as_array,
     concerns_us,
+    encode_name,
     member_of_pax,
     parse_pax,
 )
 from streaming.shards.tar.group import ChunkLayout, group_members
+from streaming.shards.tar.keys import join_lines
 from streaming.shards.tar.plain import read_plain
 from streaming.shards.tar.walk import walk_members
 from streaming.types import Int64Array
@@ -329,3 +332,26 @@ def parse_chunk(
     where = Origin(url, base)
     members = read_members(buffer, where, verify_headers=verify_headers)
     return group_members(members, where, first=0, stop=members.end, repeats=repeats).unpacked()
+
+
+def find_values(buffer: BytesLike, keys: Sequence[str], field: str) -> tuple[Int64Array, Int64Array] | None:
+    """Return where the values of a field begin in ``buffer``, and their sizes, int64 ``[n]`` each.
+
+    It takes half the time of :func:`parse_chunk`, as the keys are compared and not found.
+
+    Args:
+        buffer: As for :func:`parse_chunk`.
+        keys: The keys of its ``n`` samples.
+        field: The field.
+
+    Returns:
+        None if the buffer may hold anything else, in whatever way; :func:`parse_chunk` then decides.
+    """
+    members = read_plain(as_array(buffer))
+    if members is None or len(members.names) != len(keys):
+        return None
+    end = f".{field}\n"
+    lines = join_lines(members.names, 0, 1)
+    if lines.count(b"\n") != len(keys) or lines != encode_name(end.join(keys) + end):
+        return None
+    return members.data, members.sizes

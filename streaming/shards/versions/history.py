@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from streaming.common.arguments import did_you_mean, some_names
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_word
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.layout import VERSIONS_DIRECTORY, checked_name, chunks_path, version_path
@@ -73,16 +74,36 @@ def read_version(storage: Storage, home: str, name: int | str) -> ChunkTable:
         raise ConfigError(
             f"version {name!r}: there is no set in {redact(home)}; give the directory that holds its _shardstream/"
         ) from error
-    if name == number_of(current):
+    now = number_of(current)
+    if name == now:
         return current
-    for one in kept_versions(storage, home) if isinstance(name, int) else ():
+    kept = kept_versions(storage, home)
+    for one in kept:
         if one.number == name:  # it is kept under a name alone
             return one.table
-    there = ", ".join([*version_names(storage, home), f"{number_of(current)} (the current one)"])
-    raise ConfigError(
-        f"version {name!r}: {redact(home)} has none of this name; there are {there}. A pruned version does not "
-        "come back; to name the current one, if it is the one you mean: shard_tools "
-        f"version tag {shell_place(home)} {shell_word(name if isinstance(name, str) else 'NAME')}"
+    raise _no_version(home, name, now, kept)
+
+
+def _no_version(home: str, name: int | str, now: int, kept: Sequence[KeptVersion]) -> ConfigError:
+    """Return the error for a version that is not there; it names what can be opened instead."""
+    tags = [one.name for one in kept if one.is_tag]
+    others = [repr(one.name) if one.is_tag else one.name for one in kept if one.is_tag or one.number != now]
+    there = some_names([*others, f"{now} (the current one)"])
+    more = f"To see what each holds: shard_tools version list {shell_place(home)}"
+    if isinstance(name, str):
+        why = f"has no version of this name{did_you_mean(name, tags)}"
+        more = (
+            "A name that was dropped does not come back. To give the current version this name: shard_tools version "
+            f"tag {shell_place(home)} {shell_word(name)}"
+        )
+    elif name > now:
+        why = "has no version of this number yet"
+    elif kept:
+        why = "has this version no longer: it was pruned, and does not come back"
+    else:  # a store that lists nothing
+        why = "has no file of this version"
+    return ConfigError(
+        f"version {name!r}: {redact(home)} {why}. Give another, such as version={now}; there are {there}. {more}"
     )
 
 
@@ -151,24 +172,63 @@ def which_version(storage: Storage, home: str, now: int, fingerprint: str, numbe
     except (StorageError, IndexFormatError):
         return ""
     found = next((one for one in kept if one.table.fingerprint == fingerprint), None)
-    if found is None and numbers:
-        if numbers[0] == now:
-            return ""
+    if found is None and numbers and numbers[0] != now:
         found = next((one for one in kept if one.number == numbers[0]), None)
         if found is None:
+            return f"They are those of version {numbers[0]} of this set, {_gone(home, now)}"
+    if found is None and not numbers and now > 1:  # it was saved before the set had versions, or it is of another set
+        if all(one.number != 1 for one in kept):
             return (
-                f"They are those of version {numbers[0]} of this set, which is pruned, and version {now} is open. The "
-                f"versions that are left: shard_tools version list {shell_place(home)}"
+                f"If the state was saved before this set had versions, they are those of version 1, {_gone(home, now)}"
             )
-    if found is None and not fingerprint and now > 1:
-        return (
-            f"Of this set, version {now} is open; if the state was saved before it had versions, open it with version=1"
-        )
+        if not fingerprint:
+            return (
+                f"Of this set, version {now} is open; if the state was saved before it had versions, open it with "
+                "version=1"
+            )
     if found is None or found.number == now:
         return ""
     name = repr(found.name) if found.is_tag else found.number
     return (
         f"They are those of version {found.number} of this set, and version {now} is open: open it with version={name}"
+    )
+
+
+def which_versions(storage: Storage, opened: Mapping[str, int | None], numbers: Sequence[int]) -> str:
+    """Say which versions of several sets that are read as one to open for a state of them; "" if that is not known.
+
+    Args:
+        storage: The store.
+        opened: The number of the version that is open, by the directory of the set; None: the set does not live.
+        numbers: The numbers of the versions that the state names, of the sets that lived then.
+    """
+    living = {home: now for home, now in opened.items() if now is not None}
+    if len(numbers) != len(living) or [*numbers] == [*living.values()]:  # else it is not known which set began to live
+        return ""
+    named, tags = dict(zip(living, numbers, strict=True)), []
+    for home in opened:
+        then = named.get(home)
+        if then is not None and then != living[home]:
+            try:
+                kept = kept_versions(storage, home)
+            except (StorageError, IndexFormatError):
+                return ""
+            if all(one.number != then for one in kept):
+                return f"They are those of version {then} of {redact(home)}, {_gone(home, living[home])}"
+        of = "" if then is None else f" --of {then}"
+        tags.append(f"shard_tools version tag {shell_place(home)} NAME{of}")
+    return (
+        f"They are those of versions {some_names([*map(str, numbers)])} of these sets, and versions "
+        f"{some_names([*map(str, living.values())])} are open. Give those of the state one name, and open the sets "
+        f"with version='NAME': {'; '.join(tags)}"
+    )
+
+
+def _gone(home: str, now: int) -> str:
+    """Say what can be done for a state of a version that is pruned."""
+    return (
+        f"which is pruned and does not come back, and version {now} is open. So begin a new run, without this state, "
+        f"over a version that is there: shard_tools version list {shell_place(home)}"
     )
 
 

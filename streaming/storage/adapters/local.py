@@ -53,6 +53,17 @@ def _os_errors(url: str, doing: str) -> Iterator[None]:
         raise StorageError(f"{doing} {url}: {error.strerror or error}") from error
 
 
+def _make_directory(url: str, directory: str) -> None:
+    """Make the directory of a file that is to be written, and those above it."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StorageError(
+            f"creating {url}: {error.filename} is a file, where a directory is needed; give another path, or move the "
+            "file away"
+        ) from error
+
+
 def _file_status(url: str, file: str | int) -> os.stat_result:
     """Return the status of a file, given by path or descriptor; directories are not files."""
     with _os_errors(url, "looking at"):
@@ -229,7 +240,7 @@ class _FileWriter(StoreWriter):
         self._is_done = True  # nothing to remove
         self._directory = os.path.dirname(self._path) or "."
         with _os_errors(url, "creating"):
-            os.makedirs(self._directory, exist_ok=True)
+            _make_directory(url, self._directory)
             if os.path.isdir(self._path):
                 raise StorageError(f"creating {url}: a directory has this name; choose another name")
             self._create()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shard_tools.change.sets.late import stored_schemas
+from shard_tools.change.sets.late import Takes, stored_schemas
 from shard_tools.change.sets.open_set import OpenSet
 from shard_tools.change.sets.rewrite.field_changes import FieldChanges
 from shard_tools.make.convert.base.rows import json_of
@@ -118,13 +118,17 @@ class Retold:
     by_home: Mapping[str, SetChanges] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shards: OpenSet, storage: Storage, *, classes: Classes, fields: Sequence[str] | None) -> Retold:
+    def of(
+        cls, shards: OpenSet, storage: Storage, *, classes: Classes, fields: Sequence[str] | None, takes: Takes
+    ) -> Retold:  # fmt: skip
         """Return the schema and changes by which the samples of ``shards`` become one set.
+
+        The log says what is left out of what they have beside their shards.
 
         Raises:
             ConfigError: The schemas contradict each other in a way that changes cannot resolve.
         """
-        whole = stored_schemas(shards, storage)
+        whole = stored_schemas(shards, storage, takes)
         by_home = {home: schema.of_fields(fields) for home, schema in whole.items()}
         unknown = {redact(home): fields if unknown_fields(one) is None else () for home, one in whole.items()}
         meaning = met({redact(home): one for home, one in by_home.items()}, classes=classes, cure=CURE, unknown=unknown)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import click
 
 from shard_tools.change.sets.bad_list import BadList, load_bad_list
+from shard_tools.change.sets.late import Takes
 from shard_tools.change.sets.open_set import OpenSet, open_set
 from shard_tools.change.sets.rewrite.field_changes import ChangedSource, FieldChanges
 from shard_tools.change.sets.rewrite.meaning import Retold
@@ -197,9 +198,10 @@ def reshard(
     source = " ".join(sources)
     drop = load_bad_list(options.drop, storage)
     shards = _opened(sources, place, options, storage)
-    retold = Retold.of(shards, storage, classes=options.classes, fields=options.fields)
-    wanted = {*options.columns, *(column for _, column in options.changes.add), *filter(None, [options.sort])}
-    late = shards.late_columns(storage, wanted)
+    taken = {*options.columns, *(column for _, column in options.changes.add)}
+    takes = Takes(columns=taken)
+    retold = Retold.of(shards, storage, classes=options.classes, fields=options.fields, takes=takes)
+    late = shards.late_columns(storage, {*taken, *filter(None, [options.sort])})
     selection = _selected(shards, options, drop, list(late.values()), storage)
     _check(selection, options, source, {*late, *late_names(storage, shards.as_opened)})
     known = _known_fields(shards, options, storage)

@@ -17,6 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from shard_tools.change.sets.bad_list import load_bad_list
+from shard_tools.change.sets.late import Takes
 from shard_tools.change.sets.open_set import OpenSet, open_set
 from shard_tools.change.sets.rewrite.meaning import Retold
 from shard_tools.change.sets.rewrite.selection import ShardPart, Taken, select
@@ -41,6 +42,9 @@ from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
 _WINDOW_BYTES = 64 << 20
+_TAKES = Takes(
+    keep_columns=lambda names: f"to keep their values: shard_tools reshard SOURCE NEW --columns {names}; then split NEW"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +313,7 @@ def split(
     shards = open_set(
         sources, storage, None, duplicate_keys="error", allow_unfinished=options.allow_unfinished, meets=False
     )
-    retold = Retold.of(shards, storage, classes=options.classes, fields=None)
+    retold = Retold.of(shards, storage, classes=options.classes, fields=None, takes=_TAKES)
     taken, late = _taken(shards, options.group_field, storage)
     shares = laid_out(targets)
     divided = Division.of(taken, shares, options, retold)
