@@ -16,7 +16,7 @@ from shard_tools.look.show.base.samples import SampleSet, Search
 from shard_tools.look.stats.kinds import kind_of
 from streaming.build.decode.values import unpacked_head
 from streaming.common.arguments import format_bytes, some_names, unpacked_name
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, shell_word
 from streaming.types import Int64Array
 
 TEXT_BYTES: Final = 64 << 10
@@ -61,7 +61,7 @@ class SearchedFields:
             f"Text that is stored as tokens ({some_names(tokens)}) is not searched. To search it, keep it beside the "
             "tokens when they are made: `shard_tools convert SOURCE TARGET --tokenizer FILE --field text=txt`; or make "
             "a column of it: `shard_tools column add URL words --compute MODULE:FUNCTION --fields "
-            f"{tokens[0]}`, and give the condition words LIKE '%word%'."
+            f"{shell_word(tokens[0])}`, and give the condition words LIKE '%word%'."
         )
         return (cure,)
 
