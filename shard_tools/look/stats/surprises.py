@@ -297,9 +297,9 @@ def _empty(facts: Facts) -> Iterator[Surprise]:
         yield Surprise(
             kind="empty", what=f"empty values: {counts}",
             why="an image, array or number of 0 bytes does not decode; an empty text trains on nothing",
-            cure=f"`shard_tools column add {facts.place} {shell_word(column)} --compute bytes --fields {shell_word(first)}`, then "
-            f'`shard_tools ls {facts.place} --where {shell_word(f"{column} = 0")} --all` lists them, and where="{column} > 0" trains '
-            f"without them{others}",
+            cure=f"`shard_tools column add {facts.place} {shell_word(column)} --compute bytes --fields "
+            f"{shell_word(first)}`, then `shard_tools ls {facts.place} --where {shell_word(f'{column} = 0')} --all` "
+            f'lists them, and where="{column} > 0" trains without them{others}',
             samples=_each(one for field in facts.totals.fields.values() for one in field.empty),
         )  # fmt: skip
 
