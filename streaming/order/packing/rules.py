@@ -19,6 +19,8 @@ Overlong: TypeAlias = Literal["split", "truncate", "drop"]
 """Treatment of a document that is longer than a pack."""
 MAX_LENGTH = 2**30
 """Maximum tokens of a pack; ``cu_seqlens`` are int32."""
+MAX_AMOUNT = 2**40
+"""Maximum of a further budget: the square of a length of 2**20 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class PackRules:
                 raise ConfigError(
                     f'stride={self.stride} cuts overlong documents: it needs overlong="split", got {self.overlong!r}'
                 )
-        set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_LENGTH) for budget in self.budgets))
+        set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_AMOUNT) for budget in self.budgets))
         if self.budgets and self.overlong != "drop":
             raise ConfigError(
                 f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: for part of a document its use '

@@ -125,21 +125,7 @@ class GroupedSource(MixedSource):
         Raises:
             StateError: The groups differ from those of the state.
         """
-        missing = sorted(set(ledger.sources) - set(self.names))
-        if missing:
-            raise StateError(
-                f"this state drew from the groups {some_names(missing)}, but this {self._kind} has "
-                f"{some_names(self.names)}. Build it from the same columns, groups and samples; only its schedule and "
-                "weights may change"
-            )
-        others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
-        if others:
-            version = self.leaves[others[0]].where_is("", versions.get(others[0], ()))
-            raise StateError(
-                f"this state was saved over other samples: the group {others[0]!r} differs. "
-                f"{version + '. ' if version else ''}Open the same shards in the same order, with the same filter; if "
-                "a column was added again since, give it back its old values"
-            )
+        check_groups(self, ledger, versions, self._kind)
         super().check_ledger(ledger, versions)
 
     @cached_property
@@ -170,6 +156,29 @@ class GroupedSource(MixedSource):
         if self.is_reweighed:
             said.append(f"reweighted: {self.blend.in_words()}")
         return ", ".join(said)
+
+
+def check_groups(source: MixedSource, ledger: Ledger, versions: Versions, kind: str) -> None:
+    """Check that the groups of a source, made by a class called ``kind``, are those of a run's ledger.
+
+    Raises:
+        StateError: The groups differ from those of the state.
+    """
+    missing = sorted(set(ledger.sources) - set(source.names))
+    if missing:
+        raise StateError(
+            f"this state drew from the groups {some_names(missing)}, but this {kind} has "
+            f"{some_names(source.names)}. Build it from the same columns, groups and samples; only its schedule and "
+            "weights may change"
+        )
+    others = [name for name, found in source.fingerprints.items() if ledger.sources.get(name, found) != found]
+    if others:
+        version = source.leaves[others[0]].where_is("", versions.get(others[0], ()))
+        raise StateError(
+            f"this state was saved over other samples: the group {others[0]!r} differs. "
+            f"{version + '. ' if version else ''}Open the same shards in the same order, with the same filter; if "
+            "a column was added again since, give it back its old values"
+        )
 
 
 def grouped(
