@@ -16,7 +16,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.look.plan.packs import PackTotals
 from streaming import DataLoader, Packed, StreamingDataset
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, StateError
 from streaming.order.plan.sizes import Sizes
 from streaming.shards.index.where import column_quantity, parse_quantity
 
@@ -89,7 +89,7 @@ def test_a_column_and_its_arithmetic_are_one_budget_and_another_quantity_is_anot
     with DataLoader(plain, batch_size=4) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    with DataLoader(made(("images + tokens % 2", 6)), batch_size=4) as loader, pytest.raises(Exception, match="state"):
+    with DataLoader(made(("images + tokens % 2", 6)), batch_size=4) as loader, pytest.raises(StateError):
         loader.load_state_dict(state)
         next(iter(loader))
 

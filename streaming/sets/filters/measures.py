@@ -81,7 +81,8 @@ class Measures:
         columns = {name: np.concatenate(found) for name, found in self._gathered(pieces)}
         if (cut := tokens != of).any():
             for column in columns.values():
-                column[cut] = column[cut] * tokens[cut] // np.maximum(of[cut], 1)
+                divide = np.floor_divide if column.dtype == np.int64 else np.divide
+                column[cut] = divide(column[cut] * tokens[cut], np.maximum(of[cut], 1))
         given = {name: column_of(column) for name, column in columns.items()}
         found = [numbers_of(plain_values(amounts_of(one, given, len(tokens)))) for one in self._quantities]
         return np.column_stack([np.empty(len(tokens)) if one is None else one for one in found])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from typing import Any, NoReturn
@@ -144,7 +144,8 @@ class KindsOfPacks(MixedSource):
 
     @override
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        return _of_no_source(super().packs(chunk_ids, offsets, passes, seed))
+        found = super().packs(chunk_ids, offsets, passes, seed)
+        return replace(found, sources=None)  # kinds are no sources that batches name
 
     @property
     @override
@@ -164,13 +165,6 @@ class KindsOfPacks(MixedSource):
     def words(self) -> str:
         said = [f"length={self.rules.length}", f"{self.num_readable} packs of {len(self.names)} kinds"]
         return ", ".join([*said, f"{self.counts.packed} {self.first.unit}", f"{self.fill:.1%} filled"])
-
-
-def _of_no_source(packs: PackRows) -> PackRows:
-    """Return packs that do not say from which source they are: kinds are no sources that batches name."""
-    made = copy.copy(packs)
-    object.__setattr__(made, "sources", None)
-    return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
