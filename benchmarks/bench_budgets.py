@@ -89,9 +89,9 @@ def limits_of(share: float) -> list[int]:
     return [LENGTH, int(share * LENGTH * sums[1] / sums[0])]
 
 
-def packed(group: np.ndarray, limits: list[int], number: int = 0) -> np.ndarray:
+def packed(group: np.ndarray, limits: list[int], number: int = 0, *, spread: bool = True) -> np.ndarray:
     """Amounts of the packs of a group, int64 [K, 2]."""
-    rules = PackRules(length=limits[0], overlong="drop", budgets=tuple(limits[1:]))
+    rules = PackRules(length=limits[0], overlong="drop", budgets=tuple(limits[1:]), spread=spread)
     packs = other_company(pack(group, rules), seed=1, epoch=0, group=number)
     return np.add.reduceat(np.column_stack([packs.lengths, packs.amounts]), packs.splits[:-1])
 

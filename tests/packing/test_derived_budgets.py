@@ -131,7 +131,7 @@ def test_a_plan_shows_fill_and_imbalance_of_each_budget(folder: Path) -> None:
     uses = {use["name"]: use for use in json.loads(result.stdout)["packs"]["budgets"]}
     assert list(uses) == ["tokens", "pairs", "images"]
     packed = Packed(StreamingDataset(folder), LENGTH, budgets={"pairs": ("tokens * tokens", 60_000), "images": 12})
-    assert uses["pairs"]["fill"] == pytest.approx(packed.source.fills["pairs"], abs=1e-4)
+    assert uses["pairs"]["fill"] == pytest.approx(packed.source.fills["pairs"], abs=1e-3)
     assert uses["tokens"]["limit"] == LENGTH
     for use in uses.values():
         assert 0 <= use["exchanged"] <= use["imbalance"] + 1e-9 or use["imbalance"] < 0.2

@@ -42,6 +42,8 @@ class PackRules:
             ``overlong="drop"``: a document over any budget is left out.
         alike: Number of further columns in which the pieces of a pack must be equal, such as height and width. Needs
             ``padded``.
+        spread: Whether, under several budgets, pieces may also be spread over the fewest packs that could hold them; see
+            ``several_budgets``.
 
     Raises:
         ConfigError: An attribute is invalid.
@@ -59,6 +61,7 @@ class PackRules:
     stride: int | None = None
     budgets: tuple[int, ...] = ()
     alike: int = 0
+    spread: bool = False
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

@@ -138,7 +138,8 @@ class PackedDocuments(PackedSource):
         limits, kinds = checked_budgets(budgets, column), checked_alike(alike)
         rules, self.items = checked_items(
             {"length": length, "overlong": overlong, "multiple": multiple, "max_docs": max_docs, "padded": padded,
-             "stride": stride, "budgets": tuple(limit for _, limit in limits.values()), "alike": len(kinds)},
+             "stride": stride, "budgets": tuple(limit for _, limit in limits.values()), "alike": len(kinds),
+             "spread": any(text is not None for text, _ in limits.values())},
             {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id,
              "ignore_id": ignore_id},
             column=column, field=field, dtype=dtype, overlap_labels=overlap_labels,

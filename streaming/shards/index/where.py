@@ -117,7 +117,7 @@ class Where:
         )
 
 
-(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
     """A number of each row, by arithmetic over its columns; immutable, equal if the text is equal.
 

@@ -44,7 +44,9 @@ def checked_items(
     if len(lengths) > 1:
         _check_can_be_cut({**of_packs, "field": field is None and "None"})
     longest = max((length for _, length in lengths), default=0) if len(lengths) > 1 else lengths[0][1]
-    rules = PackRules(**{**of_packs, "overlong": overlong, "length": longest})
+    is_listed = field is None and not of_packs["padded"]
+    spread = bool(of_packs["spread"] or (is_listed and of_packs["budgets"]))
+    rules = PackRules(**{**of_packs, "overlong": overlong, "length": longest, "spread": spread})
     parts = _checked_parts(lengths, rules)
     _check_name("column", column)
     for option in ("shift_labels", "labels_across"):
