@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_step_has_one_kind_and_is_the_same_on_every_world(folder: Path, worker
         assert steps_of(images(folder), world, num_workers=workers) == whole
     kinds = [size_of(int(step[0][0])) for step in whole]
     assert len(set(kinds)) == len(SIZES)
-    assert sum(one != other for one, other in zip(kinds, kinds[1:], strict=False)) > len(kinds) // 4, "kinds are mixed"
+    assert sum(one != other for one, other in pairwise(kinds)) > len(kinds) // 4, "kinds are mixed"
 
 
 def test_what_fills_no_batch_comes_first_in_the_next_epoch(folder: Path) -> None:
@@ -109,7 +110,6 @@ def test_a_state_goes_on_on_another_world(folder: Path) -> None:
     for options, size in (({"alike": ("height",)}, GLOBAL), ({}, 8)):
         with loader_of(images(folder, **options), size=size) as loader, pytest.raises(StateError):
             loader.load_state_dict(state)
-            next(iter(loader))
 
 
 def test_documents_of_tokens_too_and_counts_are_those_of_the_set(folder: Path) -> None:

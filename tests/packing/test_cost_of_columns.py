@@ -1,4 +1,4 @@
-"""``cost=`` by a budget, a column, arithmetic over columns, or a function of them: for packs, rows that grow, mixtures."""
+"""``cost=`` by a budget, a column, arithmetic over columns, or a function of them: packs, rows that grow, mixtures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_rows_come_from_the_most_to_the_least_expensive(folder: Path, kind: str,
 
     def made() -> Any:
         halves = [Packed(StreamingDataset(folder, subset=one), LENGTH) for one in ((0.0, 0.5), (0.5, 1.0))]
-        return Mixture({"a": halves[0], "b": halves[1]}) if of == "a mixture" else Packed(StreamingDataset(folder), LENGTH)
+        return (
+            Mixture({"a": halves[0], "b": halves[1]}) if of == "a mixture" else Packed(StreamingDataset(folder), LENGTH)
+        )
 
     plain, sorted_rows = [], []
     for rows, options in ((plain, {}), (sorted_rows, {"balance": "local", "cost": cost})):

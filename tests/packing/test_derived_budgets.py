@@ -78,12 +78,12 @@ def test_every_pack_is_within_every_budget_and_no_document_is_lost(folder: Path,
     assert packed.source.fills["it"] == pytest.approx(amounts[fitting].sum() / (limit * len(packed)))
 
 
-def test_a_column_and_its_arithmetic_are_one_budget_and_another_quantity_is_another_set(folder: Path) -> None:
+def test_a_quantity_is_known_by_its_values_and_another_one_is_another_set(folder: Path) -> None:
     def made(budget: Any) -> Packed:
         return Packed(StreamingDataset(folder), LENGTH, budgets={"images": budget})
 
-    plain, derived = made(6), made(("images", 6))
-    assert plain.source.fingerprint == derived.source.fingerprint == made(["images * 1", 6]).source.fingerprint
+    plain, derived = made(("images", 6)), made(["images * 1", 6])
+    assert plain.source.fingerprint == derived.source.fingerprint != made(6).source.fingerprint
     assert keys_of(plain) == keys_of(derived)
     assert plain.source.fingerprint != made(("images + tokens % 2", 6)).source.fingerprint
     with DataLoader(plain, batch_size=4) as loader:
@@ -91,7 +91,6 @@ def test_a_column_and_its_arithmetic_are_one_budget_and_another_quantity_is_anot
         state = loader.state_dict()
     with DataLoader(made(("images + tokens % 2", 6)), batch_size=4) as loader, pytest.raises(StateError):
         loader.load_state_dict(state)
-        next(iter(loader))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_a_column_and_its_arithmetic_are_one_budget_and_another_quantity_is_anot
         (("hash(tokens)", 5), r"expected arithmetic over the columns of a sample"),
         (("3 * 4", 5), r"expected arithmetic over the columns of a sample"),
         (("depth * 2", 5), r"budgets: 'depth \* 2': no column 'depth'; there are: .*tokens"),
-        (("\"tokens\" * 9000000000000000000", 5), r"overflow"),
+        (('"tokens" * 9000000000000000000', 5), r"overflow"),
         (("tokens", 5, 6), r'expected \("tokens \* tokens", 2\*\*26\), a text and a number'),
         (("tokens", "many"), r"budgets: it"),
         (("0 - tokens", 5), r"has -\d+ "),

@@ -179,7 +179,9 @@ def test_a_transform_draws_for_each_sample_the_same_on_any_world(folder: Path) -
 
     drawn = []
     for world in (1, 2):
-        batches = [batch for rank in range(world) for batch in epoch_of(lists_of(folder, transform=louder), rank, world)]
+        batches = [
+            batch for rank in range(world) for batch in epoch_of(lists_of(folder, transform=louder), rank, world)
+        ]
         drawn.append({one["__key__"]: one["gain"] for batch in batches for samples in batch for one in samples})
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0].values())) == NUM - 1

@@ -37,8 +37,8 @@ class BudgetUse(Report):
         name: Name of the budget; of the tokens, or sizes, that ``length`` limits, their unit.
         limit: Maximum per pack.
         fill: Fraction of the limit that packs use on average, 0 to 1.
-        imbalance: The most that a rank has in a step, over the mean of its ranks, minus 1; the mean of some steps. None:
-            there is one rank.
+        imbalance: The most that a rank has in a step, over the mean of the ranks, minus 1; the mean of some steps.
+            None: there is one rank.
         exchanged: The same with ``balance="exchange"`` by this budget; None: such packs are not exchanged.
     """
 

@@ -259,7 +259,7 @@ class ByBatches(Granularity):
             )
         if (shape.epoch_size or 0) % shape.global_batch_size:
             raise ConfigError(
-                f'epoch_size: {self.spelled} needs a multiple of the global batch, {shape.global_batch_size}, '
+                f"epoch_size: {self.spelled} needs a multiple of the global batch, {shape.global_batch_size}, "
                 f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
             )
 
@@ -310,8 +310,8 @@ class ByKinds(ByBatches):
             name, count = min(few.items(), key=lambda one: one[1])
             more = f" (and {len(few) - 1:,} kinds more)" if len(few) > 1 else ""
             raise ConfigError(
-                f"{self.spelled}: {name} has {count:,} packs{more}, too few for a global batch of {self._size:,}, all of "
-                f"one kind: it would never come. Leave such samples out, StreamingDataset(…, where='NOT ({name})'), "
+                f"{self.spelled}: {name} has {count:,} packs{more}, too few for a global batch of {self._size:,}, all "
+                f"of one kind: it would never come. Leave such samples out, StreamingDataset(…, where='NOT ({name})'), "
                 "or give a smaller batch, a smaller length, or coarser kinds"
             )
         return ByBatches.drawn_of(self, blend)

@@ -25,8 +25,11 @@ from streaming.types import Int64Array
 Balance: TypeAlias = Literal["local", "exchange"]
 """Whether packs are only sorted within a rank, or also redistributed over all ranks of a global batch."""
 Cost: TypeAlias = Callable[..., float]
-"""Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n]. Parameters that are only given by
-name, and have no default, are columns of the documents or budgets, float64 [n]: ``def cost(lengths, *, patches): …``."""
+"""Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n].
+
+Keyword-only parameters without a default are columns of the documents, or budgets, float64 [n]:
+``def cost(lengths, *, patches): …``.
+"""
 Costs: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.float64]"
 TOKENS_LIKE_ATTENTION = 61_000
 """c: for a document of c tokens, attention costs as much as everything else. For 8 billion parameters: 32 layers of
@@ -39,8 +42,8 @@ def pack_costs(
 ) -> Costs:  # fmt: skip
     """Return the cost of each pack, [K].
 
-    Unless the user gives a function or a quantity, the cost is ``size * c + sum of length**2``, in integers, so that every platform
-    sorts packs in the same order.
+    Unless the user gives a function or a quantity, the cost is ``size * c + sum of length**2``, in integers, so that
+    every platform sorts packs in the same order.
 
     Args:
         lengths: int64 [n], tokens of the pieces, pack after pack.

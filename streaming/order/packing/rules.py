@@ -42,8 +42,8 @@ class PackRules:
             ``overlong="drop"``: a document over any budget is left out.
         alike: Number of further columns in which the pieces of a pack must be equal, such as height and width. Needs
             ``padded``.
-        spread: Whether, under several budgets, pieces may also be spread over the fewest packs that could hold them; see
-            ``several_budgets``.
+        spread: Whether, under several budgets, pieces may also be spread over the fewest packs that could hold them;
+            see ``several_budgets``.
 
     Raises:
         ConfigError: An attribute is invalid.

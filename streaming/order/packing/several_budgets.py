@@ -38,7 +38,8 @@ def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int
     """Fit pieces, in this order, into packs that exceed no budget; return the pack of each.
 
     Among the packs with room in every budget, a piece goes into the one with the least room, as a sum of shares; ties
-    go to the first. See the module on ``rules.spread``. Padded packs are runs of pieces with equal values in the columns that must be alike.
+    go to the first. With ``rules.spread``, see the module. Padded packs are runs of pieces with equal values in the
+    columns that must be alike.
     """
     taken = _taken(pieces, rules)[order]
     if rules.padded:

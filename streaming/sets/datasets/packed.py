@@ -128,8 +128,8 @@ class Packed(DataSet[PackedDocuments | KindsOfPacks]):
         alike: For padded packs: columns of integers that are equal for all documents of a batch, such as ``("height",
             "width")`` of images, or a late column of bucket numbers. Each group leaves one partial batch for each
             combination of values.
-        alike_across_ranks: Whether the packs of all ranks in a step are alike, too: each global batch holds packs of one
-            combination of values. What fills no global batch comes first in the next epoch. Not in a ``Mixture``.
+        alike_across_ranks: Whether the packs of all ranks in a step are alike, too: each global batch holds packs of
+            one combination of values. What fills no global batch comes first in the next epoch. Not in a ``Mixture``.
 
     Raises:
         ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform``, or holds

@@ -74,7 +74,7 @@ class Lengths:
     def _values(self, shard: int) -> Int64Array:
         columns, there = self._read(shard)
         found = [
-            self._derived(shard, one, columns, there) if isinstance(one, Quantity) else
+            self._derived(one, columns, there) if isinstance(one, Quantity) else
             self._column(shard, one, columns, there) for one in self._columns
         ]  # fmt: skip
         return found[0] if len(found) == 1 else np.column_stack(found)
@@ -98,7 +98,7 @@ class Lengths:
             )
         return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)
 
-    def _derived(self, shard: int, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
+    def _derived(self, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
         """Return a derived size of each sample, rounded up to a whole number."""
         missing = sorted(quantity.names - columns.keys())
         if missing:

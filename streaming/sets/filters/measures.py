@@ -24,7 +24,7 @@ _KEPT_BYTES = 64 << 20
 
 
 class Measures:
-    """Evaluate quantities for samples of a set, piece by piece. Thread-safe; a copy in another process reads for itself.
+    """Evaluate quantities for pieces of documents. Thread-safe; a copy in another process reads for itself.
 
     Args:
         storage: Store of the index.

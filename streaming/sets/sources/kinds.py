@@ -52,7 +52,9 @@ class KindsOfPacks(MixedSource):
         'Leave alike_across_ranks out; or mix one Packed per kind, Mixture({…}, batches="one_source")'
     )
 
-    def __init__(self, documents: SampleSource, length: int | Schedule, *, alike: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, documents: SampleSource, length: int | Schedule, *, alike: Sequence[str], **options: Any
+    ) -> None:
         self.alike = checked_alike(alike)
         if not self.alike:
             raise ConfigError(
@@ -185,8 +187,8 @@ class _Kinds:
             kind = str(counted[name].values.type)
             if kind != "int64":
                 raise ConfigError(
-                    f"alike: column {name!r} holds {kind}, expected whole numbers, such as those of buckets; add such a "
-                    "column: `shard_tools column add URL bucket --compute MODULE:FUNCTION`"
+                    f"alike: column {name!r} holds {kind}, expected whole numbers, such as those of buckets; add such "
+                    "a column: `shard_tools column add URL bucket --compute MODULE:FUNCTION`"
                 )
             if counted[name].num_missing:
                 raise ConfigError(

@@ -151,7 +151,8 @@ class PackedDocuments(PackedSource):
         shards = documents.shards
         check_fields(documents.storage, shards, fields, peers)
         self.budgets: dict[str, Quantity | str] = {
-            name: name if text is None else parse_quantity(text, f"budgets: {name}") for name, (text, _) in limits.items()
+            name: name if text is None else parse_quantity(text, f"budgets: {name}")
+            for name, (text, _) in limits.items()
         }
         columns = (column, *self.budgets.values(), *kinds)
         if lengths is None:
@@ -384,8 +385,8 @@ class PackedDocuments(PackedSource):
             )  # fmt: skip
             if self.budgets:
                 shown = zip(self.fills.items(), self.rules.budgets, strict=True)
-                said = ", ".join(f"{name} {100 * fill:.2f} % of {limit:,}" for (name, fill), limit in shown)
-                _log.info("Packed: of further budgets packs use on average: %s", said)
+                used = ", ".join(f"{name} {100 * fill:.2f} % of {limit:,}" for (name, fill), limit in shown)
+                _log.info("Packed: of further budgets packs use on average: %s", used)
         if self.alike:
             log_fill(counts, self.rules, self.num_readable, self.alike, len(self.chunk_samples))
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
@@ -397,6 +398,7 @@ class PackedDocuments(PackedSource):
                 f"{small:,}", f"{len(self.chunk_samples):,}", PACKS_OF_GROUP // 4, self.chunk_samples.mean(),
                 100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
             )  # fmt: skip
+
 
 class _Work:
     """Cut shards into groups and count their packs; ranks exchange the results of their shards as bytes."""

@@ -133,7 +133,8 @@ class JoinedSource(OneOrder):
                 lengths=packs.lengths[among],
             )  # fmt: skip
             within = chunk_ids[among] - self._starts[source]
-            found[among] = self._joined[source].rows.measured(texts, within, some)
+            rows: Any = self._joined[source].rows
+            found[among] = rows.measured(texts, within, some)
         return found
 
     def measures_of(self, texts: tuple[str, ...]) -> object:
@@ -142,7 +143,8 @@ class JoinedSource(OneOrder):
         Raises:
             ConfigError: One lacks a column.
         """
-        return [one.rows.measures_of(texts) for one in self._joined]
+        packed: list[Any] = [one.rows for one in self._joined]
+        return [one.measures_of(texts) for one in packed]
 
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
         """See ``RowSamples``."""

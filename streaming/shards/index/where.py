@@ -186,7 +186,9 @@ def parse_quantity(text: str, option: str) -> Quantity:
     parser = _Parser(text, option)
     node, asked = parser.value()
     if asked.hashed or not asked.compared:
-        raise ConfigError(f"{option}: {text!r}: expected arithmetic over the columns of a sample, such as 'tokens * tokens'")
+        raise ConfigError(
+            f"{option}: {text!r}: expected arithmetic over the columns of a sample, such as 'tokens * tokens'"
+        )
 
     def compiled(types: Types) -> pc.Expression:
         found = node(types)
@@ -560,7 +562,8 @@ class _Parser:
     def _refuse_at(self, problem: str, at: int) -> NoReturn:
         start = max(0, at - 60)
         raise ConfigError(
-            f"{self._option}: {problem}, at character {at + 1}:\n  {self._text[start : at + 40]}\n  {' ' * (at - start)}^"
+            f"{self._option}: {problem}, at character {at + 1}:\n  {self._text[start : at + 40]}\n  "
+            f"{' ' * (at - start)}^"
         )
 
     def _refuser(self, at: int) -> Callable[[str], NoReturn]:

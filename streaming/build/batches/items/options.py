@@ -174,7 +174,7 @@ def _checked_budget(name: str, budget: Any) -> tuple[str | None, int]:
         )
     if not is_list(budget):
         return None, checked_int(f"budgets: {name}", budget, 0, MAX_AMOUNT)
-    if len(budget) != 2 or not isinstance(budget[0], str):  # noqa: PLR2004  arithmetic and a limit
+    if len(budget) != 2 or not isinstance(budget[0], str):
         raise ConfigError(f'budgets: {name}: expected ("tokens * tokens", 2**26), a text and a number, got {budget!r}')
     return budget[0], checked_int(f"budgets: {name}", budget[1], 0, MAX_AMOUNT)
 

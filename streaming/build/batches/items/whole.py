@@ -24,7 +24,9 @@ _MOST_OF_PACK = 2**24
 """Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
 sample's index.
 """
-_OF_LIST = "It leaves its list; a list without samples becomes one sample of another one, so that none exceeds its budgets"
+_OF_LIST = (
+    "It leaves its list; a list without samples becomes one sample of another one, so that none exceeds its budgets"
+)
 _FATE = (
     "Another sample of its batch takes the place of each; a batch without samples becomes one sample of another batch, "
     "so that no batch exceeds its budget"
@@ -178,7 +180,8 @@ class SampleLists(_Whole):
         sample: Any = builder.first_of(prototypes)
         if builder.recipe.skips and isinstance(sample, dict):
             sample["__valid__"] = True
-        return builder.nothing([sample])  # type: ignore[arg-type]  a row is a list here
+        row: Any = [sample]
+        return builder.nothing(row)
 
     def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Any:  # noqa: ARG002
         """See ``PieceItems``: the list of samples."""
