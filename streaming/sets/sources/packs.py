@@ -150,10 +150,7 @@ class PackedDocuments(PackedSource):
         peers = job_peers(agent_store())
         shards = documents.shards
         check_fields(documents.storage, shards, fields, peers)
-        self.budgets: dict[str, Quantity | str] = {
-            name: name if text is None else parse_quantity(text, f"budgets: {name}")
-            for name, (text, _) in limits.items()
-        }
+        self.budgets = _quantities(limits)
         columns = (column, *self.budgets.values(), *kinds)
         if lengths is None:
             late = late_columns_of(documents.storage, shards, names_in(columns), peers)
@@ -166,13 +163,8 @@ class PackedDocuments(PackedSource):
         self.column, self.alike = column, kinds
         self.counts: PackCounts
         groups, self.counts = work.of_all(peers)
-        most = max(_LONG_ROW, self.counts.tokens)
-        if fields and not rules.padded and rules.length > most:
-            raise ConfigError(
-                f"length={rules.length:,}: expected at most {most:,}: a row longer than all "
-                f"{self.counts.tokens:,} tokens of the set together is memory for padding. Give a smaller length, or "
-                "padded=True"
-            )
+        if fields and not rules.padded:
+            _check_longest(rules.length, self.counts.tokens)
         super().__init__(read, groups, lengths, rules, fits)
         self.items = self.items.typed(lambda name: self._token_dtype(name, dtype, peers))
         self._lengths = lengths
@@ -508,6 +500,31 @@ def log_fill(
         "TARGET --sort COLUMN)",
         summary, f"{num_groups:,}", MAX_GROUP_BYTES >> 20,
     )  # fmt: skip
+
+
+def _quantities(limits: Mapping[str, tuple[str | None, int]]) -> dict[str, Quantity | str]:
+    """Return what each budget counts: a column, or arithmetic over columns.
+
+    Raises:
+        ConfigError: A text is no arithmetic.
+    """
+    return {
+        name: name if text is None else parse_quantity(text, f"budgets: {name}") for name, (text, _) in limits.items()
+    }
+
+
+def _check_longest(length: int, num_tokens: int) -> None:
+    """Refuse rows that are long, and longer than all documents together.
+
+    Raises:
+        ConfigError: The rows are.
+    """
+    most = max(_LONG_ROW, num_tokens)
+    if length > most:
+        raise ConfigError(
+            f"length={length:,}: expected at most {most:,}: a row longer than all {num_tokens:,} tokens of the set "
+            "together is memory for padding. Give a smaller length, or padded=True"
+        )
 
 
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
