@@ -155,10 +155,7 @@ class PackedDocuments(PackedSource):
         if lengths is None:
             late = late_columns_of(documents.storage, shards, names_in(columns), peers)
             lengths = Lengths(documents.storage, shards, columns, late)
-        read = copy.copy(documents)
-        if fields:
-            read.fields, read.decoders = fields, RawFields()
-            read.late = tuple(one for one in read.late if one.name in fields)
+        read = _reading(documents, fields)
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
         self.column, self.alike = column, kinds
         self.counts: PackCounts
@@ -500,6 +497,15 @@ def log_fill(
         "TARGET --sort COLUMN)",
         summary, f"{num_groups:,}", MAX_GROUP_BYTES >> 20,
     )  # fmt: skip
+
+
+def _reading(documents: SampleSource, fields: tuple[str, ...]) -> SampleSource:
+    """Return documents of which only these fields are read, as bytes; (): as they are."""
+    read = copy.copy(documents)
+    if fields:
+        read.fields, read.decoders = fields, RawFields()
+        read.late = tuple(one for one in read.late if one.name in fields)
+    return read
 
 
 def _quantities(limits: Mapping[str, tuple[str | None, int]]) -> dict[str, Quantity | str]:
