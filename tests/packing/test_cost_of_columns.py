@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,17 @@ def test_rows_that_grow_are_sorted_by_the_parts_of_documents(folder: Path) -> No
 def test_costs_that_cannot_be_are_refused_when_the_loader_is_made(folder: Path, cost: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         loader_of(Packed(StreamingDataset(folder), LENGTH), balance="local", cost=cost)
+
+
+def test_a_copy_in_another_process_measures_the_same(folder: Path) -> None:
+    packed = Packed(StreamingDataset(folder), LENGTH, budgets={"pairs": ("tokens * tokens", 50_000)})
+    groups = np.arange(len(packed.source.chunk_samples))
+    packs = packed.source.packs(groups, np.zeros_like(groups), np.zeros_like(groups), 0)
+    for made in (packed.source, pickle.loads(pickle.dumps(packed.source))):
+        found = made.measured(("pairs", "patches"), groups[packs.packs], packs)
+        assert found[:, 0].tolist() == (packs.lengths**2).tolist()
+        assert found[:, 1].sum() > 0
+    assert pickle.loads(pickle.dumps(packed.source)).fingerprint == packed.source.fingerprint
 
 
 def test_each_source_of_a_mixture_needs_the_columns(folder: Path, tmp_path: Path) -> None:
