@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.order.packing.fit import fit, pack
-from streaming.order.packing.rules import PackRules
+from streaming.order.packing.rules import PackRules, Packs, cut, rounded
+from streaming.order.packing.several_budgets import _spread
 from tests.support.code.folders import ROOT
 from tests.support.code.script_modules import script_modules
 
@@ -27,17 +28,27 @@ def test_every_budget_holds_every_piece_has_a_pack_and_there_are_no_more_packs_t
     rules = PackRules(
         length=20, overlong="drop", budgets=limits, max_docs=max_docs, multiple=multiple, spread=True
     )  # fmt: skip
-    packs = pack(taken, rules)
+    check(taken, rules, limits, pack(taken, rules))
+    assert fit(taken, rules).num_packs <= fit(taken, replace(rules, spread=False)).num_packs
+    # The other way alone, which is seldom the better one of so few documents.
+    pieces = cut(taken, rules)
+    amounts = np.column_stack([rounded(pieces.lengths, multiple), pieces.amounts])
+    alone = np.array(_spread(amounts, rules, 1), np.int64)
+    for number in range(int(alone.max(initial=-1)) + 1):
+        held = amounts[alone == number]
+        assert (held.sum(axis=0) <= [20, *limits]).all()
+        assert max_docs is None or len(held) <= max_docs
+
+
+def check(taken: np.ndarray, rules: PackRules, limits: tuple[int, int], packs: Packs) -> None:
     kept = (taken[:, 0] > 0) & (taken <= [20, *limits]).all(axis=1)
     assert sorted(packs.documents.tolist()) == np.flatnonzero(kept).tolist()
     for low, high in zip(packs.splits, packs.splits[1:], strict=False):
         assert low < high
         held = taken[packs.documents[low:high]]
-        assert (-(-held[:, 0] // multiple) * multiple).sum() <= 20
+        assert (-(-held[:, 0] // rules.multiple) * rules.multiple).sum() <= 20
         assert (held[:, 1:].sum(axis=0) <= limits).all()
-        assert max_docs is None or high - low <= max_docs
-    assert len(packs) <= fit(taken, replace(rules, spread=False)).num_packs
-    assert np.array_equal(fit(taken, rules).pack_of, fit(taken.copy(), rules).pack_of)
+        assert rules.max_docs is None or high - low <= rules.max_docs
 
 
 def test_two_budgets_that_both_bind_are_97_percent_full_and_more_than_by_a_greedy_knapsack(
