@@ -274,7 +274,7 @@ CASES: dict[str, dict[str, Case]] = {
                 "Packed": {"alike": ("cls",)} if kind != "packed" else {},
                 "DataLoader": {"batch_size": 1, "last_batch": "drop"},
             }),
-        ),  # fmt: skip
+        ),
     },
     "Balanced": {
         "dataset": Case(lambda places, of: StreamingDataset(places.url("other"))),

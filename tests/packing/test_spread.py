@@ -15,8 +15,8 @@ from streaming.order.packing.several_budgets import _spread
 from tests.support.code.folders import ROOT
 from tests.support.code.script_modules import script_modules
 
-amounts = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 14), st.integers(0, 300)), max_size=60)
-budgets = st.tuples(st.integers(0, 12), st.integers(1, 2**30))
+amounts = st.lists(st.tuples(st.integers(0, 21), st.integers(0, 7), st.integers(0, 90)), max_size=60)
+budgets = st.tuples(st.integers(0, 12), st.sampled_from([80, 2**30]))
 
 
 @settings(deadline=None)
