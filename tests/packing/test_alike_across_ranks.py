@@ -14,7 +14,7 @@ import pytest
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
-from streaming.errors import ConfigError, StateError
+from streaming.errors import ConfigError, DecodeError, StateError
 
 NUM, PER_SHARD, GLOBAL = 1_200, 300, 4
 SIZES = ((8, 8), (4, 16), (16, 4), (6, 8))
@@ -129,6 +129,20 @@ def test_documents_of_tokens_too_and_counts_are_those_of_the_set(folder: Path) -
             lengths.add(step[0]["input_ids"].shape[1])
             assert not {"__source__", "source_ids"} & step[0].keys()
     assert lengths == {height for height, _ in SIZES}
+
+
+def picky(sample: dict[str, Any]) -> dict[str, Any] | None:
+    return None if int(sample["__key__"]) % 5 == 1 else sample
+
+
+def test_lost_samples_are_replaced_by_others_of_their_kind(folder: Path) -> None:
+    whole = steps_of(images(folder), 1)
+    replaced = steps_of(images(folder, {"transform": picky}), 1)  # each step is still of one kind
+    assert len(replaced) == len(whole)
+    keys = {key for step in replaced for pack in step for key in pack}
+    assert keys == {key for step in whole for pack in step for key in pack if int(key) % 5 != 1}
+    with pytest.raises(DecodeError, match="transform returned None"):
+        steps_of(images(folder, {"transform": picky, "on_error": "raise"}), 1)
 
 
 def test_mixed_shards_are_warned_of_with_the_command_and_too_large_kinds_are_left_out(
