@@ -16,6 +16,8 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError, DecodeError, StateError
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 NUM, PER_SHARD, GLOBAL = 1_200, 300, 4
 SIZES = ((8, 8), (4, 16), (16, 4), (6, 8))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,13 @@ def test_a_quantity_is_known_by_its_values_and_another_one_is_another_set(folder
 def test_what_is_no_quantity_is_refused_with_the_cure(folder: Path, budget: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Packed(StreamingDataset(folder), LENGTH, budgets={"it": budget})
+
+
+def test_fractions_are_a_budget_as_the_message_says(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="holds double, expected whole numbers") as refused:
+        Packed(StreamingDataset(folder), LENGTH, budgets={"seconds": 600})
+    (cure,) = re.findall(r"budgets=(\{.*\})", str(refused.value))
+    assert len(Packed(StreamingDataset(folder), LENGTH, budgets=ast.literal_eval(cure))) > 1
 
 
 def test_quantities_travel_and_name_any_column() -> None:

@@ -14,7 +14,7 @@ from streaming.sets.filters.select import column_reader, late_names
 from streaming.shards.catalog.open import OpenShards
 from streaming.shards.index.chunk_table import numbers
 from streaming.shards.index.columns import Values, amounts_of, numbers_of, plain_values
-from streaming.shards.index.where import Quantity, unknown_column
+from streaming.shards.index.where import Quantity, unknown_column, written
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -94,7 +94,8 @@ class Lengths:
         if str(values.type) not in _TYPES and len(values) != values.null_count:
             raise ConfigError(
                 f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the number of "
-                "tokens of each sample"
+                "tokens of each sample. A budget of fractions is arithmetic: "
+                f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}"
             )
         return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)
 
