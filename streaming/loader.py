@@ -140,8 +140,10 @@ class DataLoader(LoaderFace[BatchT]):
             expensive microbatches of all ranks coincide; ``"exchange"`` deals the packs of a global batch to the ranks
             by cost, through a gloo group, which requires all ranks to leave their loops after the same batch. None:
             keep the order.
-        cost: Cost of a pack: a pure function of the lengths of its pieces (int64 [n]), or the document length c beyond
-            which attention costs more than everything else; default: 61,000, for a model of 8 billion parameters.
+        cost: Cost of a pack: the document length c beyond which attention costs more than everything else (default:
+            61,000, for a model of 8 billion parameters); a budget, a column or arithmetic over columns of its
+            documents, as text: ``"patches"``, ``"num_labels"``, ``"tokens * tokens"``; or a pure function of the
+            lengths of its pieces (int64 [n]) and of the columns that its keyword-only parameters name.
         agreement_timeout: Seconds that the first iteration waits for the other ranks of the mesh, to check that all are
             about to read the same data. Ranks that differ raise an error; absent ranks cause a warning. None: no check.
         drop_last: torch's name: True means ``last_batch="drop"``, False ``"partial"``.

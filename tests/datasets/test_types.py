@@ -38,7 +38,7 @@ KNOWN = {
     "dataset.source": "SampleSource", "dataset.urls": "Sequence[str]", "dataset.fingerprint": "str",
     "dataset.fields": "tuple[str, ...] | None", "len(dataset)": "int",
     "packed[0]": SAMPLE, "packed[[0, 1]]": SAMPLES, "packed.documents": "StreamingDataset", "packed.fill": "float",
-    "packed.counts.split": "int", "packed.source": "PackedDocuments",
+    "packed.counts.split": "int", "packed.source": "PackedDocuments | KindsOfPacks",
     "mix[0]": SAMPLE, "mix.sizes": "dict[str, int]", "mix.names": "tuple[str, ...]", "mix.source": "MixedSource",
     "mix.map(lambda sample: sample)": "Mixture", 'Mixture.from_file("mixture.json")': "Mixture",
     "balanced[0]": SAMPLE, "balanced.dataset": "StreamingDataset", "balanced.source": "GroupedSource",

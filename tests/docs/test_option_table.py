@@ -268,6 +268,13 @@ CASES: dict[str, dict[str, Case]] = {
             lambda kind, _: {"Packed": {"length": 8, "stride": 4}} if kind in OF_TEXT else {})),
         "budgets": Case({"n": 60}),
         "alike": Case(("cls",)),
+        "alike_across_ranks": Case(
+            value=True,
+            base=By(lambda kind, _: {
+                "Packed": {"alike": ("cls",)} if kind != "packed" else {},
+                "DataLoader": {"batch_size": 1, "last_batch": "drop"},
+            }),
+        ),
     },
     "Balanced": {
         "dataset": Case(lambda places, of: StreamingDataset(places.url("other"))),

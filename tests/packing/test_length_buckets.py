@@ -220,8 +220,6 @@ def test_a_mixture_of_them(folder: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_cure(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"field=None: samples that are not tokens.*add padded=True"):
-        Packed(clips(folder), BUDGET, column="frames", field=None)
     with pytest.raises(ConfigError, match=r"overlong='split' with field=None.*use overlong=.drop"):
         buckets(clips(folder), overlong="split")
     for option in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,18 @@ def test_a_type_that_the_sizes_contradict_is_said(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         Packed(documents, 64, dtype="uint32")
     assert "field 'tok' has 8 bytes for each token of column 'tokens', but dtype='uint32' has 4" in caplog.text
+
+
+def test_a_column_counts_the_tokens_with_loss_where_there_is_a_mask(tmp_path: Path) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
+    assert run("convert", source, out, "--tokens-field", "input_ids", "--mask-field", "mask").exit_code == 0
+    counts = Counter(sum(mask) for mask in MASKS)
+    assert {n: len(StreamingDataset(out, where=f"num_labels = {n}")) for n in counts} == counts
+    packed = Packed(StreamingDataset(out), 512, mask_field="mask")
+    with DataLoader(packed, batch_size=8, balance="local", cost="num_labels", last_batch="partial") as loader:
+        for batch in loader:
+            labels = [sum(sum(MASKS[int(key)]) for key in keys) for keys in batch["__key__"]]
+            assert labels == sorted(labels, reverse=True)
+    assert run("convert", source, tmp_path / "plain", "--tokens-field", "input_ids").exit_code == 0
+    with pytest.raises(ConfigError, match="no column 'num_labels'"):
+        StreamingDataset(tmp_path / "plain", where="num_labels = 1")

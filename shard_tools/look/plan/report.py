@@ -368,7 +368,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         warnings=(),
         limits=loads.rooms.memory.parts,
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
-        packs=PackTotals.of(planned, options.sizes) if planned.is_packed else None,
+        packs=PackTotals.of(planned, options.sizes, whole) if planned.is_packed else None,
         num_ranges=max((getattr(one, "num_ranges", 1) for _, one in sets_of(planned)), default=1),
         versions=planned.opened_versions,
     )

@@ -183,6 +183,7 @@ def _summary(report: PlanReport) -> list[str]:
     ]
     if report.packs is not None:
         lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")
+        lines[2:2] = [f"budget    {use.in_words}" for use in report.packs.budgets]
         if rows := report.packs.rows_in_words:
             lines.insert(2, f"rows      a batch has {rows}")
     if report.replica_world_size > 1:

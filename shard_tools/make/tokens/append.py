@@ -16,7 +16,15 @@ from shard_tools.make.convert.pack import Destination
 from shard_tools.make.tokens.documents import Reading, Share
 from shard_tools.make.tokens.encode import DocumentEncoder
 from shard_tools.make.tokens.run import TokenizeOptions, open_encoder, open_id_encoder, open_reader, reading_of
-from shard_tools.make.tokens.source import POSITION_COLUMN, TOKENS_COLUMN, TokenSource, describe, key_of, meaning_of
+from shard_tools.make.tokens.source import (
+    LABELS_COLUMN,
+    POSITION_COLUMN,
+    TokenSource,
+    columns_of,
+    describe,
+    key_of,
+    meaning_of,
+)
 from shard_tools.make.tokens.tokenizer import BYTES, find_tokenizer
 from shard_tools.make.write.change import open_head
 from shard_tools.running.engine import DEFAULT_WORKERS
@@ -99,7 +107,7 @@ def append_tokens(
             progress=progress or NoProgress(), first=work.numbers_from,
         )  # fmt: skip
         added = work.add(
-            documents, numbered, source, columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
+            documents, numbered, source, columns=(*_columns_of(encoder, head), *options.columns),
             meaning=meaning_of(encoder), storage=storage, storage_options=storage_options, progress=NoProgress(),
         )  # fmt: skip
     return work.report(reader, added, begun_s, options.kind)
@@ -171,6 +179,11 @@ def _check_same(described: Mapping[str, object], journal: Journal, head: Head) -
                 f"{redact(head.home)}: its tokens were made otherwise ({shown}); give the tokenizer that made them, "
                 "with --tokenizer FILE, and its template, with --chat-template FILE"
             )
+
+
+def _columns_of(encoder: DocumentEncoder, head: Head) -> list[str]:
+    """Return the columns of new shards: a set written before masks were counted goes on without the counts."""
+    return [name for name in columns_of(encoder) if name != LABELS_COLUMN or name in head.schema.columns]
 
 
 def _records_of(head: Head, storage: Storage) -> int:

@@ -26,6 +26,7 @@ from shard_tools.make.tokens.source import (
     TOKENS_COLUMN,
     TokenSource,
     check_kept,
+    columns_of,
     describe,
     meaning_of,
 )
@@ -204,7 +205,8 @@ def tokenize(
 
     A sample has the field ``tok`` (ids, little-endian uint16, or uint32 if the vocabulary needs it), with messages also
     ``mask`` (uint8: 1 where the assistant speaks), and the fields in ``keep``. The sample table has ``tokens`` (their
-    number) and ``document`` (the number of the record in the source). Deterministic: the same source, tokenizer and
+    number), ``document`` (the number of the record in the source) and, with a mask, ``num_labels`` (the number of
+    tokens with 1). Deterministic: the same source, tokenizer and
     options give the same bytes, whether or not the work was interrupted and resumed. With ``split`` the source is read
     once per set; a document is encoded once.
 
@@ -403,7 +405,7 @@ def _packing(
             "on_error": options.on_error,
             **tokens,
         },
-        columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
+        columns=(*columns_of(documents.encoder), *options.columns),
         schema=meaning_of(documents.encoder),
         position=POSITION_COLUMN,
         storage_options=storage_options,

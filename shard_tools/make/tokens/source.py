@@ -21,11 +21,11 @@ from shard_tools.make.write.columns import follow
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from streaming.errors import ConfigError, DataError
-from streaming.shards.schema.value import Schema, SchemaField, TokenizerKey, TokenMeaning
+from streaming.shards.schema.value import SUPERVISED, Schema, SchemaField, TokenizerKey, TokenMeaning
 
 TOKENS_FIELD, MASK_FIELD = "tok", "mask"
 FIELDS_ALONE = ("tars", "files")  # kinds whose records have fields, but no table columns
-TOKENS_COLUMN, POSITION_COLUMN = "tokens", "document"
+TOKENS_COLUMN, POSITION_COLUMN, LABELS_COLUMN = "tokens", "document", SUPERVISED
 _BATCH_BYTES = 1 << 20  # text per call: a tokenizer takes some tenths of a second
 _BATCH_DOCUMENTS = 4096
 _log = logging.getLogger(__name__)
@@ -196,6 +196,8 @@ class TokenSource:
             fields[MASK_FIELD] = encoded.mask
         metadata = record.metadata or {name: follow(record.fields, name) for name in self.columns}
         counted = {TOKENS_COLUMN: num_tokens, POSITION_COLUMN: document.number}
+        if encoded.mask is not None:
+            counted[LABELS_COLUMN] = num_tokens - encoded.mask.count(0)
         return Record(
             key=record.key,
             fields=fields,
@@ -212,6 +214,11 @@ class TokenSource:
             return kept | {name: record.fields[name] for name in self.keep if name in record.fields}
         row = {name: record.metadata[name] for name in self.keep if name in record.metadata}
         return {**kept, "json": dump_json(row)} if row else kept
+
+
+def columns_of(encoder: DocumentEncoder) -> tuple[str, ...]:
+    """Return the columns that sets of an encoder's documents have: with masks, also the number of tokens with loss."""
+    return (TOKENS_COLUMN, POSITION_COLUMN, *((LABELS_COLUMN,) if encoder.masked else ()))
 
 
 def check_kept(names: tuple[str, ...]) -> None:

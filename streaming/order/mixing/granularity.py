@@ -32,10 +32,12 @@ class Granularity(ABC):
 
     Attributes:
         dealt: Its name in the entries of a ledger.
+        spelled: How users ask for it, in messages.
         batch_size: Samples of a batch of one source over all ranks, dealt together; None: batches are not the unit.
     """
 
     dealt: ClassVar[Dealt]
+    spelled: ClassVar[str] = ""
     batch_size: int | None = None
 
     @abstractmethod
@@ -226,6 +228,9 @@ class ByBatches(Granularity):
 
     batch_size: int | None = None  # not known before a loader has a size
     dealt = "batches"
+    spelled = 'batches="one_source"'
+    cure: ClassVar[str] = 'use batches="mixed"'
+    """How users ask for other batches."""
 
     @property
     def _size(self) -> int:
@@ -243,18 +248,18 @@ class ByBatches(Granularity):
 
     @override
     def under(self, global_batch_size: int | None) -> ByBatches:
-        return ByBatches(global_batch_size)
+        return replace(self, batch_size=global_batch_size)
 
     @override
     def check_shape(self, shape: Shape) -> None:
         if not shape.sizes.is_constant:
             raise ConfigError(
-                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
-                'global_batch_size an integer, or use batches="mixed"'
+                f"{self.spelled}: the source of a batch is worked out from batches of equal size; give "
+                f"global_batch_size an integer, or {self.cure}"
             )
         if (shape.epoch_size or 0) % shape.global_batch_size:
             raise ConfigError(
-                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
+                f"epoch_size: {self.spelled} needs a multiple of the global batch, {shape.global_batch_size}, "
                 f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
             )
 
@@ -289,6 +294,31 @@ class ByBatches(Granularity):
     @override
     def memory_cure(self, smaller: Callable[[], str]) -> str:
         return _cure('batches="one_source"', smaller(), 'batches="mixed"')
+
+
+class ByKinds(ByBatches):
+    """Whole batches of packs of one kind each, which are alike over all ranks: Packed(alike_across_ranks=True)."""
+
+    __slots__ = ()
+    spelled = "alike_across_ranks=True"
+    cure = "leave alike_across_ranks out"
+
+    @override
+    def drawn_of(self, blend: Blend) -> Blend:
+        few = {name: count for name, count in blend.readable({}).items() if count < self._size}
+        if few:
+            name, count = min(few.items(), key=lambda one: one[1])
+            more = f" (and {len(few) - 1:,} kinds more)" if len(few) > 1 else ""
+            raise ConfigError(
+                f"{self.spelled}: {name} has {count:,} packs{more}, too few for a global batch of {self._size:,}, all "
+                f"of one kind: it would never come. Leave such samples out, StreamingDataset(…, where='NOT ({name})'), "
+                "or give a smaller batch, a smaller length, or coarser kinds"
+            )
+        return ByBatches.drawn_of(self, blend)
+
+    @override
+    def memory_cure(self, smaller: Callable[[], str]) -> str:
+        return _cure(self.spelled, "", "packs of other kinds in a step")
 
 
 def granularity_of(quotas: str, batches: str) -> Granularity:

@@ -8,8 +8,9 @@ same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
@@ -23,35 +24,67 @@ from streaming.types import Int64Array
 
 Balance: TypeAlias = Literal["local", "exchange"]
 """Whether packs are only sorted within a rank, or also redistributed over all ranks of a global batch."""
-Cost: TypeAlias = Callable[[Int64Array], float]
-"""Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n]."""
+Cost: TypeAlias = Callable[..., float]
+"""Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n].
+
+Keyword-only parameters without a default are columns of the documents, or budgets, float64 [n]:
+``def cost(lengths, *, patches): …``.
+"""
 Costs: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.float64]"
 TOKENS_LIKE_ATTENTION = 61_000
 """c: for a document of c tokens, attention costs as much as everything else. For 8 billion parameters: 32 layers of
 width 4,096 spend 2 * 8e9 flops on a token and 2 * 32 * 4096 on each pair of tokens; 16e9 / 262,144 = 61,000."""
 
 
-def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost: Cost | int | None = None) -> Costs:
+def pack_costs(
+    lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost: Cost | str | int | None = None,
+    measured: npt.NDArray[np.float64] | None = None,
+) -> Costs:  # fmt: skip
     """Return the cost of each pack, [K].
 
-    Unless the user gives a function, the cost is ``size * c + sum of length**2``, in integers, so that every platform
-    sorts packs in the same order.
+    Unless the user gives a function or a quantity, the cost is ``size * c + sum of length**2``, in integers, so that
+    every platform sorts packs in the same order.
 
     Args:
         lengths: int64 [n], tokens of the pieces, pack after pack.
         splits: int64 [K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` are in pack k.
         sizes: int64 [K], token positions of each pack, including padding.
-        cost: A function of the lengths of one pack's pieces, or c (:data:`TOKENS_LIKE_ATTENTION`).
+        cost: A function of the lengths of one pack's pieces; a quantity of its documents, as text; or c
+            (:data:`TOKENS_LIKE_ATTENTION`).
+        measured: float64 [n, quantities], what :func:`quantities_of` names; None: nothing.
 
     Raises:
         ConfigError: ``cost`` is neither, or the function did not return a finite number.
     """
+    if isinstance(cost, str) and measured is not None:
+        packs = np.arange(len(splits) - 1).repeat(np.diff(splits))
+        return np.bincount(packs, measured[:, 0], len(splits) - 1)
     if callable(cost):
-        return np.array([_checked_cost(cost, lengths[a:b]) for a, b in pairwise(splits)])
+        names = quantities_of(cost)
+        given = np.empty((len(lengths), 0)) if measured is None else measured
+        return np.array(
+            [
+                _checked_cost(cost, lengths[a:b], dict(zip(names, given[a:b].T, strict=True)))
+                for a, b in pairwise(splits)
+            ]
+        )
     c = TOKENS_LIKE_ATTENTION if cost is None else checked_int("cost", cost, 1, 2**31)
     pairs = sums(lengths * lengths)
     costs: Int64Array = sizes * c + np.diff(pairs[splits])
     return costs
+
+
+def quantities_of(cost: Cost | str | int | None) -> tuple[str, ...]:
+    """Return the names of columns or budgets, or the arithmetic over columns, that a cost needs of each document."""
+    if isinstance(cost, str):
+        return (cost,)
+    if not callable(cost):
+        return ()
+    try:
+        parameters = signature(cost).parameters.values()
+    except (TypeError, ValueError):  # of compiled code
+        return ()
+    return tuple(one.name for one in parameters if one.kind == one.KEYWORD_ONLY and one.default is one.empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +100,18 @@ class BalanceRules:
     """
 
     how: Balance
-    cost: Cost | int | None = None
+    cost: Cost | str | int | None = None
 
     def __post_init__(self) -> None:
         if self.how not in get_args(Balance):
             raise ConfigError(f"balance: expected one of {', '.join(get_args(Balance))}, or None, got {self.how!r}")
-        if self.cost is not None and not callable(self.cost):
+        if self.cost is not None and not callable(self.cost) and not isinstance(self.cost, str):
             checked_int("cost", self.cost, 1, 2**31)
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """See :func:`quantities_of`."""
+        return quantities_of(self.cost)
 
 
 def order_local(costs: Costs) -> Int64Array:
@@ -123,8 +161,8 @@ def idle(costs: Costs) -> float:
     return float(1 - costs.mean(axis=0).sum() / waits) if waits else 0.0
 
 
-def _checked_cost(cost: Cost, lengths: Int64Array) -> float:
-    found = cost(lengths)
+def _checked_cost(cost: Cost, lengths: Int64Array, given: Mapping[str, npt.NDArray[np.float64]]) -> float:
+    found = cost(lengths, **given)
     if not is_number(found) or not np.isfinite(float(found)):
         raise ConfigError(
             f"cost: expected a finite number for a pack whose documents have the lengths {lengths.tolist()[:8]}, "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.common.arrays import sums
 from streaming.order.packing.balance import BalanceRules, Costs, pack_costs
@@ -106,10 +107,12 @@ class PackRows:
         """The index of each piece in its pack, int64 [n], from 0."""
         return np.arange(len(self.samples)) - self.splits[self.packs]
 
-    def costs_by(self, rules: BalanceRules, length: int) -> Costs:
-        """Return the cost of each pack as a row of ``length`` tokens, [B]."""
+    def costs_by(
+        self, rules: BalanceRules, length: int, measured: npt.NDArray[np.float64] | None = None
+    ) -> Costs:  # fmt: skip
+        """Return the cost of each pack as a row of ``length`` tokens, [B]; ``measured``: see ``pack_costs``."""
         sizes = np.full(self.num_packs, length)
-        return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost)
+        return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost, measured)
 
     def kept(self) -> KeptPacks:
         """Return the same packs in a form from which single packs can be chosen."""

@@ -19,6 +19,8 @@ Overlong: TypeAlias = Literal["split", "truncate", "drop"]
 """Treatment of a document that is longer than a pack."""
 MAX_LENGTH = 2**30
 """Maximum tokens of a pack; ``cu_seqlens`` are int32."""
+MAX_AMOUNT = 2**40
+"""Maximum of a further budget: the square of a length of 2**20 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class PackRules:
             ``overlong="drop"``: a document over any budget is left out.
         alike: Number of further columns in which the pieces of a pack must be equal, such as height and width. Needs
             ``padded``.
+        spread: Whether, under several budgets, pieces may also be spread over the fewest packs that could hold them;
+            see ``several_budgets``.
 
     Raises:
         ConfigError: An attribute is invalid.
@@ -57,6 +61,7 @@ class PackRules:
     stride: int | None = None
     budgets: tuple[int, ...] = ()
     alike: int = 0
+    spread: bool = False
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -72,7 +77,7 @@ class PackRules:
                 raise ConfigError(
                     f'stride={self.stride} cuts overlong documents: it needs overlong="split", got {self.overlong!r}'
                 )
-        set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_LENGTH) for budget in self.budgets))
+        set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_AMOUNT) for budget in self.budgets))
         if self.budgets and self.overlong != "drop":
             raise ConfigError(
                 f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: for part of a document its use '

@@ -1,8 +1,10 @@
 """Fit pieces under several budgets at once: tokens, and other quantities that are limited in a pack.
 
 This is best-fit-decreasing with one number for the size of a piece and for the room of a pack: the sum of its shares of
-all budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). Shares are integers in
-units of 2**-40, so that the result is the same on every platform.
+all budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). If several budgets bind,
+packs run out of one while they have room in another. So with ``rules.spread`` pieces are also spread over the fewest
+packs that could hold them, each into the pack that has the most of what the piece needs (their dot product), and the
+result with fewer packs is taken. Shares are integers, so that the result is the same on every platform.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from streaming.types import Int64Array
 
 _WHOLE = 2**40  # of a budget; times budgets of up to 2**20 columns, sums fit into 63 bits
 _NEVER = np.iinfo(np.int64).max
+_FINE = 2**20  # of a budget: products of two shares, of up to 2**20 columns, fit into 63 bits
 _OPENED = 64
 """Number of packs allocated at first; doubled when necessary."""
 
@@ -35,12 +38,15 @@ def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int
     """Fit pieces, in this order, into packs that exceed no budget; return the pack of each.
 
     Among the packs with room in every budget, a piece goes into the one with the least room, as a sum of shares; ties
-    go to the first. Padded packs are runs of pieces with equal values in the columns that must be alike.
+    go to the first. With ``rules.spread``, see the module. Padded packs are runs of pieces with equal values in the
+    columns that must be alike.
     """
     taken = _taken(pieces, rules)[order]
     if rules.padded:
         return _runs_of_like(taken, _kinds(pieces, rules)[order], rules)
-    return _best_fit(taken, rules)
+    found = _best_fit(taken, rules)
+    fewest = _fewest(taken, rules) if rules.spread and found else 0
+    return min(found, _spread(taken, rules, fewest), key=max) if fewest and max(found) >= fewest else found
 
 
 def _taken(pieces: Pieces, rules: PackRules) -> Int64Array:
@@ -86,6 +92,42 @@ def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
         if pack == len(scores) - 1:
             rooms = [np.append(room, np.full_like(room, limit)) for room, limit in zip(rooms, limits, strict=True)]
             scores = np.append(scores, np.full_like(scores, whole))
+    return pack_of
+
+
+def _limits(rules: PackRules) -> list[int]:
+    """Return the limits of a pack, of which the last may be its number of pieces."""
+    return [rules.length, *rules.budgets, *([] if rules.max_docs is None else [rules.max_docs])]
+
+
+def _counted(taken: Int64Array, rules: PackRules) -> Int64Array:
+    """Return the amounts that pieces take of all ``_limits``: of the number of pieces, 1."""
+    return taken if rules.max_docs is None else np.column_stack([taken, np.ones(len(taken), np.int64)])
+
+
+def _fewest(taken: Int64Array, rules: PackRules) -> int:
+    """Return a number of packs that no packing can do with less than: by the sum of each budget."""
+    limits = np.maximum(np.array(_limits(rules)), 1)
+    return int((-(-_counted(taken, rules).sum(axis=0) // limits)).max(initial=1))
+
+
+def _spread(taken: Int64Array, rules: PackRules, num_packs: int) -> list[int]:
+    """Return the pack of each piece: of a number of packs open from the start, that with the most of what it needs."""
+    limits = np.array(_limits(rules), np.int64)
+    taken = _counted(taken, rules)
+    shares = taken * _FINE // np.maximum(limits, 1)
+    rooms = np.tile(limits, (num_packs, 1))  # [packs, limits]; a new pack is added if none has room
+    left = np.full(rooms.shape, _FINE, np.int64)
+    pack_of: list[int] = []
+    for piece, share in zip(taken, shares, strict=True):
+        fits = (rooms >= piece).all(axis=1)
+        pack = int(np.where(fits, left @ share, -1).argmax())
+        if not fits[pack]:
+            pack = len(rooms)
+            rooms, left = np.append(rooms, [limits], axis=0), np.append(left, np.full((1, len(limits)), _FINE), axis=0)
+        rooms[pack] -= piece
+        left[pack] -= share
+        pack_of.append(pack)
     return pack_of
 
 

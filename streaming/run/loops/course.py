@@ -215,8 +215,8 @@ class Mixed(RunOrder):
         self.num_samples = int(mixture.chunk_samples.sum())
         if self.samples_per_pass < mixture.num_readable:
             _log.info(
-                'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
-                "each source comes first in the next epoch", self.samples_per_pass, mixture.num_readable,
+                "%s: an epoch has %d of %d samples, in whole batches of each source; the rest of each source comes "
+                "first in the next epoch", mixture.deal.spelled, self.samples_per_pass, mixture.num_readable,
             )  # fmt: skip
         self._has_begun = False
         self._orders: Orders | None = None

@@ -207,7 +207,7 @@ class LoaderOptions(Generic[BatchT]):
             harmless=(None, "local"),
         ),
     ))  # fmt: skip
-    cost: Cost | int | None = None
+    cost: Cost | str | int | None = None
     agreement_timeout: float | None = field(default=DEFAULT_TIMEOUT_S, metadata=_rule(
         _seconds("no check"), torch=NoEffect(
             "only loaders over a StreamingDataset compare what their ranks read. Leave it out",

@@ -6,12 +6,13 @@ import builtins
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, overload
 
-from streaming.common.arguments import checks_names, option_names, shows
+from streaming.common.arguments import checked_flag, checks_names, option_names, shows
 from streaming.errors import ConfigError
 from streaming.order.packing.rules import Overlong
 from streaming.order.plan.schedule import Schedule
 from streaming.sets.datasets.dataset import StreamingDataset
 from streaming.sets.datasets.face import DataSet, Numbers, reading
+from streaming.sets.sources.kinds import KindsOfPacks
 from streaming.sets.sources.packs import PackCounts, PackedDocuments
 from streaming.types import Sample, Transform
 
@@ -30,7 +31,7 @@ _ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(Stre
 
 
 @checks_names(_ELSEWHERE)
-class Packed(DataSet[PackedDocuments]):
+class Packed(DataSet[PackedDocuments | KindsOfPacks]):
     """Pack the documents of a dataset into sequences of ``length`` tokens, with almost no padding.
 
     A sample is a pack. The set can be given to a ``DataLoader``, which keeps all its promises (the same global batches
@@ -75,6 +76,14 @@ class Packed(DataSet[PackedDocuments]):
     the samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
     tensor.
 
+    With ``field=None`` alone a pack is a list of whole samples whose sizes are at most ``length`` together, within all
+    ``budgets``, for programs that collate themselves: a batch is a list of such lists, or what ``collate_fn`` makes of
+    it. A sample that cannot be read, or that ``transform`` drops, leaves its list. ::
+
+        pages = Packed(StreamingDataset(url, transform=tokenized), length=8192, field=None, budgets={"patches": 4096})
+        for lists in DataLoader(pages, batch_size=4):
+            batch = [join(samples) for samples in lists]
+
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
     cannot be read counts as a bad sample of the dataset; with ``on_error="substitute"`` and ``"skip"`` it becomes
@@ -113,11 +122,14 @@ class Packed(DataSet[PackedDocuments]):
             than once.
         overlap_labels: Whether a token contributes to the loss in every window that holds it. False: only in the first,
             so that each counts once; in later windows it is context, with the label ``ignore_id``.
-        budgets: Further limits per pack: a maximum for each column named, such as ``{"image_tokens": 4096}``. Documents
-            that exceed a budget, or T, are dropped.
+        budgets: Further limits per pack: a maximum for each column named, such as ``{"image_tokens": 4096}``, or for a
+            quantity: a name, arithmetic over columns and a maximum, ``{"pairs": ("tokens * tokens", 2**26)}``.
+            Documents that exceed a budget, or T, are dropped.
         alike: For padded packs: columns of integers that are equal for all documents of a batch, such as ``("height",
             "width")`` of images, or a late column of bucket numbers. Each group leaves one partial batch for each
             combination of values.
+        alike_across_ranks: Whether the packs of all ranks in a step are alike, too: each global batch holds packs of
+            one combination of values. What fills no global batch comes first in the next epoch. Not in a ``Mixture``.
 
     Raises:
         ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform``, or holds
@@ -146,11 +158,13 @@ class Packed(DataSet[PackedDocuments]):
         padded: bool = False,
         stride: int | None = None,
         overlap_labels: bool = True,
-        budgets: Mapping[str, int] | None = None,
+        budgets: Mapping[str, int | tuple[str, int]] | None = None,
         alike: Sequence[str] = (),
+        alike_across_ranks: bool = False,
     ) -> None:
         _check_documents(documents)
-        self._source = PackedDocuments(
+        kind = KindsOfPacks if checked_flag("alike_across_ranks", alike_across_ranks) else PackedDocuments
+        self._source = kind(
             documents.source, length, column=column, field=field, dtype=dtype, overlong=overlong, mask_field=mask_field,
             shift_labels=shift_labels, labels_across=labels_across, pad_id=pad_id, ignore_id=ignore_id,
             max_docs=max_docs, multiple=multiple, padded=padded, stride=stride, overlap_labels=overlap_labels,

@@ -13,7 +13,8 @@ from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.select import column_reader, late_names
 from streaming.shards.catalog.open import OpenShards
 from streaming.shards.index.chunk_table import numbers
-from streaming.shards.index.columns import Values
+from streaming.shards.index.columns import Values, amounts_of, numbers_of, plain_values
+from streaming.shards.index.where import Quantity, unknown_column, written
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
 
@@ -21,6 +22,8 @@ UNKNOWN = -1
 """Number of tokens of a sample without a value in the column."""
 _KEPT_BYTES = 256 << 20
 """Memory for the columns of recently used shards: 32 million samples. The columns of other shards are read again."""
+_MOST = 2.0**62
+"""Largest derived size: larger ones count as this, which no budget holds."""
 _TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -30,12 +33,12 @@ class Lengths:
     Args:
         storage: Store of the index.
         shards: The shards.
-        columns: Names of the columns: the tokens, and other sizes with a budget.
+        columns: Names of the columns, or arithmetic over them: the tokens, and other sizes with a budget.
         late: The late columns among them.
     """
 
     def __init__(
-        self, storage: Storage, shards: OpenShards, columns: Sequence[str], late: Mapping[str, LateColumn]
+        self, storage: Storage, shards: OpenShards, columns: Sequence[str | Quantity], late: Mapping[str, LateColumn]
     ) -> None:
         self._storage, self._shards, self._columns, self._late = storage, shards, tuple(columns), late
         self._begin()
@@ -44,7 +47,7 @@ class Lengths:
         if self._shards.table is None:
             raise IndexMissingError(f"Packed needs an index; {self._shards.missing_index}")
         self._read: Callable[[int], tuple[dict[str, Values], list[str]]] = column_reader(
-            self._storage, self._shards, self._shards.table, list(self._columns), self._late
+            self._storage, self._shards, self._shards.table, names_in(self._columns), self._late
         )
         self._recent = LruCache[int, Int64Array](_KEPT_BYTES, attrgetter("nbytes"))
 
@@ -70,7 +73,10 @@ class Lengths:
 
     def _values(self, shard: int) -> Int64Array:
         columns, there = self._read(shard)
-        found = [self._column(shard, name, columns, there) for name in self._columns]
+        found = [
+            self._derived(one, columns, there) if isinstance(one, Quantity) else
+            self._column(shard, one, columns, there) for one in self._columns
+        ]  # fmt: skip
         return found[0] if len(found) == 1 else np.column_stack(found)
 
     def _column(self, shard: int, column: str, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
@@ -88,6 +94,25 @@ class Lengths:
         if str(values.type) not in _TYPES and len(values) != values.null_count:
             raise ConfigError(
                 f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the number of "
-                "tokens of each sample"
+                "tokens of each sample. A budget of fractions is arithmetic: "
+                f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}"
             )
         return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)
+
+    def _derived(self, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
+        """Return a derived size of each sample, rounded up to a whole number."""
+        missing = sorted(quantity.names - columns.keys())
+        if missing:
+            known = {*there, *late_names(self._storage, self._shards)}
+            raise unknown_column(missing[0], known, f"Packed: budgets: {str(quantity)!r}")
+        rows = len(columns[min(quantity.names)])
+        found = numbers_of(plain_values(amounts_of(quantity, columns, rows)))
+        if found is None:
+            raise AssertionError("arithmetic gives numbers")
+        return np.where(np.isnan(found), UNKNOWN, np.ceil(np.minimum(found, _MOST))).astype(np.int64)
+
+
+def names_in(columns: Sequence[str | Quantity]) -> list[str]:
+    """Return the names of the columns that some sizes are read from or derived from, each once."""
+    found = [sorted(one.names) if isinstance(one, Quantity) else [one] for one in columns]
+    return list(dict.fromkeys(name for names in found for name in names))

@@ -125,22 +125,7 @@ class GroupedSource(MixedSource):
         Raises:
             StateError: The groups differ from those of the state.
         """
-        missing = sorted(set(ledger.sources) - set(self.names))
-        if missing:
-            cure = self.leaves[self.names[0]].where_is("", versions.get(missing[0], ())) or (
-                "Build it from the same columns, groups and samples; only its schedule and weights may change"
-            )
-            raise StateError(
-                f"this state drew from the groups {some_names(missing)}, but this {self._kind} has "
-                f"{some_names(self.names)}. {cure}"
-            )
-        others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
-        if others:
-            cure = self.leaves[others[0]].where_is("", versions.get(others[0], ())) or (
-                "Open the same shards in the same order, with the same filter; if a column was added again since, give "
-                "it back its old values"
-            )
-            raise StateError(f"this state was saved over other samples: the group {others[0]!r} differs. {cure}")
+        check_groups(self, ledger, versions, self._kind)
         super().check_ledger(ledger, versions)
 
     @cached_property
@@ -171,6 +156,30 @@ class GroupedSource(MixedSource):
         if self.is_reweighed:
             said.append(f"reweighted: {self.blend.in_words()}")
         return ", ".join(said)
+
+
+def check_groups(source: MixedSource, ledger: Ledger, versions: Versions, kind: str) -> None:
+    """Check that the groups of a source, made by a class called ``kind``, are those of a run's ledger.
+
+    Raises:
+        StateError: The groups differ from those of the state.
+    """
+    missing = sorted(set(ledger.sources) - set(source.names))
+    if missing:
+        cure = source.leaves[source.names[0]].where_is("", versions.get(missing[0], ())) or (
+            "Build it from the same columns, groups and samples; only its schedule and weights may change"
+        )
+        raise StateError(
+            f"this state drew from the groups {some_names(missing)}, but this {kind} has "
+            f"{some_names(source.names)}. {cure}"
+        )
+    others = [name for name, found in source.fingerprints.items() if ledger.sources.get(name, found) != found]
+    if others:
+        cure = source.leaves[others[0]].where_is("", versions.get(others[0], ())) or (
+            "Open the same shards in the same order, with the same filter; if a column was added again since, give "
+            "it back its old values"
+        )
+        raise StateError(f"this state was saved over other samples: the group {others[0]!r} differs. {cure}")
 
 
 def grouped(

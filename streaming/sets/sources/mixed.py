@@ -73,6 +73,8 @@ class MixedSource(JoinedSource):
 
     is_reweighed = False
     """Whether the weights come from ``set_weights`` instead of the arguments."""
+    alone = ""
+    """Why this source cannot be mixed with others; "": it can."""
 
     def __init__(  # noqa: PLR0913  the options of Mixture
         self,
@@ -99,6 +101,7 @@ class MixedSource(JoinedSource):
         self.sources = dict(sources)
         self._units: dict[str, ChunkTable] = {}
         self.fetch_bytes: dict[str, int] = {}
+        _check_alone(sources)
         _check_packs(_leaves(sources))
         self.classes = classes
         self._combine_schemas()
@@ -439,6 +442,17 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, Leaf]:
         else:
             found[name] = one
     return dict(sorted(found.items()))
+
+
+def _check_alone(sources: Mapping[str, Leaf | MixedSource]) -> None:
+    """Refuse sources that cannot be mixed.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, one in sources.items():
+        if isinstance(one, MixedSource) and one.alone:
+            raise ConfigError(f"sources: {name!r}: {one.alone}")
 
 
 def _place_of(name: str, one: Leaf | MixedSource) -> str:

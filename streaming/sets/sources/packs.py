@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from infra import agent_store, is_first_process
 from streaming.build.batches.build import OnError, SourceRecipe
@@ -18,22 +19,25 @@ from streaming.build.batches.draws import Chain
 from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
 from streaming.build.batches.items.packs import TokenPacks
 from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields
-from streaming.common.arrays import sums
+from streaming.common.arrays import rows_by, sums
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.common.job.store import job_peers
 from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.order.packing.fit import Fit, fit, pack
 from streaming.order.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
+from streaming.order.packing.layout import PackRows
 from streaming.order.packing.rules import Overlong, PackRules, cut
 from streaming.order.plan.schedule import Schedule
-from streaming.sets.filters.lengths import UNKNOWN, Lengths
+from streaming.sets.filters.lengths import UNKNOWN, Lengths, names_in
+from streaming.sets.filters.measures import Measures
 from streaming.sets.filters.select import late_columns_of
 from streaming.sets.sources.keys import KeysOfShards
 from streaming.sets.sources.samples import SampleSource
 from streaming.shards.catalog.open import check_fields, digest_of
 from streaming.shards.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
 from streaming.shards.catalog.source import ChunkSource
+from streaming.shards.index.where import Quantity, column_quantity, parse_quantity
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -59,6 +63,7 @@ class PackCounts:
         dropped: Documents longer than a pack that were left out.
         empty: Documents without tokens.
         places: Token positions in all packs, including padding.
+        amounts: What the packs hold of each further budget.
     """
 
     documents: int
@@ -69,19 +74,31 @@ class PackCounts:
     dropped: int
     empty: int
     places: int
+    amounts: tuple[int, ...] = ()
 
     def __add__(self, other: PackCounts) -> PackCounts:
-        return PackCounts(**{name: getattr(self, name) + getattr(other, name) for name in _COUNTS})
+        amounts = tuple(one + more for one, more in zip(self.amounts, other.amounts, strict=True))
+        return PackCounts(amounts=amounts, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS})
+
+
+class NothingToPackError(ConfigError):
+    """No document can be packed."""
+
+    def __init__(self, message: str, counts: PackCounts) -> None:
+        super().__init__(message)
+        self.counts = counts
 
 
 class PackedDocuments(PackedSource):
     """Make packs of the documents of a set, as tensors: the source behind a ``Packed``.
 
-    Its options are those of ``Packed``, which has their defaults.
+    Its options are those of ``Packed``, which has their defaults. Of several parts of a set, one reads the lengths, and
+    none logs its counts.
 
     Attributes:
         column: Column of lengths.
         alike: Columns in which all samples of a pack are equal.
+        budgets: What each further budget counts, by name.
         counts: Counts of the documents by outcome.
         items: The kind of row of a batch.
     """
@@ -113,13 +130,16 @@ class PackedDocuments(PackedSource):
         padded: bool,
         stride: int | None,
         overlap_labels: bool,
-        budgets: Mapping[str, int] | None,
+        budgets: Mapping[str, int | tuple[str, int]] | None,
         alike: Sequence[str],
+        lengths: Lengths | None = None,
+        is_part: bool = False,
     ) -> None:
         limits, kinds = checked_budgets(budgets, column), checked_alike(alike)
         rules, self.items = checked_items(
             {"length": length, "overlong": overlong, "multiple": multiple, "max_docs": max_docs, "padded": padded,
-             "stride": stride, "budgets": tuple(limits.values()), "alike": len(kinds)},
+             "stride": stride, "budgets": tuple(limit for _, limit in limits.values()), "alike": len(kinds),
+             "spread": any(text is not None for text, _ in limits.values())},
             {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id,
              "ignore_id": ignore_id},
             column=column, field=field, dtype=dtype, overlap_labels=overlap_labels,
@@ -130,29 +150,25 @@ class PackedDocuments(PackedSource):
         peers = job_peers(agent_store())
         shards = documents.shards
         check_fields(documents.storage, shards, fields, peers)
-        columns = (column, *limits, *kinds)
-        late = late_columns_of(documents.storage, shards, columns, peers)
-        lengths = Lengths(documents.storage, shards, columns, late)
-        read = copy.copy(documents)
-        if fields:
-            read.fields, read.decoders = fields, RawFields()
-            read.late = tuple(one for one in read.late if one.name in fields)
+        self.budgets = _quantities(limits)
+        columns = (column, *self.budgets.values(), *kinds)
+        if lengths is None:
+            late = late_columns_of(documents.storage, shards, names_in(columns), peers)
+            lengths = Lengths(documents.storage, shards, columns, late)
+        read = _reading(documents, fields)
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
         self.column, self.alike = column, kinds
         self.counts: PackCounts
         groups, self.counts = work.of_all(peers)
-        most = max(_LONG_ROW, self.counts.tokens)
-        if fields and not rules.padded and rules.length > most:
-            raise ConfigError(
-                f"length={rules.length:,}: expected at most {most:,}: a row longer than all "
-                f"{self.counts.tokens:,} tokens of the set together is memory for padding. Give a smaller length, or "
-                "padded=True"
-            )
+        if fields and not rules.padded:
+            _check_longest(rules.length, self.counts.tokens)
         super().__init__(read, groups, lengths, rules, fits)
         self.items = self.items.typed(lambda name: self._token_dtype(name, dtype, peers))
         self._lengths = lengths
+        self._measures: dict[tuple[str, ...], Measures] = {}
         self._take_over()
-        self._log_counts()
+        if not is_part:
+            self._log_counts()
 
     # --- what users read by number ---
 
@@ -160,6 +176,11 @@ class PackedDocuments(PackedSource):
     def num_readable(self) -> int:
         """Number of packs."""
         return int(self.chunk_samples.sum())
+
+    @property
+    def lengths(self) -> Lengths:
+        """Reads the lengths of documents, also for other parts of the same set."""
+        return self._lengths
 
     @property
     def unit(self) -> str:
@@ -175,6 +196,12 @@ class PackedDocuments(PackedSource):
     def fill(self) -> float:
         """Fraction of token positions that hold tokens, 0 to 1."""
         return self.counts.packed / self.counts.places
+
+    @property
+    def fills(self) -> dict[str, float]:
+        """Fraction of each further budget that packs use, by name."""
+        limits = self.num_readable * np.maximum(np.array(self.rules.budgets, np.int64), 1)
+        return dict(zip(self.budgets, (np.array(self.counts.amounts) / limits).tolist(), strict=True))
 
     def read(self, numbers: Int64Array, sources: Sequence[str] = ()) -> list[Sample]:
         """Return packs by number, which must exist, as laid out in epoch 0 by the set's seed.
@@ -238,6 +265,37 @@ class PackedDocuments(PackedSource):
     def recipe_parts(self) -> tuple[SourceRecipe, ...]:
         """The recipe that makes packs of documents."""
         return self.documents.recipe_parts
+
+    def measured(self, texts: tuple[str, ...], chunk_ids: Int64Array, packs: PackRows) -> npt.NDArray[np.float64]:
+        """Return quantities of the pieces of packs, float64 [n, texts].
+
+        Args:
+            texts: Names of budgets, or arithmetic over columns of the documents.
+            chunk_ids: int64 [n], the group of each piece.
+            packs: Packs of n pieces.
+
+        Raises:
+            ConfigError: A text is not valid, or a document has no value.
+        """
+        order, pieces = [np.empty(0, np.int64)], []
+        for group, among in rows_by(chunk_ids):
+            shard = int(self.documents.table.shard[self._groups.firsts[group]])
+            pieces.append((shard, packs.samples[among] + self.chunk(group).first_sample))
+            order.append(among)
+        places = np.concatenate(order)
+        found = np.empty((len(places), len(texts)))
+        tokens = packs.stops - packs.starts
+        found[places] = self.measures_of(texts).of_pieces(pieces, tokens[places], packs.lengths[places])
+        return found
+
+    def measures_of(self, texts: tuple[str, ...]) -> Measures:
+        """Return the reader of these quantities, made once; see ``measured``."""
+        if texts not in self._measures:  # two threads may both make one; either serves
+            known = {
+                name: one if isinstance(one, Quantity) else column_quantity(one) for name, one in self.budgets.items()
+            }
+            self._measures[texts] = Measures.of(self.storage, self.documents.shards, texts, known)
+        return self._measures[texts]
 
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``RowSamples``: half of the bytes are for packs, half for lengths."""
@@ -314,8 +372,12 @@ class PackedDocuments(PackedSource):
                 f"{counts.tokens:,} {self.items.unit or 'in all'}",
                 "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
             )  # fmt: skip
+            if self.budgets:
+                shown = zip(self.fills.items(), self.rules.budgets, strict=True)
+                used = ", ".join(f"{name} {100 * fill:.2f} % of {limit:,}" for (name, fill), limit in shown)
+                _log.info("Packed: of further budgets packs use on average: %s", used)
         if self.alike:
-            self._log_fill()
+            log_fill(counts, self.rules, self.num_readable, self.alike, len(self.chunk_samples))
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
         if 2 * small > len(self.chunk_samples):
             _log.warning(
@@ -326,34 +388,21 @@ class PackedDocuments(PackedSource):
                 100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
             )  # fmt: skip
 
-    def _log_fill(self) -> None:
-        """Log how full batches of equal samples are, which depends on the number of samples of one kind in a group."""
-        counts, rules = self.counts, self.rules
-        room = counts.places / (self.num_readable * rules.length)
-        if rules.max_docs is not None:
-            held = counts.documents - counts.dropped - counts.empty
-            room = max(room, held / (self.num_readable * rules.max_docs))
-        summary = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
-        if room >= _FULL_ENOUGH:
-            if is_first_process():
-                _log.info("%s", summary)
-            return
-        _log.warning(
-            "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "
-            "kinds, a smaller length, or shards in which similar samples are adjacent (shard_tools reshard SOURCE "
-            "TARGET --sort COLUMN)",
-            summary, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
-        )  # fmt: skip
-
 
 class _Work:
     """Cut shards into groups and count their packs; ranks exchange the results of their shards as bytes."""
 
     def __init__(
-        self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str, ...], fits: Fits
-    ) -> None:
-        self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, columns
+        self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str | Quantity, ...],
+        fits: Fits,
+    ) -> None:  # fmt: skip
+        self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, list(map(str, columns))
         self._fits = fits
+
+    @property
+    def _num_counts(self) -> int:
+        """Number of counts of a shard: those by outcome, then the sum of each further budget."""
+        return len(_COUNTS) + len(self._rules.budgets)
 
     def of_all(self, peers: Peers | None) -> tuple[PackGroups, PackCounts]:
         """Return all groups, and the counts of documents by outcome; with peers, each rank handles a range of shards.
@@ -361,29 +410,29 @@ class _Work:
         Raises:
             ConfigError: No document can be packed.
         """
-        name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
-        totals, digests, rows = np.zeros(len(_COUNTS), np.int64), list[str](), []
+        name = digest_of([self._documents.fingerprint, asdict(self._rules), self._columns])
+        totals, digests, rows = np.zeros(self._num_counts, np.int64), list[str](), []
         for part in shared_parts(peers, f"packs/{name}", self._part):
             head, start = unframed(part)
             totals += head["counts"]
             digests += head["digests"]
             rows.append(np.frombuffer(part, "<i8", offset=start).reshape(-1, 3))
         firsts, stops, packs = np.concatenate(rows).astype(np.int64).T
-        counts = PackCounts(**dict(zip(_COUNTS, totals.tolist(), strict=True)))
+        plain, amounts = totals[: len(_COUNTS)].tolist(), totals[len(_COUNTS) :].tolist()
+        counts = PackCounts(amounts=tuple(amounts), **dict(zip(_COUNTS, plain, strict=True)))
         if not packs.sum():
             left_out = f"{counts.dropped:,} are longer than length={self._rules.length:,} (overlong='drop')"
-            raise ConfigError(
+            raise NothingToPackError(
                 f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
-                f"{self._columns[0]!r}, and {left_out}"
+                f"{self._columns[0]!r}, and {left_out}",
+                counts,
             )
         return PackGroups(firsts=firsts, stops=stops, packs=packs, digests=tuple(digests)), counts
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self._documents.urls), rank, world_size)
         found = on_threads(self._shard, mine, _REQUESTS, name="shardstream-packs")
-        counts = (
-            np.sum([one[1] for one in found], axis=0, dtype=np.int64) if found else np.zeros(len(_COUNTS), np.int64)
-        )
+        counts = np.sum([[0] * self._num_counts, *(one[1] for one in found)], axis=0, dtype=np.int64)
         head = {"counts": counts.tolist(), "digests": [one[2] for one in found]}
         rows = np.concatenate([np.empty((0, 3), np.int64), *(one[0] for one in found)]).astype("<i8")
         return framed(head, rows.tobytes())
@@ -394,7 +443,7 @@ class _Work:
         table, rules = self._documents.table, self._rules
         low, high = table.rows_of(shard)
         if low == high:
-            return np.empty((0, 3), np.int64), [0] * len(_COUNTS), ""
+            return np.empty((0, 3), np.int64), [0] * self._num_counts, ""
         _, samples = samples_between(self._documents, low, high)
         lengths = self._lengths(shard)[samples]  # int64 [n], or [n, columns] with budgets
         if lengths.min(initial=0) < 0:
@@ -411,7 +460,8 @@ class _Work:
             places += _places(lengths[begin:end], rules, found)
         pieces = cut(lengths, rules)
         counts = [len(lengths), int(counted.sum()), pieces.num_tokens, pieces.num_split, pieces.num_truncated,
-                  pieces.num_dropped, pieces.num_empty, places]  # fmt: skip
+                  pieces.num_dropped, pieces.num_empty, places,
+                  *pieces.amounts[:, : len(rules.budgets)].sum(axis=0).tolist()]  # fmt: skip
         rows = np.stack([firsts + low, stops + low, np.array(packs, np.int64)], axis=1)
         digest = hashlib.blake2b(lengths.astype("<i8").tobytes() + rows.astype("<i8").tobytes(), digest_size=16)
         return rows, counts, digest.hexdigest()
@@ -425,6 +475,61 @@ class _Work:
             f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; leave "
             f'such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or rebuild the column '
             "(`shard_tools column add`)"
+        )
+
+
+def log_fill(
+    counts: PackCounts, rules: PackRules, num_packs: int, alike: tuple[str, ...], num_groups: int
+) -> None:  # fmt: skip
+    """Log how full batches of equal samples are, which depends on the number of samples of one kind in a group."""
+    room = counts.places / (num_packs * rules.length)
+    if rules.max_docs is not None:
+        held = counts.documents - counts.dropped - counts.empty
+        room = max(room, held / (num_packs * rules.max_docs))
+    summary = f"Packed: batches of like {', '.join(alike)} are {100 * room:.0f} % full on average"
+    if room >= _FULL_ENOUGH:
+        if is_first_process():
+            _log.info("%s", summary)
+        return
+    _log.warning(
+        "%s: each of %s groups (at most %d MiB of a shard) leaves one batch of each kind partly filled. Use fewer "
+        "kinds, a smaller length, or shards in which similar samples are adjacent (shard_tools reshard SOURCE "
+        "TARGET --sort COLUMN)",
+        summary, f"{num_groups:,}", MAX_GROUP_BYTES >> 20,
+    )  # fmt: skip
+
+
+def _reading(documents: SampleSource, fields: tuple[str, ...]) -> SampleSource:
+    """Return documents of which only these fields are read, as bytes; (): as they are."""
+    read = copy.copy(documents)
+    if fields:
+        read.fields, read.decoders = fields, RawFields()
+        read.late = tuple(one for one in read.late if one.name in fields)
+    return read
+
+
+def _quantities(limits: Mapping[str, tuple[str | None, int]]) -> dict[str, Quantity | str]:
+    """Return what each budget counts: a column, or arithmetic over columns.
+
+    Raises:
+        ConfigError: A text is no arithmetic.
+    """
+    return {
+        name: name if text is None else parse_quantity(text, f"budgets: {name}") for name, (text, _) in limits.items()
+    }
+
+
+def _check_longest(length: int, num_tokens: int) -> None:
+    """Refuse rows that are long, and longer than all documents together.
+
+    Raises:
+        ConfigError: The rows are.
+    """
+    most = max(_LONG_ROW, num_tokens)
+    if length > most:
+        raise ConfigError(
+            f"length={length:,}: expected at most {most:,}: a row longer than all {num_tokens:,} tokens of the set "
+            "together is memory for padding. Give a smaller length, or padded=True"
         )
 
 

@@ -124,6 +124,28 @@ class JoinedSource(OneOrder):
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
 
+    def measured(self, texts: tuple[str, ...], chunk_ids: Int64Array, packs: PackRows) -> npt.NDArray[np.float64]:
+        """Return quantities of the pieces of packs, of documents of any source, float64 [n, texts]."""
+        found = np.empty((len(chunk_ids), len(texts)))
+        for source, among in rows_by(self.source_of(chunk_ids)):
+            some = replace(
+                packs, samples=packs.samples[among], starts=packs.starts[among], stops=packs.stops[among],
+                lengths=packs.lengths[among],
+            )  # fmt: skip
+            within = chunk_ids[among] - self._starts[source]
+            rows: Any = self._joined[source].rows
+            found[among] = rows.measured(texts, within, some)
+        return found
+
+    def measures_of(self, texts: tuple[str, ...]) -> object:
+        """Check that all sources have these quantities.
+
+        Raises:
+            ConfigError: One lacks a column.
+        """
+        packed: list[Any] = [one.rows for one in self._joined]
+        return [one.measures_of(texts) for one in packed]
+
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
         """See ``RowSamples``."""
         passes = self.pack_passes(passes)

@@ -35,6 +35,8 @@ _KEPT_BYTES = 256 << 20
 tokens, takes 110 KB, so these are some thousand groups."""
 _FITS_SHARE, _RECORDS_SHARE = 8, 4
 """Divisors of the memory of packs: for fits (4 bytes per piece, packs 32), and for the records of documents."""
+_LATER = ("alike", "spread")
+"""Rules that fingerprints leave out where they are unset, as they did before there were such rules."""
 Fits: TypeAlias = LruCache[int, Fit]
 """Pieces of a group that go together, by the group's first chunk."""
 
@@ -186,7 +188,7 @@ class PackedSource(OneOrder):
 
     def _fingerprint_of(self, documents: str, lengths: str) -> str:
         """Return the fingerprint of packs, given that of their documents and a digest of their lengths."""
-        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # as before it
+        rules = {name: value for name, value in asdict(self.rules).items() if value or name not in _LATER}
         return sha256(json.dumps([documents, lengths, rules], sort_keys=True).encode()).hexdigest()
 
     @property

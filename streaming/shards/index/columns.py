@@ -18,7 +18,15 @@ from streaming.shards.index.files import ADD_AGAIN, COLUMN_KIND, read_table, wri
 from streaming.shards.index.keys import key_array
 from streaming.shards.index.sample_table import KIND as SAMPLES
 from streaming.shards.index.sample_table import SampleTable
-from streaming.shards.index.where import Where, compared_exactly, hash_column, is_comparable, is_string, unknown_column
+from streaming.shards.index.where import (
+    Quantity,
+    Where,
+    compared_exactly,
+    hash_column,
+    is_comparable,
+    is_string,
+    unknown_column,
+)
 from streaming.types import Int64Array
 
 KEY = "__key__"
@@ -96,6 +104,25 @@ def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bit
     # A row satisfies a chain if it satisfies each part, so parts are evaluated one by one.
     found = [_part(part, known, num_rows) for part in where.parts or (where,)]
     return reduce(np.bitwise_and, found)
+
+
+def amounts_of(quantity: Quantity, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array:
+    """Return the quantity of each of ``num_rows`` rows, missing where the value of one of its columns is missing.
+
+    Raises:
+        ConfigError: A column holds no numbers, or a result exceeds 64 bits.
+    """
+    given = {name: _plain(columns[name]) for name in quantity.names}
+    given = {name: pa.nulls(num_rows) if one.null_count == num_rows else one for name, one in given.items()}
+    try:
+        return _project(quantity.compiled({name: one.type for name, one in given.items()}), given, num_rows)
+    except pa.ArrowException as error:
+        raise ConfigError(f"{quantity}: {str(error).splitlines()[0]}") from error
+
+
+def column_of(numbers: npt.NDArray[Any]) -> Values:
+    """Return numbers as a column."""
+    return pa.array(numbers)
 
 
 class _Columns:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, InvalidOperation
 from functools import partial, reduce
 from typing import Any, NoReturn, TypeAlias
@@ -117,6 +117,41 @@ class Where:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A number of each row, by arithmetic over its columns; immutable, equal if the text is equal.
+
+    Attributes:
+        text: The arithmetic with single blanks, which identifies it.
+        names: Columns that it uses.
+        compiled: Makes the expression from the columns' types.
+    """
+
+    text: str
+    names: frozenset[str]
+    compiled: Callable[[Types], pc.Expression] = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return parse_quantity, (self.text, "Quantity")
+
+
+def column_quantity(name: str) -> Quantity:
+    """Return the value of a column, which may have any name."""
+    return parse_quantity(written(name), "column")
+
+
+def written(name: str) -> str:
+    """Return the name of a column as conditions write it: in quotes if necessary."""
+    plain = _TOKEN.fullmatch(name)
+    if plain is not None and plain.lastgroup == "name" and name.lower() not in _KEYWORDS:
+        return name
+    quoted = name.replace('"', '""')
+    return f'"{quoted}"'
+
+
 def parse_where(text: str) -> Where:
     """Return the condition in ``text``.
 
@@ -138,6 +173,30 @@ def parse_where(text: str) -> Where:
         return _joined(pc.and_kleene, [part.compiled(types) for part in parts])
 
     return replace(_where(parser, roots[0][0], whole), compiled=compiled, parts=parts)
+
+
+def parse_quantity(text: str, option: str) -> Quantity:
+    """Return the arithmetic in ``text``, in the part of the language that conditions call a value.
+
+    Raises:
+        ConfigError: It is not arithmetic over columns; the message begins with ``option`` and shows where.
+    """
+    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
+        raise ConfigError(f"{option}: expected arithmetic over columns, such as 'tokens * tokens', got {text!r}")
+    parser = _Parser(text, option)
+    node, asked = parser.value()
+    if asked.hashed or not asked.compared:
+        raise ConfigError(
+            f"{option}: {text!r}: expected arithmetic over the columns of a sample, such as 'tokens * tokens'"
+        )
+
+    def compiled(types: Types) -> pc.Expression:
+        found = node(types)
+        if found.kind not in {"number", "nothing"}:
+            found.refuse(f"{found} is no number")
+        return found.expression.cast(pa.float64()) if found.kind == "nothing" else found.expression
+
+    return Quantity(text=parser.canonical, names=frozenset(asked.compared), compiled=compiled)
 
 
 def _where(parser: _Parser, root: _Node, asked: _Asked) -> Where:
@@ -422,7 +481,8 @@ class _Asked:
 class _Parser:
     """Parse by recursive descent; for one use. Each rule returns a function from column types to a typed expression."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, option: str = "where") -> None:
+        self._option = option
         self._asked = _Asked(set(), set())
         self._text = text
         self._tokens = self._tokenise()
@@ -447,6 +507,13 @@ class _Parser:
             found = [self._alone(self._or)]
         if self._token.kind != "end":
             self._refuse("expected AND, OR or the end")
+        return found
+
+    def value(self) -> tuple[_Node, _Asked]:
+        """Return the value that is the whole text, with its columns."""
+        found = self._alone(self._sum)
+        if self._token.kind != "end":
+            self._refuse("expected + - * / % or the end")
         return found
 
     def _alone(self, rule: Callable[[], _Node]) -> tuple[_Node, _Asked]:
@@ -495,7 +562,8 @@ class _Parser:
     def _refuse_at(self, problem: str, at: int) -> NoReturn:
         start = max(0, at - 60)
         raise ConfigError(
-            f"where: {problem}, at character {at + 1}:\n  {self._text[start : at + 40]}\n  {' ' * (at - start)}^"
+            f"{self._option}: {problem}, at character {at + 1}:\n  {self._text[start : at + 40]}\n  "
+            f"{' ' * (at - start)}^"
         )
 
     def _refuser(self, at: int) -> Callable[[str], NoReturn]:

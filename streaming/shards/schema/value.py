@@ -18,6 +18,8 @@ from streaming.shards.schema.kinds import KINDS, kind_by_name
 FORMAT = "shardstream-schema"
 LIVES = "lives"
 """The member that says that the chunk table says what the set means."""
+SUPERVISED = "num_labels"
+"""Column with the number of tokens of each document that carry loss; ``shard_tools convert`` writes it with a mask."""
 VERSION = 1
 WITHIN = ":"
 """Separator of a field and the path of a value in it, in the name of a part: ``"json:objects.label"``."""

@@ -57,6 +57,8 @@ def main() -> None:
         state = loader.state_dict()
     with loader_of(folder, mesh, balance="exchange", global_batch_size=RAMP) as loader:
         found["ramp"] = [rows_of(batch) for _, batch in zip(range(7), loader, strict=False)]
+    with loader_of(folder, mesh, balance="exchange", cost="tokens * tokens") as loader:
+        found["by columns"] = [rows_of(batch) for _, batch in zip(range(3), loader, strict=False)]
     with loader_of(folder, mesh, balance="exchange") as loader:
         loader.load_state_dict(state)
         for batch in loader:

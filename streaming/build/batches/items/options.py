@@ -7,11 +7,11 @@ from typing import Any
 
 from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
 from streaming.build.batches.items.pieces import PieceItems
-from streaming.build.batches.items.whole import WholeSamples
+from streaming.build.batches.items.whole import SampleLists, WholeSamples
 from streaming.common.arguments import checked_flag, checked_int, is_list, is_whole
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, shell_word
 from streaming.order.packing.layout import IGNORED, PackShape
-from streaming.order.packing.rules import MAX_LENGTH, PackRules
+from streaming.order.packing.rules import MAX_AMOUNT, PackRules
 from streaming.order.plan.sizes import Steps, steps_of
 
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
@@ -42,9 +42,11 @@ def checked_items(
     overlong = of_packs["overlong"] or ("drop" if field is None or of_packs["budgets"] else "split")
     lengths = steps_of("length", of_packs["length"], "Schedule.steps({0: 1024, 20_000: 4096})")
     if len(lengths) > 1:
-        _check_can_be_cut(of_packs)
+        _check_can_be_cut({**of_packs, "field": field is None and "None"})
     longest = max((length for _, length in lengths), default=0) if len(lengths) > 1 else lengths[0][1]
-    rules = PackRules(**{**of_packs, "overlong": overlong, "length": longest})
+    is_listed = field is None and not of_packs["padded"]
+    spread = bool(of_packs["spread"] or (is_listed and of_packs["budgets"]))
+    rules = PackRules(**{**of_packs, "overlong": overlong, "length": longest, "spread": spread})
     parts = _checked_parts(lengths, rules)
     _check_name("column", column)
     for option in ("shift_labels", "labels_across"):
@@ -55,7 +57,8 @@ def checked_items(
     if not overlap_labels and rules.stride is None:
         raise ConfigError("overlap_labels=False applies to windows that overlap; add stride=…, or leave it out")
     if field is None:
-        return rules, WholeSamples(length=rules.length, multiple=rules.multiple, max_docs=rules.max_docs)
+        kind = WholeSamples if rules.padded else SampleLists
+        return rules, kind(length=rules.length, multiple=rules.multiple, max_docs=rules.max_docs)
     for option, name in {"field": field, "mask_field": of_tokens["mask_field"]}.items():
         if name is not None:
             _check_name(option, name)
@@ -95,6 +98,7 @@ def _check_can_be_cut(of_packs: Mapping[str, Any]) -> None:
         "padded": "a padded pack is a batch under a budget, whose rows are as long as its documents",
         "stride": "windows that overlap are not cut a second time",
         "budgets": "for part of a document its use of the other budgets is not known, so none can be cut",
+        "field": "whole samples cannot be cut",
     }
     for option, reason in why.items():
         if of_packs[option]:
@@ -126,13 +130,8 @@ def _check_whole(of_tokens: Mapping[str, Any], of_packs: Mapping[str, Any]) -> N
     """Reject options that do not apply to whole samples.
 
     Raises:
-        ConfigError: The samples are not padded, are to be cut, or have an option for tokens.
+        ConfigError: The samples are to be cut, or have an option for tokens.
     """
-    if not of_packs["padded"]:
-        raise ConfigError(
-            "field=None: samples that are not tokens cannot be laid end to end in rows; add padded=True, for batches "
-            "of similar sizes under a budget, or name the field of tokens"
-        )
     overlong = of_packs["overlong"]
     if overlong not in (None, "drop"):
         raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')
@@ -143,8 +142,8 @@ def _check_whole(of_tokens: Mapping[str, Any], of_packs: Mapping[str, Any]) -> N
             )
 
 
-def checked_budgets(budgets: Any, column: str) -> dict[str, int]:
-    """Return the limits of a pack, by column.
+def checked_budgets(budgets: Any, column: str) -> dict[str, tuple[str | None, int]]:
+    """Return what each budget counts, and its limit per pack, by name: arithmetic, or None for the column of the name.
 
     Raises:
         ConfigError: ``budgets`` is not such a mapping, or names the column of tokens.
@@ -152,10 +151,32 @@ def checked_budgets(budgets: Any, column: str) -> dict[str, int]:
     if budgets is None:
         return {}
     if not isinstance(budgets, Mapping) or not all(isinstance(name, str) and name for name in budgets):
-        raise ConfigError(f'budgets: expected a number per column, such as {{"image_tokens": 4096}}, got {budgets!r}')
+        raise ConfigError(
+            f'budgets: expected a number per column, such as {{"image_tokens": 4096}}, or per quantity, such as '
+            f'{{"pairs": ("tokens * tokens", 2**26)}}, got {budgets!r}'
+        )
     if column in budgets:
         raise ConfigError(f"budgets: column {column!r} is already bounded by length=; name other columns")
-    return {name: checked_int(f"budgets: {name}", limit, 0, MAX_LENGTH) for name, limit in budgets.items()}
+    return {name: _checked_budget(name, budget) for name, budget in budgets.items()}
+
+
+def _checked_budget(name: str, budget: Any) -> tuple[str | None, int]:
+    """Return what a budget counts, and its limit.
+
+    Raises:
+        ConfigError: It is neither a number, nor arithmetic with a number.
+    """
+    if callable(budget) or (is_list(budget) and any(map(callable, budget))):
+        raise ConfigError(
+            f"budgets: {name}: a function cannot be compared with that of another rank or of a later run. Write "
+            f'arithmetic over columns, {{"{name}": ("tokens * tokens", 2**26)}}, or store its values in a column: '
+            f"`shard_tools column add URL {shell_word(name)} --compute MODULE:FUNCTION`"
+        )
+    if not is_list(budget):
+        return None, checked_int(f"budgets: {name}", budget, 0, MAX_AMOUNT)
+    if len(budget) != 2 or not isinstance(budget[0], str):
+        raise ConfigError(f'budgets: {name}: expected ("tokens * tokens", 2**26), a text and a number, got {budget!r}')
+    return budget[0], checked_int(f"budgets: {name}", budget[1], 0, MAX_AMOUNT)
 
 
 def checked_alike(alike: Any) -> tuple[str, ...]:

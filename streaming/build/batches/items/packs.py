@@ -25,7 +25,7 @@ from streaming.build.batches.build import (
 )  # fmt: skip
 from streaming.build.batches.draws import BatchDraws
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
-from streaming.build.batches.items.pieces import OneEach, PieceItems, pieces_of
+from streaming.build.batches.items.pieces import OneEach, PieceItems, check_measured, measured_by, pieces_of
 from streaming.build.batches.items.split_rows import join_packs, narrow_pack, split_packs
 from streaming.build.batches.jagged import Allocate, Form, checked_jagged
 from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock, cut_up, scaled
@@ -96,7 +96,7 @@ class TokenPacks(PieceItems):
         """See ``RowKind``: with ``balance="local"``, from the most to the least expensive pack."""
         if self.balance is None or self.balance.how != "local":
             return slice(None)
-        costs = self._costs(self.packs(stock, of), self.balance)
+        costs = self._costs(stock, of, self.packs(stock, of), self.balance)
         return order_local(costs.reshape(len(of.offsets), -1).sum(axis=1))  # a pack costs the sum of its rows
 
     def packs(self, stock: Stock, of: PlannedRows) -> PackRows:
@@ -107,10 +107,10 @@ class TokenPacks(PieceItems):
             packs = shorter(packs, self.shape.length, parts, self.shape.multiple)
         if self.balance is None or self.exchanged is None:
             return packs
-        return replace(packs, costs=self._costs(packs, self.balance))
+        return replace(packs, costs=self._costs(stock, of, packs, self.balance))
 
-    def _costs(self, packs: PackRows, rules: BalanceRules) -> Any:
-        return packs.costs_by(rules, self.shape.length // packs.parts)
+    def _costs(self, stock: Stock, of: PlannedRows, packs: PackRows, rules: BalanceRules) -> Any:
+        return packs.costs_by(rules, self.shape.length // packs.parts, measured_by(rules, stock, of, packs))
 
     def rows_at_once(self, stock: Stock, of: PlannedRows) -> Rows | None:
         """See ``GroupedRows``; under the engine's lock, never packs or waits for a column of lengths."""
@@ -153,7 +153,7 @@ class TokenPacks(PieceItems):
         nothing, recipe = np.empty(0, np.int64), replace(builder.recipe, finish=None)
         rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
         splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
-        is_mixed = len(recipe.parts) > 1 or bool(recipe.parts[0].name)
+        is_mixed = any(part.name for part in recipe.parts)  # unlike the kinds of one set
         sources = np.zeros(len(splits) - 1, np.int64) if is_mixed else None
         packs = PackRows(
             splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing, sources=sources,
@@ -323,6 +323,7 @@ class TokenPacks(PieceItems):
                 'balance="exchange" with a collate_fn: ranks can only exchange packs in the batches that Packed makes '
                 'itself. Call the function on the batch in the training loop, or use balance="local"'
             )
+        check_measured(rules, dataset)
         return replace(self, balance=rules)
 
     def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:

@@ -6,8 +6,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.build.batches.build import RowKind, SourceRecipe
 from streaming.build.batches.rows import PlannedRows, Rows, Stock
@@ -116,3 +118,24 @@ def pieces_of(rows: Rows) -> PackRows:
     if rows.packs is None:
         raise AssertionError("rows of several samples have packs")
     return rows.packs
+
+
+def measured_by(
+    rules: BalanceRules, stock: Stock, of: PlannedRows, packs: PackRows
+) -> npt.NDArray[np.float64] | None:  # fmt: skip
+    """Return the quantities of documents that the cost of packs needs, float64 [n, quantities]; None: it needs none."""
+    if not rules.quantities:
+        return None
+    source: Any = stock.source.rows
+    found: npt.NDArray[np.float64] = source.measured(rules.quantities, of.chunk_ids[packs.planned], packs)
+    return found
+
+
+def check_measured(rules: BalanceRules, dataset: Any) -> None:
+    """Check that the documents of a data set have the quantities that the cost of packs needs.
+
+    Raises:
+        ConfigError: A column does not exist, or holds no numbers.
+    """
+    if rules.quantities:
+        dataset.source.rows.measures_of(rules.quantities)

@@ -1,20 +1,22 @@
-"""Make batches of whole samples of similar size: ``WholeSamples``."""
+"""Make batches of whole samples of similar size, ``WholeSamples``, and lists of whole samples, ``SampleLists``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from streaming.build.batches.build import BatchBuilder, Mask, OnError, Samples, SourceRecipe
+from streaming.build.batches.build import BatchBuilder, Mask, OnError, RowKind, Samples, SourceRecipe
 from streaming.build.batches.collate import default_collate
-from streaming.build.batches.items.pieces import OneEach, pieces_of
+from streaming.build.batches.items.pieces import OneEach, PieceItems, check_measured, measured_by, pieces_of
 from streaming.build.batches.jagged import Form, checked_jagged
-from streaming.build.batches.rows import Cuts, FieldRange, Rows
+from streaming.build.batches.rows import Cuts, FieldRange, Index, PlannedRows, Rows, Stock, cut_up
 from streaming.common.arrays import sums
+from streaming.errors import ConfigError
+from streaming.order.packing.balance import BalanceRules, order_local
 from streaming.order.packing.layout import PackRows
 from streaming.types import Int64Array, Sample, override
 
@@ -22,25 +24,19 @@ _MOST_OF_PACK = 2**24
 """Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
 sample's index.
 """
+_OF_LIST = (
+    "It leaves its list; a list without samples becomes one sample of another one, so that none exceeds its budgets"
+)
 _FATE = (
     "Another sample of its batch takes the place of each; a batch without samples becomes one sample of another batch, "
     "so that no batch exceeds its budget"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeSamples(OneEach, Samples):
-    """A row is a batch of whole samples of similar size, decoded, transformed and collated like any other.
+class _Whole(PieceItems, Samples):
+    """A row is made of whole samples, decoded and transformed like any other."""
 
-    Attributes:
-        length: Maximum number of samples times the largest size, in the unit of the column.
-        multiple: Sizes are rounded up to a multiple of this.
-        max_docs: Maximum number of samples; None: no maximum.
-    """
-
-    length: int
-    multiple: int = 1
-    max_docs: int | None = None
+    __slots__ = ()
 
     unit = ""
     documents = "samples"
@@ -56,6 +52,21 @@ class WholeSamples(OneEach, Samples):
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
         """See ``PieceItems``: each sample draws its own random numbers."""
         return positions[packs.packs] * _MOST_OF_PACK + packs.places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSamples(OneEach, _Whole):
+    """A row is a batch of whole samples of similar size, decoded, transformed and collated like any other.
+
+    Attributes:
+        length: Maximum number of samples times the largest size, in the unit of the column.
+        multiple: Sizes are rounded up to a multiple of this.
+        max_docs: Maximum number of samples; None: no maximum.
+    """
+
+    length: int
+    multiple: int = 1
+    max_docs: int | None = None
 
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         """See ``RowKind``: each sample has its own entry in the mask."""
@@ -115,6 +126,97 @@ class WholeSamples(OneEach, Samples):
     def options(self) -> dict[str, Any]:
         return {"length": self.length, "field": "", "max_docs": self.max_docs, "multiple": self.multiple,
                 "padded": True}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLists(_Whole):
+    """A row is a list of whole samples that are within all budgets together; users collate themselves.
+
+    A batch is a list of such lists, or what ``collate_fn`` makes of it. A sample that cannot be read leaves its list.
+
+    Attributes:
+        length: Maximum sum of sizes, in the unit of the column.
+        multiple: Sizes are rounded up to a multiple of this.
+        max_docs: Maximum number of samples; None: no maximum.
+        balance: See ``RowKind``.
+    """
+
+    length: int
+    multiple: int = 1
+    max_docs: int | None = None
+    balance: BalanceRules | None = None
+
+    def order(self, stock: Stock, of: PlannedRows) -> Index:
+        """See ``RowKind``: with ``balance="local"``, from the most to the least expensive list."""
+        if self.balance is None:
+            return slice(None)
+        packs = self.packs(stock, of)
+        return order_local(packs.costs_by(self.balance, self.length, measured_by(self.balance, stock, of, packs)))
+
+    def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
+        """See ``RowKind``: each sample has its own ``__valid__``, if there is a mask."""
+        packs, recipe = pieces_of(rows), builder.recipe
+        mask = recipe.mask_of(len(rows.keys), None if valid is None else valid[packs.packs])
+        builder.read_ahead(rows)
+        lists = [self._list_of(builder, rows, span, mask) for span in pairwise(packs.splits.tolist())]
+        if recipe.collate_fn is not None:
+            return builder.collate(lists, None, rows.cuts)
+        return cut_up(rows.cuts, len(lists), lambda low, high: recipe.cut(lists[low:high], high - low))
+
+    def _list_of(self, builder: BatchBuilder, rows: Rows, span: tuple[int, int], mask: Mask) -> Any:
+        """Return the samples of one list that can be delivered; if there is none, one of another list."""
+        found = {i: sample for i in range(*span) if (sample := builder.delivered(rows, i, mask)) is not None}
+        found = found or {span[0]: builder.substitute(rows, span[0])}
+        if mask is not None:
+            for i, sample in found.items():
+                if isinstance(sample, dict):
+                    sample["__valid__"] = bool(mask[i])
+        return list(found.values())
+
+    def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:  # noqa: ARG002
+        """See ``RowKind``: no list; ``collate_fn`` sees lists of one sample to find the form of no list."""
+        if builder.recipe.collate_fn is None:
+            return builder.recipe.cut([], 0)
+        sample: Any = builder.first_of(prototypes)
+        if builder.recipe.skips and isinstance(sample, dict):
+            sample["__valid__"] = True
+        row: Any = [sample]
+        return builder.nothing(row)
+
+    def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Any:  # noqa: ARG002
+        """See ``PieceItems``: the list of samples."""
+        named = {"__source__": part.name} if part.name else {}
+        return [one | named if isinstance(one, Mapping) else one for one in samples]
+
+    def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> RowKind:  # noqa: ARG002
+        """See ``RowKind``: lists are sorted, but never sent to other ranks."""
+        if rules.how == "exchange":
+            raise ConfigError(
+                'balance="exchange" with Packed(…, field=None): decoded samples are not sent to other ranks. Use '
+                'balance="local", and budgets= for what a list may cost: Packed(…, budgets={"patches": 4096})'
+            )
+        check_measured(rules, dataset)
+        return replace(self, balance=rules)
+
+    def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
+        """See ``RowKind``: nothing is concatenated in lists of samples."""
+        forms = checked_jagged(jagged, collate_fn)
+        if forms:
+            raise ConfigError(
+                f"jagged={tuple(forms)!r}: batches of Packed(…, field=None) are lists of samples, and nothing is "
+                "concatenated. Leave jagged out, and concatenate in collate_fn; or add padded=True"
+            )
+        return forms
+
+    @override
+    def fate(self, on_error: OnError) -> str:
+        return Samples.fate(self, on_error) if on_error == "raise" else _OF_LIST
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {"length": self.length, "field": "", "max_docs": self.max_docs, "multiple": self.multiple,
+                "padded": False}  # fmt: skip
 
 
 def _others(rows: Rows, i: int, span: tuple[int, int]) -> Iterator[Rows]:
