@@ -21,7 +21,7 @@ from shard_tools.running.printing import rate, show_findings
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report, plain
 from streaming.build.decode.groups.demux import FoundPackets, find_packets
-from streaming.build.decode.values import require
+from streaming.build.decode.video import ffmpeg
 from streaming.common.arguments import counted, format_bytes, some_names
 from streaming.common.platforms import num_cores
 from streaming.common.threads import map_threads
@@ -164,7 +164,7 @@ def index_video(
         IndexMissingError: The shards have no index.
     """
     started = time.monotonic()
-    require("av", extra="video")
+    ffmpeg()  # whose absence is no damage of a video
     progress = progress or NoProgress()
     opened = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     if opened.scanned is not None:

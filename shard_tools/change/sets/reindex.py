@@ -207,9 +207,8 @@ def index(
         damage_only=True, with_videos=not remakes_videos,
     )  # fmt: skip
     _declare(storage, index_url, schema, marks)
-    columns, num_again, first_again = _compare_tables(
-        shards, table, storage, index_url, with_keys=duplicate_keys == "error"
-    )
+    with_keys = duplicate_keys == "error"
+    columns, num_again, first_again = _compare_tables(shards, table, storage, index_url, with_keys=with_keys)
     return IndexReport(
         num_shards=len(shards),
         num_samples=table.total_samples,

@@ -14,8 +14,7 @@ from streaming.build.decode.groups.decode import VideoFormat, decoded_packets
 from streaming.build.decode.images import MAX_PIXELS
 from streaming.build.decode.streams.files import opened
 from streaming.build.decode.streams.pictures import num_shown, starts_group
-from streaming.build.decode.values import require
-from streaming.build.decode.video import VideoReader, claims, opened_container, orientation_of
+from streaming.build.decode.video import VideoReader, claims, ffmpeg, opened_container, orientation_of
 from streaming.types import Int64Array
 
 _HEAD_BYTES: Final = 64
@@ -73,7 +72,7 @@ def find_packets(
     Raises:
         ValueError: The file is damaged, of another kind, or cannot be decoded from its packets alone.
     """
-    av = require("av", extra="video")
+    av = ffmpeg()
     try:
         with (
             memoryview(data)[start:stop] as view, opened(view) as file,
