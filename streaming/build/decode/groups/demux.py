@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,28 @@ def find_packets(
         raise ValueError(f"FFmpeg cannot read it: {error}") from error
 
 
+class _Row(NamedTuple):
+    """What is noted of one packet.
+
+    Attributes:
+        pts: Its time.
+        ticks: How long its frame is shown; 0: not stated.
+        byte_start: Its first byte in the file.
+        num_bytes: Its size.
+        can_start: Whether a decoder can start there.
+        is_shown: Whether it states that its frame is shown.
+        is_known: Whether it can state that.
+    """
+
+    pts: int
+    ticks: int
+    byte_start: int
+    num_bytes: int
+    can_start: bool
+    is_shown: bool
+    is_known: bool
+
+
 class _Finder:
     """Reads the packets of one stream."""
 
@@ -104,39 +126,35 @@ class _Finder:
         Raises:
             ValueError: See :func:`find_packets`.
         """
-        rows = []
-        duration: dict[int, int] = {}
+        rows = list[_Row]()
         for packet in container.demux(self._reader.stream):
-            if not packet.size:  # the last one, which PyAV adds
-                continue
-            row = self._row(packet, len(rows))
-            duration[row[0]] = packet.duration or 0
-            rows.append(row)
+            if packet.size:  # the last one, which PyAV adds, has none
+                rows.append(self._row(packet, len(rows)))
         if self._picture is None and self._is_begun:
             self._picture = next(iter(self._context.decode(None)), None)
         if not rows or self._picture is None:
             raise ValueError("it has no frames that decode")
-        pts, start, size = (np.array([row[column] for row in rows], np.int64) for column in range(3))
-        flags = np.array([row[3:] for row in rows], np.bool_)
-        can_start, is_known = flags[:, 0], flags[:, 2]
+        columns = dict(zip(_Row._fields, zip(*rows, strict=True), strict=True))
+        pts, start, size = (np.array(columns[name], np.int64) for name in ("pts", "byte_start", "num_bytes"))
+        stated, can_start, is_known = (np.array(columns[name]) for name in ("is_shown", "can_start", "is_known"))
         form = self._format()
-        is_shown = self._shown(form, pts, start, size, flags[:, 1], can_start, is_decoded=not is_known.all())
-        shown = np.sort(pts[is_shown])
-        if not shown.size:
+        is_shown = self._shown(form, pts, start, size, stated, can_start, is_decoded=not is_known.all())
+        if not is_shown.any():
             raise ValueError("it has no frames")
-        if (np.diff(shown) == 0).any():
+        if (np.diff(np.sort(pts[is_shown])) == 0).any():
             raise ValueError("two of its frames state the same time")
-        self._reader.check_end(float((int(shown[-1]) - self._reader.first) * self._reader.base))
+        last = rows[int(np.argmax(np.where(is_shown, pts, pts.min() - 1)))]
+        self._reader.check_end(float((last.pts - self._reader.first) * self._reader.base))
         stream = self._reader.stream
         return FoundPackets(
             format=form, time_base=self._reader.base, first_pts=self._reader.first,
-            last_ticks=max(0, duration[int(shown[-1])]),
+            last_ticks=max(0, last.ticks),
             rate=Fraction(stream.average_rate or stream.guessed_rate or 25), pts=pts, byte_start=start, num_bytes=size,
             can_start=can_start, is_shown=is_shown,
         )  # fmt: skip
 
-    def _row(self, packet: Any, number: int) -> tuple[int, int, int, bool, bool, bool]:
-        """Return time, place and size of a packet, and whether it can begin a group, is shown, and that is known."""
+    def _row(self, packet: Any, number: int) -> _Row:
+        """Return what is noted of a packet."""
         if packet.is_corrupt:
             raise ValueError(f"packet {number} is damaged or cut off")
         if packet.pts is None:
@@ -153,8 +171,11 @@ class _Finder:
         if num is not None and num > 1:
             raise ValueError(f"packet {number} shows {num} frames")
         is_start = is_key and starts_group(self._codec, self._extradata, view)
-        place, is_shown = self._place(packet, view, number), num != 0 and not packet.is_discard
-        return packet.pts, place, len(view), is_start, is_shown, num is not None
+        return _Row(
+            pts=packet.pts, ticks=packet.duration or 0, byte_start=self._place(packet, view, number),
+            num_bytes=len(view), can_start=is_start, is_shown=num != 0 and not packet.is_discard,
+            is_known=num is not None,
+        )  # fmt: skip
 
     def _offer(self, packet: Any) -> None:
         """Decode a packet, unless there was a picture, to see the size of frames, and how the camera was turned."""
@@ -171,10 +192,10 @@ class _Finder:
         Raises:
             ValueError: They lie nowhere: the file stores them otherwise.
         """
-        at: int | None = packet.pos
-        for skipped in range(_HEAD_BYTES) if at is not None and at >= 0 else ():
-            if self._data.startswith(view, self._begin + at + skipped, self._stop):
-                return at + skipped
+        first: int = -1 if packet.pos is None else packet.pos
+        for at in range(first, first + _HEAD_BYTES) if first >= 0 else ():
+            if self._data.startswith(view, self._begin + at, self._stop):
+                return at
         raise ValueError(f"the bytes of packet {number} are not stored as they are: it is compressed again, or secret")
 
     def _format(self) -> VideoFormat:
