@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +20,7 @@ from streaming.shards.video.groups import frame_packets, group_starts, groups_of
 from streaming.shards.video.read import check_group
 from streaming.shards.video.table import VideoStream
 from tests.support.sources import drawn_videos, streams
-from tests.support.sources.video_members import encoded, stream_at
+from tests.support.sources.video_members import edited, encoded, stream_at
 from tests.support.tiers import first_here
 
 BEFORE = b"\1" * 777
@@ -44,6 +42,9 @@ MADE: dict[str, Callable[[], bytes]] = {
     "mp4 of two streams": lambda: plain(streams=2),
     "mp4, frames before its edit list": lambda: streams.remuxed(plain(), earlier=1500),
     "mp4, an edit list inside a group": lambda: streams.remuxed(plain(), earlier=2000),
+    "mp4 of two parts": lambda: edited(plain(), [(0.5, 1.0), (0.5, 0.2)]),
+    "mp4 of one part twice": lambda: edited(plain(bframes=0), [(0.7, 0.35), (0.7, 0.35)]),
+    "mp4 that begins later": lambda: edited(plain(), [(0.5, None), (1.0, 0.1)]),
     "mkv with sound between": lambda: streams.video("mkv", 60, sound_s=2.0),
     "mkv, varying rate": lambda: streams.video("mkv", 60, varying=True),
     "webm": lambda: streams.video("webm", 60),
@@ -188,6 +189,22 @@ def test_damaged_files_are_refused_or_give_their_own_frames(kind: str) -> None:
             assert found.shape == whole.shape
 
 
+def test_edit_lists_of_many_parts_give_the_frames_of_video_or_are_refused() -> None:
+    """Where a decoder jumps from part to part, frames may depend on those before, and come in another order."""
+    rng, data, num_equal = np.random.default_rng(0), drawn_videos.drawn_video(28)[1], 0
+    for _ in range(12):
+        starts = [None if rng.random() < 0.15 else float(rng.uniform(0, 2.5)) for _ in range(rng.integers(1, 5))]
+        made = edited(data, [(float(rng.uniform(0.05, 1)), start) for start in starts])
+        times = Video(details=True)(made)["times"]
+        if (np.diff(times) <= 0).any():
+            with pytest.raises(ValueError, match="not shown in the order of their times"):
+                stream_at(made)
+            continue
+        num_equal, stream = num_equal + 1, stream_at(made)
+        np.testing.assert_array_equal(np.concatenate(by_groups(stream, made)), Video()(made))
+    assert 3 < num_equal < 12
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -204,26 +221,6 @@ def test_what_is_no_video_is_refused(data: bytes, reason: str) -> None:
 def test_a_cut_file_is_refused() -> None:
     with pytest.raises(ValueError, match="truncated"):
         find_packets(plain(faststart=True)[:-100])
-
-
-def test_a_codec_header_that_changes_is_refused() -> None:
-    """Two files in one, as a camera that was set anew writes: packets alone do not say which header is theirs."""
-    out = io.BytesIO()
-    parts = [plain(), plain(size=(96, 128))]
-    with av.open(out, "w", format="mp4") as target:
-        copy = None
-        for number, data in enumerate(parts):
-            with av.open(io.BytesIO(data)) as source:
-                copy = copy or target.add_stream_from_template(source.streams.video[0])
-                for packet in source.demux(video=0):
-                    if packet.dts is not None:
-                        packet.pts, packet.dts = packet.pts + number * 10**6, packet.dts + number * 10**6
-                        if packet.is_keyframe and number and not packet.has_sidedata("new_extradata"):
-                            break  # this release of FFmpeg notes no change of headers between files
-                        packet.stream = copy
-                        target.mux(packet)
-    whole = stream_at(out.getvalue())
-    assert whole.num_frames == 60
 
 
 # --- groups as values ---

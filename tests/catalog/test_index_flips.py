@@ -193,8 +193,8 @@ def indexed_again(folder: Path) -> object:
 READERS: dict[str, Callable[[Path], object]] = {
     one.__name__: one
     for one in (
-        by_where, by_late_column, by_view, curriculum, balanced, packed, one_by_one, slices, keys, notes, videos, verified,
-        indexed_again,
+        by_where, by_late_column, by_view, curriculum, balanced, packed, one_by_one, slices, keys, notes, videos,
+        verified, indexed_again,
     )
 }  # fmt: skip
 ALL = frozenset(KINDS)

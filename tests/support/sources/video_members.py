@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -41,3 +42,49 @@ def _encoded(codec: str, form: str, num_frames: int, options: tuple[tuple[str, s
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         return path.read_bytes()
+
+
+def edited(data: bytes, edits: Sequence[tuple[float, float | None]]) -> bytes:
+    """The same MP4, whose table is behind its media, with another edit list for its first stream.
+
+    Args:
+        data: The file.
+        edits: Of each edit how long it lasts, and at which second of the media it begins (None: nothing is shown).
+    """
+    out = bytearray(data)
+    (movie, movie_end), (track, track_end) = _found(out, 0, len(out), b"moov", b"trak")
+    [(media, media_end)] = _found(out, track + 8, track_end, b"mdia")
+    units = _number(out, _found(out, movie + 8, movie_end, b"mvhd")[0][0] + 20)
+    media_units = _number(out, _found(out, media + 8, media_end, b"mdhd")[0][0] + 20)
+    rows = [(round(lasts * units), -1 if at is None else round(at * media_units)) for lasts, at in edits]
+    entries = struct.pack(">II", 0, len(rows)) + b"".join(struct.pack(">IiHH", *row, 1, 0) for row in rows)
+    made = _box(b"edts", _box(b"elst", entries))
+    there = _found(out, track + 8, track_end, b"edts") or [(media, media)]
+    out[slice(*there[0])] = made
+    grown = len(made) - (there[0][1] - there[0][0])
+    for at in (track, movie):
+        out[at : at + 4] = struct.pack(">I", _number(out, at) + grown)
+    return bytes(out)
+
+
+def _box(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I4s", 8 + len(content), kind) + content
+
+
+def _number(data: bytes | bytearray, at: int) -> int:
+    return int.from_bytes(data[at : at + 4], "big")
+
+
+def _found(data: bytes | bytearray, at: int, stop: int, *kinds: bytes) -> list[tuple[int, int]]:
+    """Where the first box of the first kind is, and in it that of the next."""
+    for kind, first, last in _boxes(data, at, stop):
+        if kind == kinds[0]:
+            return [(first, last), *(_found(data, first + 8, last, *kinds[1:]) if kinds[1:] else ())]
+    return []
+
+
+def _boxes(data: bytes | bytearray, at: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
+    while at + 8 <= stop:
+        size = _number(data, at)
+        yield bytes(data[at + 4 : at + 8]), at, at + size
+        at += size

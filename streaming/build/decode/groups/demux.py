@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
@@ -94,6 +95,7 @@ class _Row(NamedTuple):
         can_start: Whether a decoder can start there.
         is_shown: Whether it states that its frame is shown.
         is_known: Whether it can state that.
+        is_left_out: Whether an edit list leaves it out.
     """
 
     pts: int
@@ -103,6 +105,7 @@ class _Row(NamedTuple):
     can_start: bool
     is_shown: bool
     is_known: bool
+    is_left_out: bool
 
 
 class _Finder:
@@ -134,11 +137,9 @@ class _Finder:
             self._picture = next(iter(self._context.decode(None)), None)
         if not rows or self._picture is None:
             raise ValueError("it has no frames that decode")
-        columns = dict(zip(_Row._fields, zip(*rows, strict=True), strict=True))
-        pts, start, size = (np.array(columns[name], np.int64) for name in ("pts", "byte_start", "num_bytes"))
-        stated, can_start, is_known = (np.array(columns[name]) for name in ("is_shown", "can_start", "is_known"))
-        form = self._format()
-        is_shown = self._shown(form, pts, start, size, stated, can_start, is_decoded=not is_known.all())
+        columns = {name: np.array(values) for name, values in zip(_Row._fields, zip(*rows, strict=True), strict=True)}
+        form, pts = self._format(), columns["pts"]
+        is_shown, can_start = self._settled(form, columns)
         if not is_shown.any():
             raise ValueError("it has no frames")
         if (np.diff(np.sort(pts[is_shown])) == 0).any():
@@ -147,10 +148,9 @@ class _Finder:
         self._reader.check_end(float((last.pts - self._reader.first) * self._reader.base))
         stream = self._reader.stream
         return FoundPackets(
-            format=form, time_base=self._reader.base, first_pts=self._reader.first,
-            last_ticks=max(0, last.ticks),
-            rate=Fraction(stream.average_rate or stream.guessed_rate or 25), pts=pts, byte_start=start, num_bytes=size,
-            can_start=can_start, is_shown=is_shown,
+            format=form, time_base=self._reader.base, first_pts=self._reader.first, last_ticks=max(0, last.ticks),
+            rate=Fraction(stream.average_rate or stream.guessed_rate or 25), pts=pts, byte_start=columns["byte_start"],
+            num_bytes=columns["num_bytes"], can_start=can_start, is_shown=is_shown,
         )  # fmt: skip
 
     def _row(self, packet: Any, number: int) -> _Row:
@@ -174,13 +174,13 @@ class _Finder:
         return _Row(
             pts=packet.pts, ticks=packet.duration or 0, byte_start=self._place(packet, view, number),
             num_bytes=len(view), can_start=is_start, is_shown=num != 0 and not packet.is_discard,
-            is_known=num is not None,
+            is_known=num is not None, is_left_out=packet.is_discard,
         )  # fmt: skip
 
     def _offer(self, packet: Any) -> None:
         """Decode a packet, unless there was a picture, to see the size of frames, and how the camera was turned."""
         frames = packet.decode()
-        if not frames and not self._is_begun:  # no picture before later ones have been decoded, unless none will come
+        if not frames and not self._is_begun and not packet.is_discard:  # it waits for later ones: none will come
             frames = self._context.decode(None)
             self._context.flush_buffers()
         self._is_begun = True
@@ -208,39 +208,48 @@ class _Finder:
             bits=form.bits, reorder_depth=form.reorder_depth, color=form.color,
         )  # fmt: skip
 
-    def _shown(
-        self, form: VideoFormat, pts: Int64Array, start: Int64Array, size: Int64Array,
-        stated: npt.NDArray[np.bool_], can_start: npt.NDArray[np.bool_], *, is_decoded: bool,
-    ) -> npt.NDArray[np.bool_]:  # fmt: skip
-        """Return which packets are shown: as they state, or, where that is not sure, as decoding them says.
+    def _settled(
+        self, form: VideoFormat, columns: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return which packets are shown, and where a decoder can start.
+
+        These are what packets state, or, where that is not sure, what decoding them says.
 
         Args:
             form: The format.
-            pts: As of ``FoundPackets``.
-            start: Likewise.
-            size: Likewise.
-            stated: bool [P], whether packets state that they are shown.
-            can_start: As of ``FoundPackets``.
-            is_decoded: Whether only decoding can tell.
+            columns: An array for each member of ``_Row``.
         """
+        pts, stated, can_start = columns["pts"], columns["is_shown"], columns["can_start"]
+        if _is_joined(columns):  # what is decoded depends on all that comes before
+            can_start = np.arange(len(pts)) == 0
         keys = np.flatnonzero(can_start)
-        is_whole = is_decoded or self._context.field_order > _PROGRESSIVE
+        is_whole = _is_joined(columns) or not columns["is_known"].all() or self._context.field_order > _PROGRESSIVE
         begins_late = not keys.size or keys[0] > 0 or bool((pts[stated] < pts[0]).any())
         if not is_whole and not begins_late:
-            return stated
+            return stated, can_start
         stop = len(pts) if is_whole or keys.size < 2 else int(keys[1])
+        places = zip(columns["byte_start"][:stop].tolist(), columns["num_bytes"][:stop].tolist(), strict=True)
         view = memoryview(self._data)[self._begin :]
-        packets = (
-            (at, view[low : low + num])
-            for at, (low, num) in enumerate(zip(start[:stop].tolist(), size[:stop].tolist(), strict=True))
-        )
+        packets = ((number, view[at : at + size]) for number, (at, size) in enumerate(places))
         order = [number for number, _ in decoded_packets(form, packets, self._max_pixels) if stated[number]]
         if (np.diff(pts[order]) <= 0).any():
             raise ValueError("its frames are not shown in the order of their times")
         found = stated.copy()
         found[:stop] = False
         found[order] = True
-        return found
+        return found, can_start
+
+
+def _is_joined(columns: Mapping[str, npt.NDArray[Any]]) -> bool:
+    """Return whether an edit list joins several parts of a file, given an array for each member of ``_Row``.
+
+    One that only cuts off the beginning and the end leaves nothing out between frames that are shown.
+    """
+    pts, shown = columns["pts"], columns["pts"][columns["is_shown"]]
+    if not shown.size:
+        return False
+    between = columns["is_left_out"] & (pts > shown.min()) & (pts < shown.max())
+    return bool(between.any() or (np.diff(columns["byte_start"]) <= 0).any())
 
 
 def _format_before(context: Any, extradata: bytes) -> VideoFormat:
