@@ -20,7 +20,7 @@ from streaming.shards.video.groups import frame_packets, group_starts, groups_of
 from streaming.shards.video.read import check_group
 from streaming.shards.video.table import VideoStream
 from tests.support.sources import drawn_videos, streams
-from tests.support.sources.video_members import edited, encoded, stream_at
+from tests.support.sources.video_members import begun_late, edited, encoded, stream_at, with_hidden
 from tests.support.tiers import first_here
 
 BEFORE = b"\1" * 777
@@ -30,6 +30,11 @@ DRAWN = len(drawn_videos.KINDS)
 
 def plain(**options: object) -> bytes:
     return streams.video("mp4", 60, **options)  # type: ignore[arg-type]
+
+
+def open_hevc() -> bytes:
+    group = "keyint=20:min-keyint=20:bframes=3:open-gop=1:scenecut=0:log-level=none:pools=1:frame-threads=1"
+    return encoded("libx265", "mp4", options={"x265-params": group, "preset": "fast"})
 
 
 MADE: dict[str, Callable[[], bytes]] = {
@@ -54,11 +59,18 @@ MADE: dict[str, Callable[[], bytes]] = {
     "av1 in mkv": lambda: encoded("libsvtav1", "matroska", options={"g": "8", "preset": "12", "svtav1-params": "lp=1"}),
     "10 bits": lambda: encoded("libx264", "mp4", options={"g": "10"}, pix_fmt="yuv420p10le"),
     "interlaced": lambda: encoded("libx264", "mp4", options={"g": "10", "x264-params": "interlaced=1"}),
-    "full range": lambda: encoded("libx264", "mp4", options={"g": "10", "color_range": "2", "colorspace": "1"}),
+    "full range": lambda: encoded("libx264", "mp4", options={"g": "10"}, color=(2, 1)),
+    "colors of the container": lambda: encoded("mpeg4", "matroska", options={"g": "10"}, color=(2, 1)),
+    "vp8 with hidden pictures": lambda: with_hidden(encoded("libvpx", "webm", options=QUICK)),
+    "h264 that begins with leading pictures": lambda: begun_late(drawn_videos.drawn_video(28)[1], 25),
+    "hevc that begins with leading pictures": lambda: begun_late(open_hevc(), 20),
+    "h264 that begins between key frames": lambda: begun_late(plain(), 5),
+    "mpeg2 that begins between key frames": lambda: begun_late(drawn_videos.drawn_video(31)[1], 5),
     "ffv1": lambda: encoded("ffv1", "matroska", options={"g": "5", "level": "3"}),
     "prores": lambda: encoded("prores_ks", "mov", pix_fmt="yuv422p10le"),
     "png": lambda: encoded("png", "mov", pix_fmt="rgb24"),
 }
+QUICK = {"g": "20", "deadline": "realtime", "cpu-used": "8"}
 TURNED = {f"turned by {turn}{', flipped' * flip}": (turn, flip) for turn in (0, 90, 180, 270) for flip in (False, True)}
 KINDS = [*MADE, *map(str, range(DRAWN)), *list(TURNED)[1::2], *list(TURNED)[::2], *map(str, range(DRAWN, 6 * DRAWN))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,25 +24,58 @@ def stream_at(data: bytes, at: int = 0, *, sample: int = 0, field: str = "mp4") 
 
 
 def encoded(
-    codec: str, form: str, num_frames: int = 60, *, options: Mapping[str, str] | None = None, pix_fmt: str = "yuv420p"
-) -> bytes:
-    """Frames of 48 x 64 at 30 a second, by any encoder of FFmpeg."""
-    return _encoded(codec, form, num_frames, tuple((options or {}).items()), pix_fmt)
+    codec: str, form: str, num_frames: int = 60, *, options: Mapping[str, str] | None = None, pix_fmt: str = "yuv420p",
+    color: tuple[int, int] = (0, 2),
+) -> bytes:  # fmt: skip
+    """Frames of 64 x 64 at 30 a second, by any encoder of FFmpeg; ``color`` is FFmpeg's range and space."""
+    return _encoded(codec, form, num_frames, tuple((options or {}).items()), pix_fmt, color)
 
 
 @cache
-def _encoded(codec: str, form: str, num_frames: int, options: tuple[tuple[str, str], ...], pix_fmt: str) -> bytes:
+def _encoded(
+    codec: str, form: str, num_frames: int, options: tuple[tuple[str, str], ...], pix_fmt: str, color: tuple[int, int]
+) -> bytes:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "made")
         with av.open(str(path), "w", format=form) as container:
             stream = container.add_stream(codec, rate=30, options={"threads": "1", **dict(options)})
             stream.height, stream.width, stream.pix_fmt = 64, 64, pix_fmt
+            stream.codec_context.color_range, stream.codec_context.colorspace = color
             for number in range(num_frames):
                 frame = av.VideoFrame.from_ndarray(streams.picture(number, 64, 64))
                 frame.pts, frame.time_base = number, Fraction(1, 30)
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         return path.read_bytes()
+
+
+def begun_late(data: bytes, skips: int, form: str = "matroska") -> bytes:
+    """The same packets in a new file, without the first ones."""
+    out = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(out, "w", format=form) as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux(video=0)):
+            if number >= skips and packet.dts is not None:
+                packet.stream = copy
+                target.mux(packet)
+    return out.getvalue()
+
+
+def with_hidden(data: bytes) -> bytes:
+    """The same VP8, and behind every third packet a copy of it that decoders use and do not show."""
+    out = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(out, "w", format="matroska") as target:
+        copy = target.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux(video=0)):
+            if packet.dts is None:
+                continue
+            hidden = av.Packet(bytes(packet))
+            hidden.update(bytes([bytes(packet)[0] & ~0x10]) + bytes(packet)[1:])
+            hidden.pts, hidden.dts, hidden.time_base = packet.pts + 3, packet.dts + 3, packet.time_base
+            for one in (packet, hidden) if number % 3 == 2 else (packet,):
+                one.stream = copy
+                target.mux(one)
+    return out.getvalue()
 
 
 def edited(data: bytes, edits: Sequence[tuple[float, float | None]]) -> bytes:
