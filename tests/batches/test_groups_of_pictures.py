@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +172,32 @@ def test_a_changed_byte_of_a_group_is_named_and_never_ends_the_process(kind: str
             assert word in str(caught.value)
         with contextlib.suppress(ValueError):
             assert len(decode_group(stream, number, part)) == one.stop_frame - one.first_frame
+
+
+@pytest.mark.parametrize(
+    "kind", ["mp4", "hevc that begins with leading pictures", "mpeg2 that begins between key frames"]
+)
+def test_a_format_that_is_another_streams_never_ends_the_process(kind: str) -> None:
+    data = data_of(kind)
+    stream, rng = stream_at(data), np.random.default_rng(7)
+    one = stream.groups[-1]
+    for _ in range(20):
+        head = bytearray(stream.extradata)
+        for at in rng.integers(0, len(head), 3) if head else ():
+            head[at] = int(rng.integers(256))
+        form = replace(
+            stream.format, extradata=bytes(head), coded_size=(int(rng.integers(5000)), int(rng.integers(5000))),
+            codec=str(rng.choice(["h264", "hevc", "vp9", "mpeg4", "ffv1"])), reorder_depth=int(rng.integers(17)),
+            bits=int(rng.integers(64)), color=tuple(rng.integers(0, 30, 4).tolist()),
+        )  # fmt: skip
+        with contextlib.suppress(ValueError):
+            decode_group(replace(stream, format=form), len(stream.groups) - 1, data[one.byte_start : one.byte_end])
+
+
+@pytest.mark.parametrize("values", [{"reorder_depth": 17}, {"codec": "tiff"}])
+def test_formats_that_no_video_has_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"17 frames|'tiff' is not read"):
+        replace(stream_at(plain()).format, **values)
 
 
 def test_the_bytes_of_another_group_are_not_its_frames() -> None:

@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.decode.groups.decode import VideoFormat, decoded_packets
+from streaming.build.decode.groups.decode import VideoFormat, damage, decoded_packets
 from streaming.build.decode.images import MAX_PIXELS
 from streaming.build.decode.streams.files import opened
 from streaming.build.decode.streams.pictures import num_shown, starts_group
-from streaming.build.decode.video import VideoReader, claims, ffmpeg, opened_container, orientation_of
+from streaming.build.decode.video import VideoReader, opened_container, orientation_of
 from streaming.types import Int64Array
 
 _HEAD_BYTES: Final = 64
@@ -73,15 +73,11 @@ def find_packets(
     Raises:
         ValueError: The file is damaged, of another kind, or cannot be decoded from its packets alone.
     """
-    av = ffmpeg()
-    try:
-        with (
-            memoryview(data)[start:stop] as view, opened(view) as file,
-            closing(opened_container(file, max_pixels)) as container, claims(),
-        ):  # fmt: skip
-            return _Finder(data, start, len(view), VideoReader(container, max_pixels), max_pixels).found(container)
-    except av.FFmpegError as error:
-        raise ValueError(f"FFmpeg cannot read it: {error}") from error
+    with (
+        damage(), memoryview(data)[start:stop] as view, opened(view) as file,
+        closing(opened_container(file, max_pixels)) as container,
+    ):  # fmt: skip
+        return _Finder(data, start, len(view), VideoReader(container, max_pixels), max_pixels).found(container)
 
 
 class _Row(NamedTuple):
