@@ -21,6 +21,7 @@ from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import version_names
+from streaming.shards.video.read import list_videos
 from streaming.storage import Storage, join_url, redact
 
 _log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Takes:
         keep_columns: Says how to keep late columns, given their names, separated by commas.
         classes: Whether it keeps the names of the classes of a field or column, given its name.
         tables: Whether it keeps the columns of the sample tables.
+        videos: Whether it keeps the indexes of videos, which hold places in shards.
         makes_set: Whether it writes a set, to which late fields and views can be added.
     """
 
@@ -73,6 +75,7 @@ class Takes:
     keep_columns: Callable[[str], str] = _by_option
     classes: Callable[[str], bool] = _of_all
     tables: bool = True
+    videos: bool = False
     makes_set: bool = True
 
 
@@ -110,6 +113,8 @@ def _left_out(home: str, schema: Schema, storage: Storage, takes: Takes) -> Iter
     other = "shardstream alone reads them"
     add = f"add them to the new set: shard_tools field add TARGET NAME --from {place}"
     yield "late fields", sorted(schema.late_fields), add if takes.makes_set else other
+    videos = [] if takes.videos else sorted({one.field for one in list_videos(storage, home)})
+    yield "indexes of videos", videos, "make them: shard_tools index TARGET --video" if takes.makes_set else other
     save = f"save each for the new set, with the options that this shows: shard_tools view show {place} NAME"
     yield "views", view_names(storage, home), save if takes.makes_set else other
     tags = [name for name in version_names(storage, home) if not name.isdecimal()]
