@@ -268,6 +268,8 @@ CASES: dict[str, dict[str, Case]] = {
             lambda kind, _: {"Packed": {"length": 8, "stride": 4}} if kind in OF_TEXT else {})),
         "budgets": Case({"n": 60}),
         "alike": Case(("cls",)),
+        "carry": Case(("cls",)),
+        "placeholder": Case(7, base=By(lambda kind, _: {"Packed": {"carry": ("cls",)}} if kind in OF_TEXT else {})),
     },
     "Balanced": {
         "dataset": Case(lambda places, of: StreamingDataset(places.url("other"))),

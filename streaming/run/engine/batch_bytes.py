@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ _HEADER_BYTES = 96
 """Memory of a tensor or array in addition to its content."""
 _FLAT = frozenset((str, bytes, int, float, bool, complex, type(None)))
 _PLAIN = _FLAT | {dict, list, tuple, set, frozenset, bytearray}
+_ARRAYS = frozenset((torch.Tensor, np.ndarray))
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of objects that are shared with others rather than owned by the object that refers to them."""
 
@@ -54,6 +56,10 @@ def weigh(batch: Any) -> int:
     if kinds in ({bytes}, {memoryview}):  # a view counts only its own bytes
         sizes = map(len, batch) if kinds == {bytes} else (view.nbytes + _HEADER_BYTES for view in batch)
         return own + sum(sizes) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
+    if kinds <= _ARRAYS:
+        return own + sum(map(_own_bytes, batch))
+    if kinds == {list} and set(map(type, chain.from_iterable(batch))) <= _ARRAYS:  # a list for each row
+        return own + sum(map(weigh, batch))
     at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT
     if len(batch) <= at_most:
         return own + _weigh_all(batch)
@@ -76,7 +82,7 @@ def tensor_bytes(batch: Any) -> int:
         return sum(map(tensor_bytes, batch))
     if type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
         return sum(map(_own_bytes, batch))
-    if type(batch) is list and all(type(one) is dict for one in batch):  # micro-batches
+    if type(batch) is list and all(type(one) in (dict, list) for one in batch):  # micro-batches; a list for each row
         return sum(map(tensor_bytes, batch))
     return 0
 

@@ -75,6 +75,15 @@ class Packed(DataSet[PackedDocuments]):
     the samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
     tensor.
 
+    With ``carry``, packs bring other fields of their documents along, decoded by the dataset's ``decode``: images or
+    sounds for the tokens that stand for them. For each field, such as ``jpg``, a batch has
+
+    - ``jpg``: for each row, the list of its values, in the order of its documents; with ``jagged=("jpg",)``, a
+      ``Jagged`` of all values of the batch, row after row;
+    - ``jpg_document``: a ``Jagged`` of int64 with a row for each row: the number of each value's document;
+    - ``jpg_position``, with ``placeholder``: a ``Jagged`` likewise: where in ``input_ids`` the tokens that stand for
+      the value begin.
+
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
     cannot be read counts as a bad sample of the dataset; with ``on_error="substitute"`` and ``"skip"`` it becomes
@@ -118,10 +127,17 @@ class Packed(DataSet[PackedDocuments]):
         alike: For padded packs: columns of integers that are equal for all documents of a batch, such as ``("height",
             "width")`` of images, or a late column of bucket numbers. Each group leaves one partial batch for each
             combination of values.
+        carry: Fields of the documents that packs bring along, such as ``("jpg", "flac")``; or the fields of each entry
+            of a batch, ``{"images": ("0.jpg", "1.jpg")}``, in their order within a document. Documents may lack them.
+            Documents of more than T tokens are dropped, since a cut could take a value.
+        placeholder: Token that stands for carried values, or that of each entry, ``{"jpg": 32000}``. The k-th run of
+            this token in a document belongs to its k-th value (or the k-th such token, if there are as many as values);
+            a document with another number of them counts as a bad sample. These tokens carry no loss. None: no token
+            does.
 
     Raises:
-        ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform``, or holds
-            nothing to pack.
+        ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform`` (which
+            only ``carry`` and whole samples allow), or holds nothing to pack.
         IndexMissingError: The dataset has no index, or no sample tables.
     """
 
@@ -148,13 +164,15 @@ class Packed(DataSet[PackedDocuments]):
         overlap_labels: bool = True,
         budgets: Mapping[str, int] | None = None,
         alike: Sequence[str] = (),
+        carry: Sequence[str] | Mapping[str, Sequence[str]] = (),
+        placeholder: int | Mapping[str, int] | None = None,
     ) -> None:
         _check_documents(documents)
         self._source = PackedDocuments(
             documents.source, length, column=column, field=field, dtype=dtype, overlong=overlong, mask_field=mask_field,
             shift_labels=shift_labels, labels_across=labels_across, pad_id=pad_id, ignore_id=ignore_id,
             max_docs=max_docs, multiple=multiple, padded=padded, stride=stride, overlap_labels=overlap_labels,
-            budgets=budgets, alike=alike,
+            budgets=budgets, alike=alike, carry=carry, placeholder=placeholder,
         )  # fmt: skip
         self._documents = documents
 

@@ -18,6 +18,11 @@ from streaming.order.plan.memory import Budget
 from streaming.order.plan.settings import Shape
 from streaming.types import Int64Array, Sample, override
 
+_MOST_OF_PACK = 2**24
+"""Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
+sample's index.
+"""
+
 
 class PieceItems(RowKind):
     """A row is made of several samples, or pieces of them, that ``Source.rows`` names."""
@@ -32,7 +37,10 @@ class PieceItems(RowKind):
     """Words for messages: the unit of lengths ("": the column), the things that have lengths, a limit on full rows."""
 
     fields: tuple[str, ...] = ()
-    """Fields that are read raw, instead of the fields of the documents' dataset; (): the fields of the dataset."""
+    """Fields that are read, instead of the fields of the documents' dataset; (): the fields of the dataset."""
+
+    raw: tuple[str, ...] = ()
+    """Those of ``fields`` that are taken as stored, whatever ``decode`` says."""
 
     def typed(self, look: Callable[[str], str]) -> PieceItems:  # noqa: ARG002
         """Return this kind with the dtype of tokens that ``look`` returns for their field; whole samples have none."""
@@ -109,6 +117,11 @@ class OneEach(PieceItems):
             "give micro_batch_size=1, which hands them out one by one, or collate_fn=list, which makes each batch a "
             "list of padded packs"
         )
+
+
+def each_piece(positions: Int64Array, packs: PackRows) -> Int64Array:
+    """Return a position for each piece, given that of each pack, so that each draws its own random numbers."""
+    return positions[packs.planned] * _MOST_OF_PACK + packs.places
 
 
 def pieces_of(rows: Rows) -> PackRows:

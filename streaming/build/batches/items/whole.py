@@ -11,17 +11,13 @@ import numpy as np
 
 from streaming.build.batches.build import BatchBuilder, Mask, OnError, Samples, SourceRecipe
 from streaming.build.batches.collate import default_collate
-from streaming.build.batches.items.pieces import OneEach, pieces_of
+from streaming.build.batches.items.pieces import OneEach, each_piece, pieces_of
 from streaming.build.batches.jagged import Form, checked_jagged
 from streaming.build.batches.rows import Cuts, FieldRange, Rows
 from streaming.common.arrays import sums
 from streaming.order.packing.layout import PackRows
 from streaming.types import Int64Array, Sample, override
 
-_MOST_OF_PACK = 2**24
-"""Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
-sample's index.
-"""
 _FATE = (
     "Another sample of its batch takes the place of each; a batch without samples becomes one sample of another batch, "
     "so that no batch exceeds its budget"
@@ -55,7 +51,7 @@ class WholeSamples(OneEach, Samples):
 
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
         """See ``PieceItems``: each sample draws its own random numbers."""
-        return positions[packs.packs] * _MOST_OF_PACK + packs.places
+        return each_piece(positions, packs)
 
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         """See ``RowKind``: each sample has its own entry in the mask."""

@@ -1,0 +1,215 @@
+"""Say which values packs carry beside tokens, and which tokens of a document stand for them: ``Carry``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.common.arguments import checked_int, is_list, is_whole
+from streaming.errors import ConfigError
+from streaming.types import Int64Array
+
+_HOW = 'write names of fields, carry=("jpg", "flac"), or the fields of each entry, carry={"images": ("0.jpg", "1.jpg")}'
+_TAKEN = frozenset((
+    "input_ids", "labels", "position_ids", "document_ids", "attention_mask", "cu_seqlens", "max_seqlen", "num_tokens",
+    "num_labels", "costs", "source_ids",
+))  # fmt: skip
+"""Entries that a batch of packs has of its own."""
+
+
+class PlaceholderError(Exception):
+    """The placeholders of a document do not fit its values; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carry:
+    """The values that packs carry.
+
+    Attributes:
+        entries: Name of each entry of a batch, and the fields of a document whose values it holds, in this order.
+        placeholders: The token that stands for a value, for entries that have one.
+    """
+
+    entries: tuple[tuple[str, tuple[str, ...]], ...]
+    placeholders: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The entries of a batch that hold values."""
+        return tuple(name for name, _ in self.entries)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a document that are carried."""
+        return tuple(field for _, fields in self.entries for field in fields)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens that stand for values."""
+        return tuple(dict.fromkeys(token for _, token in self.placeholders))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``Packed`` that give this value."""
+        return {"carry": {name: list(fields) for name, fields in self.entries}, "placeholder": dict(self.placeholders)}
+
+    def places(self, tokens: npt.NDArray[Any], counts: Mapping[str, int]) -> dict[str, Int64Array]:
+        """Return the place of the first placeholder of each value, by entry, int64 [count].
+
+        The k-th run of a token stands for the k-th value of the entries that have this token; or the k-th token, if
+        there are as many tokens as values.
+
+        Args:
+            tokens: The tokens of a document.
+            counts: Number of values of each entry in the document.
+
+        Raises:
+            PlaceholderError: There are neither as many runs nor as many tokens as values.
+        """
+        found: dict[str, Int64Array] = {}
+        for token in self.tokens:
+            names = [name for name, one in self.placeholders if one == token]
+            wanted = sum(counts[name] for name in names)
+            each = np.flatnonzero(tokens == token)
+            begins = each[np.diff(each, prepend=-2) > 1]
+            if len(begins) != wanted:
+                if len(each) != wanted:
+                    raise PlaceholderError(
+                        f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their placeholder "
+                        f"{token} ({len(each)} tokens); expected one run, or one token, for each"
+                    )
+                begins = each
+            for name in names:
+                found[name], begins = begins[: counts[name]], begins[counts[name] :]
+        return found
+
+
+def checked_carry(
+    carry: Any, placeholder: Any, of_packs: Mapping[str, Any], *, is_growing: bool, of_tokens: tuple[Any, ...],
+    pad_id: Any,
+) -> Carry | None:  # fmt: skip
+    """Return what packs carry; None: nothing.
+
+    Args:
+        carry: See ``Packed``.
+        placeholder: See ``Packed``.
+        of_packs: The options of ``PackRules``, as given to ``Packed``.
+        is_growing: Whether the length of rows follows a schedule.
+        of_tokens: The fields of tokens and masks; None: there are none.
+        pad_id: See ``Packed``.
+
+    Raises:
+        ConfigError: An option is invalid, or conflicts with another one.
+    """
+    entries = _checked_entries(carry)
+    if not entries:
+        if placeholder is not None:
+            raise ConfigError(
+                f"placeholder={placeholder!r} without carry: it is the token that stands for a carried value; name "
+                'the fields of these values, carry=("jpg",), or leave it out'
+            )
+        return None
+    if of_tokens[0] is None:
+        raise ConfigError(
+            f"carry={carry!r} with field=None: whole samples come with all their fields; leave carry out, or name the "
+            "field of tokens"
+        )
+    _check_names(entries, of_tokens)
+    _check_not_cut(carry, of_packs, is_growing=is_growing)
+    return Carry(entries=entries, placeholders=_checked_placeholders(placeholder, entries, pad_id))
+
+
+def _checked_entries(carry: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the entries of a batch and their fields.
+
+    Raises:
+        ConfigError: ``carry`` is neither a list of names nor a mapping to lists of names.
+    """
+    if isinstance(carry, Mapping):
+        entries = {name: fields for name, fields in carry.items() if fields or not is_list(fields)}
+    elif is_list(carry):
+        entries = {name: (name,) if isinstance(name, str) else name for name in carry}
+    else:
+        raise ConfigError(f"carry: expected names of fields, got {carry!r}; {_HOW}")
+    for name, fields in entries.items():
+        if not (isinstance(name, str) and name and is_list(fields) and all(isinstance(one, str) for one in fields)):
+            raise ConfigError(f"carry: expected names of fields, got {carry!r}; {_HOW}")
+    return tuple((name, tuple(fields)) for name, fields in entries.items())
+
+
+def _check_names(entries: tuple[tuple[str, tuple[str, ...]], ...], of_tokens: tuple[Any, ...]) -> None:
+    """Refuse entries and fields that occur twice, or that packs have anyway.
+
+    Raises:
+        ConfigError: There are such names.
+    """
+    fields = [field for _, some in entries for field in some]
+    for field in fields:
+        if fields.count(field) > 1 or not field or field in of_tokens:
+            what = "the tokens or their mask" if field in of_tokens else "named twice"
+            raise ConfigError(f"carry: field {field!r} is {what}; name each other field once")
+    made = [one for name, _ in entries for one in (name, f"{name}_document", f"{name}_position")]
+    for name in made:
+        if name in _TAKEN or name.startswith("__") or made.count(name) > 1:
+            raise ConfigError(
+                f"carry: a batch of packs has an entry {name!r} of its own; give the values another name, "
+                'carry={"images": ("jpg",)}'
+            )
+
+
+def _check_not_cut(carry: Any, of_packs: Mapping[str, Any], *, is_growing: bool) -> None:
+    """Refuse options that cut documents: a value belongs to a whole document.
+
+    Raises:
+        ConfigError: Such an option is set.
+    """
+    overlong, stride = of_packs["overlong"], of_packs["stride"]
+    for option, value, is_set, cure in (
+        ("stride", stride, stride is not None, "leave stride out"),
+        ("overlong", overlong, overlong not in (None, "drop"), 'use overlong="drop", which the log counts'),
+        ("length", of_packs["length"], is_growing, "give length an integer"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{option}={value!r} with carry={carry!r}: it cuts documents, and a cut document would lose its values "
+                f"or have them twice; {cure}"
+            )
+
+
+def _checked_placeholders(
+    placeholder: Any, entries: tuple[tuple[str, tuple[str, ...]], ...], pad_id: Any
+) -> tuple[tuple[str, int], ...]:
+    """Return the token that stands for the values of each entry.
+
+    Raises:
+        ConfigError: It is no token, or there is no such entry.
+    """
+    names = [name for name, _ in entries]
+    if placeholder is None:
+        return ()
+    if is_whole(placeholder):
+        placeholder = dict.fromkeys(names, placeholder)
+    if not isinstance(placeholder, Mapping) or not all(map(is_whole, placeholder.values())):
+        raise ConfigError(
+            f"placeholder: expected a token, or one for each carried entry, such as {{{names[0]!r}: 32000}}, got "
+            f"{placeholder!r}"
+        )
+    unknown = [name for name in placeholder if name not in names]
+    if unknown:
+        raise ConfigError(f"placeholder: {unknown[0]!r} is not carried; name one of {', '.join(map(repr, names))}")
+    found = tuple(
+        (name, checked_int(f"placeholder: {name}", placeholder[name], 0, 2**32 - 1))
+        for name in names
+        if name in placeholder
+    )
+    for name, token in found:
+        if token == pad_id:
+            raise ConfigError(
+                f"placeholder: token {token} of {name!r} is also pad_id, so padding would stand for values; give pad_id "
+                "another token"
+            )
+    return found
