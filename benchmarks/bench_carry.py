@@ -26,7 +26,7 @@ def documents(count: int) -> Iterator[dict[str, object]]:
     pictures, rng = photographs(PHOTOGRAPHS, SIDE, NUM_BYTES), np.random.default_rng(0)
     for number in range(count + count // 2):
         words = rng.integers(100, 50_000, int(rng.lognormal(5.3, 0.8)) % 2_000 + 20, np.uint16)
-        sample: dict[str, object] = {"__key__": f"{number:07d}", "pictures": int(number % 3 < 2)}  # noqa: PLR2004
+        sample: dict[str, object] = {"__key__": f"{number:07d}", "pictures": int(number % 3 < 2)}
         if sample["pictures"]:
             words = np.concatenate([np.full(PLACES, PLACEHOLDER, np.uint16), words])
             sample["jpg"] = pictures[number % PHOTOGRAPHS]

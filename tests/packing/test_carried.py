@@ -1,10 +1,11 @@
-"""Packs that carry images and sounds: each belongs to its document and position, whatever happens to other documents."""
+"""Packs that carry images and sounds: each belongs to its document and position, whatever happens to others."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +30,13 @@ from tests.support.models.carried_model import (
     Document,
     check,
     drawn,
+    is_same,
     keys_of,
     write,
 )
-from tests.support.sets.data_sets import same_batch
 from tests.support.sets.packed_sets import loader_of
 from tests.support.sources.image_files import saved, smooth
+from tests.support.tiers import first_here
 
 COUNT = 260
 
@@ -71,7 +73,7 @@ def pass_of(packed: Any, kind: str, world: int, resumed: int, workers: int = 0) 
                 ranks.append(list(loader))
             continue
         with loader_of(packed, **options) as loader:
-            first = [batch for batch, _ in zip(loader, range(resumed), strict=False)]
+            first = list(islice(loader, resumed))
             state = loader.state_dict()
         with loader_of(packed, **options) as loader:
             loader.load_state_dict(state)
@@ -89,9 +91,9 @@ def check_pass(home: Path, kind: str, damage: str, world: int, resumed: int) -> 
     came = keys_of(batches)
     assert set(came.values()) <= {1}
     if kind == "where":
-        fits = {key for key in fits if len(documents[key].tokens) < 40}  # noqa: PLR2004
+        fits = {key for key in fits if len(documents[key].tokens) < 40}
     if kind == "part":
-        fits = {key for key in fits if int(key) >= 20}  # noqa: PLR2004
+        fits = {key for key in fits if int(key) >= 20}
     assert came.keys() == fits
     return num_checks
 
@@ -105,7 +107,7 @@ CASES = [("plain", "none", 1, 0), ("padded", "bad image", 2, 2), ("transform", "
 def test_a_value_belongs_to_its_document_and_position(
     home: Path, kind: str, damage: str, world: int, resumed: int
 ) -> None:
-    assert check_pass(home, kind, damage, world, resumed) > 100  # noqa: PLR2004
+    assert check_pass(home, kind, damage, world, resumed) > 100
 
 
 @pytest.mark.thorough
@@ -114,7 +116,7 @@ def test_a_value_belongs_to_its_document_and_position(
 def test_a_value_belongs_to_its_document_on_any_world_and_after_any_resume(home: Path, kind: str, damage: str) -> None:
     for world in (1, 2, 3, 4):
         for resumed in (0, 1, 3, 5):
-            assert check_pass(home, kind, damage, world, resumed) > 100  # noqa: PLR2004
+            assert check_pass(home, kind, damage, world, resumed) > 100
 
 
 @pytest.mark.usefixtures("one_fork_server")
@@ -122,8 +124,8 @@ def test_a_value_belongs_to_its_document_on_any_world_and_after_any_resume(home:
 def test_two_processes_make_the_same_batches(home: Path, kind: str) -> None:
     packed, documents = packed_of(home, kind, "bad image"), made(home, "bad image")[1]
     (here,), (there,) = (pass_of(packed, kind, 1, 0, workers) for workers in (0, 2))
-    assert all(same_batch(*both) for both in zip(here, there, strict=True))
-    assert sum(check(batch, documents) for batch in there) > 100  # noqa: PLR2004
+    assert is_same(here, there)
+    assert sum(check(batch, documents) for batch in there) > 100
 
 
 # ------------------------------------------------------------------------------------------------- forms of values
@@ -136,10 +138,10 @@ def test_jagged_values_lie_row_after_row(home: Path, image: str) -> None:
     with loader_of(KINDS["plain"](folder), jagged=jagged) as loader:
         batches = list(loader)
     assert all(isinstance(batch["npy"], Jagged) for batch in batches)
-    assert sum(check(batch, documents) for batch in batches) > 100  # noqa: PLR2004
+    assert sum(check(batch, documents) for batch in batches) > 100
 
 
-@pytest.mark.parametrize("form", ["flat", "values", "nested", None])
+@pytest.mark.parametrize("form", first_here([None, "flat", "values", "nested"], 3))
 def test_batches_without_values_or_rows_have_the_same_entries(tmp_path: Path, form: str | None) -> None:
     documents = {key: one for key, one in drawn(80, 5).items() if not one.values["images"] and not one.values["npy"]}
     write(tmp_path, documents)
@@ -149,7 +151,7 @@ def test_batches_without_values_or_rows_have_the_same_entries(tmp_path: Path, fo
         batches = list(loader)
     assert [len(batch["input_ids"]) > 0 for batch in batches] == [True, False]
     for batch in batches:
-        assert type(batch["images"]) is {None: list, "nested": torch.Tensor}.get(form, Jagged)
+        assert isinstance(batch["images"], {None: list, "nested": torch.Tensor}.get(form, Jagged))
         assert batch["npy"] == [[] for _ in batch["input_ids"]]
         for what in ("document", "position"):
             assert batch[f"images_{what}"].num_rows == len(batch["input_ids"])
@@ -188,7 +190,7 @@ def test_a_pack_by_number_is_that_of_the_set(home: Path) -> None:
 def test_micro_batches_carry_their_rows(home: Path) -> None:
     folder, documents, _ = made(home, "bad image")
     with DataLoader(KINDS["plain"](folder), global_batch_size=4, micro_batch_size=2, last_batch="partial") as loader:
-        assert sum(check(batch, documents) for batch in loader) > 100  # noqa: PLR2004
+        assert sum(check(batch, documents) for batch in loader) > 100
 
 
 def test_without_a_placeholder_a_value_has_a_document_but_no_position(home: Path) -> None:
@@ -331,7 +333,7 @@ def test_what_cannot_be_exchanged_or_laid_end_to_end_is_refused(home: Path) -> N
 def test_local_balance_keeps_values_with_their_packs(home: Path) -> None:
     folder, documents, _ = made(home, "none")
     with loader_of(KINDS["plain"](folder), balance="local") as loader:
-        assert sum(check(batch, documents) for batch in loader) > 100  # noqa: PLR2004
+        assert sum(check(batch, documents) for batch in loader) > 100
 
 
 def test_longer_documents_are_dropped_and_counted(home: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -561,9 +561,7 @@ class BatchBuilder:
                     self.allocate.again()
         return None
 
-    def collate(
-        self, samples: list[Sample], mask: Mask, cuts: Cuts = None, firsts: Int64Array | None = None
-    ) -> Any:
+    def collate(self, samples: list[Sample], mask: Mask, cuts: Cuts = None, firsts: Int64Array | None = None) -> Any:
         """Return the batch of samples, by the user's function or the default one, or its micro-batches.
 
         ``firsts`` are the rows at which the samples begin; None: each is a row.

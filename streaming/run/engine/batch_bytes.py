@@ -56,17 +56,22 @@ def weigh(batch: Any) -> int:
     if kinds in ({bytes}, {memoryview}):  # a view counts only its own bytes
         sizes = map(len, batch) if kinds == {bytes} else (view.nbytes + _HEADER_BYTES for view in batch)
         return own + sum(sizes) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
-    if kinds <= _ARRAYS:
-        return own + sum(map(_own_bytes, batch))
-    if kinds == {list} and set(map(type, chain.from_iterable(batch))) <= _ARRAYS:  # a list for each row
-        return own + sum(map(weigh, batch))
+    return own + _weigh_items(batch, kinds)
+
+
+def _weigh_items(batch: Any, kinds: set[type]) -> int:
+    """Estimate the bytes of the items of a list, of these types: of all arrays, also in a list for each row."""
+    lists = batch if kinds == {list} else ()
+    items = list(chain.from_iterable(batch)) if lists else batch
+    if set(map(type, items)) <= _ARRAYS:
+        return sum(map(sys.getsizeof, lists)) + _weigh_all(items)
     at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT
     if len(batch) <= at_most:
-        return own + _weigh_all(batch)
+        return _weigh_all(batch)
     looked_at = batch[:: -(-len(batch) // at_most)]
     if kinds <= _FLAT:
-        return own + sum(map(sys.getsizeof, looked_at)) * len(batch) // len(looked_at) + _ROUNDING_BYTES * len(batch)
-    return own + _weigh_all(looked_at) * len(batch) // len(looked_at)
+        return sum(map(sys.getsizeof, looked_at)) * len(batch) // len(looked_at) + _ROUNDING_BYTES * len(batch)
+    return _weigh_all(looked_at) * len(batch) // len(looked_at)
 
 
 def tensor_bytes(batch: Any) -> int:

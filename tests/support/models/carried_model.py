@@ -52,10 +52,10 @@ def drawn(count: int, seed: int) -> dict[str, Document]:
 
 def _drawn(number: int, rng: np.random.Generator) -> Document:
     words = iter(range(100 + _WORDS * number, 100 + _WORDS * (number + 1)))
-    counts = {"images": int(rng.integers(4)), "npy": int(rng.integers(2))} if rng.random() < 0.4 else {}  # noqa: PLR2004
+    counts = {"images": int(rng.integers(4)), "npy": int(rng.integers(2))} if rng.random() < 0.4 else {}
     wanted = [name for name in CARRY for _ in range(counts.get(name, 0))]
     rng.shuffle(wanted)
-    touches = rng.random() < 0.3  # noqa: PLR2004  one token for each value, without words between them
+    touches = rng.random() < 0.3
     tokens = [next(words) for _ in range(int(rng.integers(3)))]
     values: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in CARRY}
     offsets: dict[str, list[int]] = {name: [] for name in CARRY}
@@ -128,8 +128,8 @@ def write(folder: Path, documents: Mapping[str, Document], damage: str = "none",
     with ShardWriter(str(folder / "{:03d}.tar"), max_samples=150, columns=columns) as writer:
         for key, document in documents.items():
             sample = stored(document)
-            with_values += len(sample) > 2  # noqa: PLR2004  key and tokens
-            if len(sample) > 2 and with_values % each == 0:  # noqa: PLR2004
+            with_values += len(sample) > 2
+            if len(sample) > 2 and with_values % each == 0:
                 was, sample = sample, DAMAGES[damage](sample)
                 lost |= {key} if sample != was else set()
             writer.write(sample)
@@ -165,9 +165,7 @@ def carried(batch: Any, name: str) -> Iterator[Expected]:
     else:
         assert [len(one) for one in values] == document.lengths.tolist()
         listed = [value for row in values for value in row]
-    for row, number, place, value in zip(
-        rows, document.values.tolist(), position.values.tolist(), listed, strict=True
-    ):
+    for row, number, place, value in zip(rows, document.values.tolist(), position.values.tolist(), listed, strict=True):
         yield row, number, place, np.asarray(value)
 
 
@@ -194,6 +192,19 @@ def check(batch: Any, documents: Mapping[str, Document]) -> int:
     return num_checks + 1
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Tell whether two batches, or parts of them, have the same types and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
 def keys_of(batches: list[Any]) -> Counter[str]:
     """Return how often each document came."""
     rows = [[keys] if isinstance(keys, str) else keys for batch in batches for keys in batch["__key__"]]
@@ -204,11 +215,13 @@ def keys_of(batches: list[Any]) -> Counter[str]:
 
 
 def _plain(folder: Path, **options: Any) -> Packed:
-    return Packed(StreamingDataset(folder, max_bad_samples=1, **options), LENGTH, carry=CARRY, placeholder=PLACEHOLDER)
+    return Packed(
+        StreamingDataset(folder, max_bad_samples=1.0, **options), LENGTH, carry=CARRY, placeholder=PLACEHOLDER
+    )
 
 
 def _packed(folder: Path, **options: Any) -> Packed:
-    documents = StreamingDataset(folder, max_bad_samples=1)
+    documents = StreamingDataset(folder, max_bad_samples=1.0)
     return Packed(documents, LENGTH, carry=CARRY, placeholder=PLACEHOLDER, **options)
 
 
@@ -218,11 +231,11 @@ def as_it_is(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(folder: Path) -> Mixture:
-    whole = StreamingDataset(folder, max_bad_samples=1)
+    whole = StreamingDataset(folder, max_bad_samples=1.0)
     half = len(whole) // 2
     sources = {"a": whole[:half], "b": whole[half:]}
     made = {name: Packed(one, LENGTH, carry=CARRY, placeholder=PLACEHOLDER) for name, one in sources.items()}
-    return Mixture(made, max_bad_samples=1)
+    return Mixture(made, max_bad_samples=1.0)
 
 
 KINDS: dict[str, Callable[[Path], Any]] = {
@@ -233,7 +246,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "fixed shapes": lambda folder: _packed(folder, max_docs=3, multiple=4, shift_labels=True),
     "where": lambda folder: _plain(folder, where="tokens < 40"),
     "part": lambda folder: Packed(
-        StreamingDataset(folder, max_bad_samples=1)[20:], LENGTH, carry=CARRY, placeholder=PLACEHOLDER
+        StreamingDataset(folder, max_bad_samples=1.0)[20:], LENGTH, carry=CARRY, placeholder=PLACEHOLDER
     ),
     "skip": lambda folder: _plain(folder, on_error="skip"),
 }

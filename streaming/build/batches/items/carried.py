@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +71,9 @@ class Placed:
         first, stop = np.searchsorted(self.rows, [low, high]).tolist()
         splits = sums(np.bincount(self.rows[first:stop] - low, minlength=high - low))
         found, keys = self.found[first:stop], self.keys[first:stop]
-        batch: Batch = {name: _by_row(found, splits) if form is None else _end_to_end(name, found, form, keys, allocate)}
+        batch: Batch = {
+            name: _by_row(found, splits) if form is None else _end_to_end(name, found, form, keys, allocate)
+        }
         batch[f"{name}_document"] = _jagged(self.documents[first:stop], splits)
         if self.positions is not None:
             batch[f"{name}_position"] = _jagged(self.positions[first:stop], splits)
@@ -92,7 +95,7 @@ class CarriedColumns(PackColumns):
         forms: The form of entries that are laid end to end.
     """
 
-    def __init__(  # noqa: PLR0913  those of PackColumns, and three
+    def __init__(
         self, rows: Rows, packs: PackRows, shape: Any, available: Int64Array, allocate: Allocate | None = None,
         names: Sequence[str] = (), *, carry: Carry, values: Mapping[str, Values], forms: Mapping[str, Form],
     ) -> None:  # fmt: skip
@@ -183,13 +186,11 @@ class CarriedPacks(TokenPacks):
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         packs = pieces_of(rows)
         available = self._tokens_there(builder, rows, packs).copy()
-        values = self._values(builder, rows, packs, available)
+        values = self._values(builder, rows, available)
         firsts = None if rows.positions is None else packs.splits
         return self._built(builder, rows, valid, available, partial(self._with, values), firsts)
 
-    def _values(
-        self, builder: BatchBuilder, rows: Rows, packs: PackRows, available: Int64Array
-    ) -> dict[str, Values]:
+    def _values(self, builder: BatchBuilder, rows: Rows, available: Int64Array) -> dict[str, Values]:
         """Return the values of all documents by entry; ``available`` becomes 0 for documents that are lost by them."""
         found = {name: Values() for name in self.carry.names}
         carried = [rows.fields[name].sizes for name in self.carry.fields if name in rows.fields]
@@ -224,11 +225,7 @@ class CarriedPacks(TokenPacks):
         start, stop = int(rows.fields[shape.field].starts[i]), min(available, int(packs.stops[i]))
         tokens = np.frombuffer(rows.view[start : start + stop * shape.token_bytes], shape.dtype)
         try:
-            if stop < available and any(counts.values()):
-                raise PlaceholderError(
-                    f"{available} tokens, but its column says {stop}: a cut could take the place of a value"
-                )
-            places = self.carry.places(tokens, counts)
+            places = self.carry.places(tokens, counts, num_cut=available - stop)
         except PlaceholderError as why:
             builder.lost(rows, i, "decode", DecodeError(f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}: {why}"))
             return None
@@ -252,8 +249,8 @@ class CarriedPacks(TokenPacks):
             start, size = int(rows.fields[name].starts[i]), int(rows.fields[name].sizes[i])
             if not isinstance(value, bytes) or value != rows.view[start : start + size]:
                 raise ConfigError(
-                    f"{what} changed {name!r}, but the tokens of packs go straight from the shards into the batch; leave "
-                    "it as it is, and change tokens when shards are written"
+                    f"{what} changed {name!r}, but the tokens of packs go straight from the shards into the batch; "
+                    "leave it as it is, and change tokens when shards are written"
                 )
 
     @override
@@ -317,8 +314,8 @@ class PaddedCarried(CarriedPacks, PaddedDocuments):
 
 def _by_row(found: list[object], splits: Int64Array) -> list[list[object]]:
     """Return a list of values for each row; arrays become tensors."""
-    values, cuts = to_tensors(found), splits.tolist()
-    return [values[low:high] for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+    values = to_tensors(found)
+    return [values[low:high] for low, high in pairwise(splits.tolist())]
 
 
 def _end_to_end(name: str, found: list[object], form: Form, keys: list[str], allocate: Allocate) -> Any:

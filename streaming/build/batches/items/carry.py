@@ -57,7 +57,7 @@ class Carry:
         """The options of ``Packed`` that give this value."""
         return {"carry": {name: list(fields) for name, fields in self.entries}, "placeholder": dict(self.placeholders)}
 
-    def places(self, tokens: npt.NDArray[Any], counts: Mapping[str, int]) -> dict[str, Int64Array]:
+    def places(self, tokens: npt.NDArray[Any], counts: Mapping[str, int], num_cut: int = 0) -> dict[str, Int64Array]:
         """Return the place of the first placeholder of each value, by entry, int64 [count].
 
         The k-th run of a token stands for the k-th value of the entries that have this token; or the k-th token, if
@@ -66,10 +66,16 @@ class Carry:
         Args:
             tokens: The tokens of a document.
             counts: Number of values of each entry in the document.
+            num_cut: Number of tokens after these that are not delivered, because the column does not count them.
 
         Raises:
-            PlaceholderError: There are neither as many runs nor as many tokens as values.
+            PlaceholderError: There are neither as many runs nor as many tokens as values, or a value may be cut off.
         """
+        if num_cut > 0 and any(counts.values()):
+            raise PlaceholderError(
+                f"it has values and {len(tokens) + num_cut} tokens, but its column says {len(tokens)}; rebuild the "
+                "column (`shard_tools column add`)"
+            )
         found: dict[str, Int64Array] = {}
         for token in self.tokens:
             names = [name for name, one in self.placeholders if one == token]
@@ -79,8 +85,8 @@ class Carry:
             if len(begins) != wanted:
                 if len(each) != wanted:
                     raise PlaceholderError(
-                        f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their placeholder "
-                        f"{token} ({len(each)} tokens); expected one run, or one token, for each"
+                        f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their "
+                        f"placeholder {token} ({len(each)} tokens); expected one run, or one token, for each"
                     )
                 begins = each
             for name in names:
@@ -209,7 +215,7 @@ def _checked_placeholders(
     for name, token in found:
         if token == pad_id:
             raise ConfigError(
-                f"placeholder: token {token} of {name!r} is also pad_id, so padding would stand for values; give pad_id "
-                "another token"
+                f"placeholder: token {token} of {name!r} is also pad_id, so padding would stand for values; give "
+                "pad_id another token"
             )
     return found

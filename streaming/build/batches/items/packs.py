@@ -46,7 +46,7 @@ else:
     torch = later("torch", globals())
 
 _log = logging.getLogger(__name__)
-LayOut: TypeAlias = Callable[[Recipe, Rows, PackRows, Int64Array, Allocate | None], PackColumns]
+LayOut: TypeAlias = "Callable[[Recipe, Rows, PackRows, Int64Array, Allocate | None], PackColumns]"
 """Lays documents out, given the number of tokens that each has."""
 _FATE = "Padding takes the place of its tokens and carries no loss"
 

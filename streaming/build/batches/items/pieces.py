@@ -86,7 +86,9 @@ class PieceItems(RowKind):
 
     @abstractmethod
     def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
-        """Return the single row of ``packs``, made by ``part`` of samples as their dataset returns them.
+        """Return the single row of ``packs``, made by ``part`` of samples.
+
+        They are as their dataset returns them, or as stored if the row has ``fields``.
 
         Raises:
             DataError: A sample cannot be used.
