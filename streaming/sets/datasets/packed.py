@@ -131,9 +131,8 @@ class Packed(DataSet[PackedDocuments]):
             of a batch, ``{"images": ("0.jpg", "1.jpg")}``, in their order within a document. Documents may lack them.
             Documents of more than T tokens are dropped, since a cut could take a value.
         placeholder: Token that stands for carried values, or that of each entry, ``{"jpg": 32000}``. The k-th run of
-            this token in a document belongs to its k-th value (or the k-th such token, if there are as many as values);
-            a document with another number of them counts as a bad sample. These tokens carry no loss. None: no token
-            does.
+            this token in a document belongs to its k-th value; a document with another number of runs counts as a bad
+            sample. These tokens carry no loss. None: no token does, and values have no position.
 
     Raises:
         ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform`` (which

@@ -55,15 +55,15 @@ def _drawn(number: int, rng: np.random.Generator) -> Document:
     counts = {"images": int(rng.integers(4)), "npy": int(rng.integers(2))} if rng.random() < 0.4 else {}
     wanted = [name for name in CARRY for _ in range(counts.get(name, 0))]
     rng.shuffle(wanted)
-    touches = rng.random() < 0.3
+    touches = rng.random() < 0.3  # values of different entries may have no word between them
     tokens = [next(words) for _ in range(int(rng.integers(3)))]
     values: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in CARRY}
     offsets: dict[str, list[int]] = {name: [] for name in CARRY}
     for name in wanted:
-        offsets[name].append(len(tokens))
-        tokens += [PLACEHOLDER[name]] * (1 if touches else int(rng.integers(1, 4)))
-        if not touches:
+        if tokens[-1:] == [PLACEHOLDER[name]] or not touches:
             tokens.append(next(words))
+        offsets[name].append(len(tokens))
+        tokens += [PLACEHOLDER[name]] * int(rng.integers(1, 4))
         values[name].append(_value(name, number, len(values[name])))
     tokens += [next(words) for _ in range(int(rng.lognormal(2.2, 0.9)) % (LENGTH + 8))]
     return Document(key=f"{number:06d}", tokens=tokens or [next(words)], values=values, offsets=offsets)
@@ -104,8 +104,10 @@ def lost_image(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def stray_placeholder(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return the sample with a placeholder for which there is no value."""
+    """Return the sample with a placeholder for which there is no value, if it ends with words."""
     tokens = np.frombuffer(sample["tok"], "<u4").copy()
+    if min(tokens[-2:]) <= SOUND:
+        return sample
     tokens[-1] = SOUND
     return sample | {"tok": tokens.tobytes()}
 

@@ -60,8 +60,7 @@ class Carry:
     def places(self, tokens: npt.NDArray[Any], counts: Mapping[str, int], num_cut: int = 0) -> dict[str, Int64Array]:
         """Return the place of the first placeholder of each value, by entry, int64 [count].
 
-        The k-th run of a token stands for the k-th value of the entries that have this token; or the k-th token, if
-        there are as many tokens as values.
+        The k-th run of a token stands for the k-th value of the entries that have this token.
 
         Args:
             tokens: The tokens of a document.
@@ -69,7 +68,7 @@ class Carry:
             num_cut: Number of tokens after these that are not delivered, because the column does not count them.
 
         Raises:
-            PlaceholderError: There are neither as many runs nor as many tokens as values, or a value may be cut off.
+            PlaceholderError: There are not as many runs as values, or a value may be cut off.
         """
         if num_cut > 0 and any(counts.values()):
             raise PlaceholderError(
@@ -80,15 +79,13 @@ class Carry:
         for token in self.tokens:
             names = [name for name, one in self.placeholders if one == token]
             wanted = sum(counts[name] for name in names)
-            each = np.flatnonzero(tokens == token)
-            begins = each[np.diff(each, prepend=-2) > 1]
+            begins = np.flatnonzero(np.diff(tokens == token, prepend=False) & (tokens == token))
             if len(begins) != wanted:
-                if len(each) != wanted:
-                    raise PlaceholderError(
-                        f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their "
-                        f"placeholder {token} ({len(each)} tokens); expected one run, or one token, for each"
-                    )
-                begins = each
+                raise PlaceholderError(
+                    f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their placeholder "
+                    f"{token}; expected one run for each. If runs of two values touch, name in placeholder= a token "
+                    "that comes once for each value, such as the one that begins it"
+                )
             for name in names:
                 found[name], begins = begins[: counts[name]], begins[counts[name] :]
         return found
