@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ class CarriedColumns(PackColumns):
     def _tensors(self, low: int, high: int) -> Batch:
         """Return the entries of tokens; placeholders carry no loss."""
         batch = super()._tensors(low, high)
-        tokens, ignored = self._carry.tokens, self._shape.ignore_id
+        tokens, ignored = self._carry.by_token, self._shape.ignore_id
         labels: npt.NDArray[np.int64] = batch["labels"].numpy()  # type: ignore[attr-defined]
         for token in tokens:
             labels[labels == token] = ignored
@@ -163,17 +163,17 @@ class CarriedPacks(TokenPacks):
 
     @property
     @override
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*self.shape.fields, *self.carry.fields)
 
     @property
     @override
-    def raw(self) -> tuple[str, ...]:
+    def raw(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.shape.fields
 
     @property
     @override
-    def entries(self) -> tuple[str, ...]:
+    def entries(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.carry.names
 
     @override
@@ -193,12 +193,15 @@ class CarriedPacks(TokenPacks):
     def _values(self, builder: BatchBuilder, rows: Rows, available: Int64Array) -> dict[str, Values]:
         """Return the values of all documents by entry; ``available`` becomes 0 for documents that are lost by them."""
         found = {name: Values() for name in self.carry.names}
-        carried = [rows.fields[name].sizes for name in self.carry.fields if name in rows.fields]
+        alone = replace(rows, fields={name: rows.fields[name] for name in self.carry.fields if name in rows.fields})
+        has_any = np.array([where.sizes >= 0 for where in alone.fields.values()]).any(axis=0)
         for i in np.flatnonzero(available > 0).tolist():
-            has_any = any(sizes[i] >= 0 for sizes in carried)
             sample: Sample | None = {}
-            if has_any or builder.recipe.part_of(rows, i).transform is not None:
+            if builder.recipe.part_of(rows, i).transform is not None:
                 sample = builder.delivered(rows, i, None)
+                self._check_changed(rows, i, sample)
+            elif alone.fields and has_any[i]:
+                sample = builder.delivered(alone, i, None)
             of = None if sample is None else self._values_of(builder, rows, i, sample, int(available[i]))
             if of is None:
                 available[i] = 0
@@ -215,8 +218,7 @@ class CarriedPacks(TokenPacks):
         self, builder: BatchBuilder, rows: Rows, i: int, sample: Sample, available: int
     ) -> dict[str, tuple[list[object], list[int]]] | None:
         """Return the values of a document, and the places of their placeholders; None after reporting it as lost."""
-        self._check_sample(rows, i, sample)
-        found: dict[str, list[object]] = {
+        found = {
             name: [sample[field] for field in fields if sample.get(field) is not None]
             for name, fields in self.carry.entries
         }
@@ -232,12 +234,14 @@ class CarriedPacks(TokenPacks):
         return {name: (values, places[name].tolist() if name in places else [0] * len(values))
                 for name, values in found.items()}  # fmt: skip
 
-    def _check_sample(self, rows: Rows, i: int, sample: Any) -> None:
-        """Refuse what a transform cannot return.
+    def _check_changed(self, rows: Rows, i: int, sample: Any) -> None:
+        """Refuse what a transform must not return; None drops the document.
 
         Raises:
             ConfigError: The sample is no dict of fields, or has other tokens than the document.
         """
+        if sample is None:
+            return
         what = f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}: transform"
         if not isinstance(sample, Mapping):
             raise ConfigError(f"{what} returned {type(sample).__name__}, expected a dict of fields; packs take their "

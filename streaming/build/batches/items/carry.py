@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class PlaceholderError(Exception):
     """The placeholders of a document do not fit its values; the message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Carry:
     """The values that packs carry.
 
@@ -47,10 +48,11 @@ class Carry:
         """The fields of a document that are carried."""
         return tuple(field for _, fields in self.entries for field in fields)
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The tokens that stand for values."""
-        return tuple(dict.fromkeys(token for _, token in self.placeholders))
+    @cached_property
+    def by_token(self) -> dict[int, tuple[str, ...]]:
+        """The entries whose values each placeholder stands for."""
+        tokens = dict.fromkeys(token for _, token in self.placeholders)
+        return {token: tuple(name for name, one in self.placeholders if one == token) for token in tokens}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -76,10 +78,12 @@ class Carry:
                 "column (`shard_tools column add`)"
             )
         found: dict[str, Int64Array] = {}
-        for token in self.tokens:
-            names = [name for name, one in self.placeholders if one == token]
+        for token, names in self.by_token.items():
             wanted = sum(counts[name] for name in names)
-            begins = np.flatnonzero(np.diff(tokens == token, prepend=False) & (tokens == token))
+            each = np.flatnonzero(tokens == token)
+            is_first = np.ones(len(each), np.bool_)
+            np.greater(each[1:] - each[:-1], 1, out=is_first[1:])
+            begins = each[is_first]
             if len(begins) != wanted:
                 raise PlaceholderError(
                     f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their placeholder "
