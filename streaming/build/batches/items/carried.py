@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from streaming.build.batches.build import BatchBuilder, Mask, Recipe, RowKind
 from streaming.build.batches.collate import to_tensors
-from streaming.build.batches.items.carry import Carry, PlaceholderError
+from streaming.build.batches.items.carry import Carry, PlaceholderError, Runs
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
 from streaming.build.batches.items.pieces import each_piece, pieces_of
@@ -193,16 +193,16 @@ class CarriedPacks(TokenPacks):
     def _values(self, builder: BatchBuilder, rows: Rows, available: Int64Array) -> dict[str, Values]:
         """Return the values of all documents by entry; ``available`` becomes 0 for documents that are lost by them."""
         found = {name: Values() for name in self.carry.names}
-        alone = replace(rows, fields={name: rows.fields[name] for name in self.carry.fields if name in rows.fields})
-        has_any = np.array([where.sizes >= 0 for where in alone.fields.values()]).any(axis=0)
-        for i in np.flatnonzero(available > 0).tolist():
-            sample: Sample | None = {}
-            if builder.recipe.part_of(rows, i).transform is not None:
-                sample = builder.delivered(rows, i, None)
-                self._check_changed(rows, i, sample)
-            elif alone.fields and has_any[i]:
-                sample = builder.delivered(alone, i, None)
-            of = None if sample is None else self._values_of(builder, rows, i, sample, int(available[i]))
+        runs, transforms = self._runs(rows, available), [part.transform is not None for part in builder.recipe.parts]
+        fields = {name: rows.fields[name] for name in self.carry.fields if name in rows.fields}
+        alone, has_any = replace(rows, fields=fields), runs.has_any
+        for where in fields.values():
+            has_any = has_any | (where.sizes >= 0)
+        if any(transforms):
+            has_any = has_any | (True if rows.sources is None else np.array(transforms)[rows.sources])
+        for i in np.flatnonzero((available > 0) & has_any).tolist():
+            sample = builder.delivered(rows if builder.recipe.part_of(rows, i).transform else alone, i, None)
+            of = None if sample is None else self._values_of(builder, rows, i, sample, int(available[i]), runs)
             if of is None:
                 available[i] = 0
                 continue
@@ -214,33 +214,40 @@ class CarriedPacks(TokenPacks):
         builder.place[0] = -1
         return found
 
+    def _runs(self, rows: Rows, available: Int64Array) -> Runs:
+        """Return the runs of placeholders in the tokens of all documents, as far as they are delivered."""
+        size, sizes = self.shape.token_bytes, np.minimum(pieces_of(rows).stops, available)
+        if not self.carry.by_token or not available.any():
+            return Runs(self.carry, np.zeros(0, self.shape.dtype), np.zeros(len(sizes) + 1, np.int64))
+        starts = rows.fields[self.shape.field].starts
+        spans = map(slice, starts.tolist(), (starts + sizes * size).tolist())
+        joined = b"".join(rows.view[span] for span, is_there in zip(spans, sizes > 0, strict=True) if is_there)
+        return Runs(self.carry, np.frombuffer(joined, self.shape.dtype), sums(sizes))
+
     def _values_of(
-        self, builder: BatchBuilder, rows: Rows, i: int, sample: Sample, available: int
+        self, builder: BatchBuilder, rows: Rows, i: int, sample: Sample, available: int, runs: Runs
     ) -> dict[str, tuple[list[object], list[int]]] | None:
         """Return the values of a document, and the places of their placeholders; None after reporting it as lost."""
+        self._check_changed(builder, rows, i, sample)
         found = {
             name: [sample[field] for field in fields if sample.get(field) is not None]
             for name, fields in self.carry.entries
         }
         counts = {name: len(values) for name, values in found.items()}
-        packs, shape = pieces_of(rows), self.shape
-        start, stop = int(rows.fields[shape.field].starts[i]), min(available, int(packs.stops[i]))
-        tokens = np.frombuffer(rows.view[start : start + stop * shape.token_bytes], shape.dtype)
         try:
-            places = self.carry.places(tokens, counts, num_cut=available - stop)
+            places = runs.places(i, counts, num_cut=available - int(pieces_of(rows).stops[i]))
         except PlaceholderError as why:
             builder.lost(rows, i, "decode", DecodeError(f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}: {why}"))
             return None
-        return {name: (values, places[name].tolist() if name in places else [0] * len(values))
-                for name, values in found.items()}  # fmt: skip
+        return {name: (values, places.get(name) or [0] * len(values)) for name, values in found.items()}
 
-    def _check_changed(self, rows: Rows, i: int, sample: Any) -> None:
-        """Refuse what a transform must not return; None drops the document.
+    def _check_changed(self, builder: BatchBuilder, rows: Rows, i: int, sample: Any) -> None:
+        """Refuse what a transform must not return.
 
         Raises:
             ConfigError: The sample is no dict of fields, or has other tokens than the document.
         """
-        if sample is None:
+        if not builder.recipe.part_of(rows, i).transform:
             return
         what = f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}: transform"
         if not isinstance(sample, Mapping):

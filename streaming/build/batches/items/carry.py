@@ -59,37 +59,63 @@ class Carry:
         """The options of ``Packed`` that give this value."""
         return {"carry": {name: list(fields) for name, fields in self.entries}, "placeholder": dict(self.placeholders)}
 
-    def places(self, tokens: npt.NDArray[Any], counts: Mapping[str, int], num_cut: int = 0) -> dict[str, Int64Array]:
-        """Return the place of the first placeholder of each value, by entry, int64 [count].
+
+class Runs:
+    """Runs of placeholders in documents that lie end to end: where each begins.
+
+    Args:
+        carry: The placeholders.
+        tokens: [total], the tokens of all documents.
+        splits: int64 [n + 1], where each document begins, and the end of the last.
+    """
+
+    def __init__(self, carry: Carry, tokens: npt.NDArray[Any], splits: Int64Array) -> None:
+        self._carry = carry
+        self._starts = splits.tolist()
+        self._begins: dict[int, list[int]] = {}
+        self._cuts: dict[int, list[int]] = {}
+        self.has_any = np.zeros(len(splits) - 1, np.bool_)
+        """Whether each document has a placeholder, bool [n]."""
+        for token in carry.by_token:
+            each = np.flatnonzero(tokens == token)
+            documents = np.searchsorted(splits, each, side="right")
+            is_first = np.ones(len(each), np.bool_)
+            is_first[1:] = (np.diff(each) > 1) | (np.diff(documents) > 0)
+            begins = each[is_first]
+            cuts = np.searchsorted(begins, splits)
+            self._begins[token], self._cuts[token] = begins.tolist(), cuts.tolist()
+            self.has_any |= np.diff(cuts) > 0
+
+    def places(self, document: int, counts: Mapping[str, int], num_cut: int = 0) -> dict[str, list[int]]:
+        """Return the place in a document of the first placeholder of each value, by entry.
 
         The k-th run of a token stands for the k-th value of the entries that have this token.
 
         Args:
-            tokens: The tokens of a document.
-            counts: Number of values of each entry in the document.
-            num_cut: Number of tokens after these that are not delivered, because the column does not count them.
+            document: The number of the document.
+            counts: Number of values of each entry in it.
+            num_cut: Number of its tokens that are not delivered, because its column does not count them.
 
         Raises:
             PlaceholderError: There are not as many runs as values, or a value may be cut off.
         """
         if num_cut > 0 and any(counts.values()):
             raise PlaceholderError(
-                f"it has values and {len(tokens) + num_cut} tokens, but its column says {len(tokens)}; rebuild the "
+                f"it has values, and {num_cut} tokens more than its column says, which would be cut off; rebuild the "
                 "column (`shard_tools column add`)"
             )
-        found: dict[str, Int64Array] = {}
-        for token, names in self.by_token.items():
+        found: dict[str, list[int]] = {}
+        start = self._starts[document]
+        for token, names in self._carry.by_token.items():
+            low, high = self._cuts[token][document : document + 2]
             wanted = sum(counts[name] for name in names)
-            each = np.flatnonzero(tokens == token)
-            is_first = np.ones(len(each), np.bool_)
-            np.greater(each[1:] - each[:-1], 1, out=is_first[1:])
-            begins = each[is_first]
-            if len(begins) != wanted:
+            if high - low != wanted:
                 raise PlaceholderError(
-                    f"{wanted} values of {', '.join(map(repr, names))}, but {len(begins)} runs of their placeholder "
+                    f"{wanted} values of {', '.join(map(repr, names))}, but {high - low} runs of their placeholder "
                     f"{token}; expected one run for each. If runs of two values touch, name in placeholder= a token "
                     "that comes once for each value, such as the one that begins it"
                 )
+            begins = [begin - start for begin in self._begins[token][low:high]]
             for name in names:
                 found[name], begins = begins[: counts[name]], begins[counts[name] :]
         return found
