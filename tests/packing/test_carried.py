@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -34,7 +35,8 @@ from tests.support.models.carried_model import (
     keys_of,
     write,
 )
-from tests.support.sets.packed_sets import loader_of
+from tests.support.sets.late_fields import add_late
+from tests.support.sets.packed_sets import damaged, loader_of
 from tests.support.sources.image_files import saved, smooth
 from tests.support.tiers import first_here
 
@@ -349,6 +351,72 @@ def test_a_name_that_no_document_has_is_said(home: Path, caplog: pytest.LogCaptu
     Packed(StreamingDataset(made(home, "none")[0]), LENGTH, carry=("npyy",))
     assert "carry: no sample of" in caplog.text
     assert "'npyy'" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------- other sets
+
+
+def test_bytes_that_changed_lose_whole_documents(home: Path, tmp_path: Path) -> None:
+    folder, documents, _ = made(home, "none")
+    key = next(key for key, one in documents.items() if one.values["images"] and int(key) > COUNT // 2)
+    packed = KINDS["plain"](damaged(folder, tmp_path / "bad", key))
+    with loader_of(packed) as loader:
+        batches = list(loader)
+        lost = {one["key"] for one in loader.metrics()["bad"]}
+    assert key in lost
+    assert sum(check(batch, documents) for batch in batches) > 100
+    fits = {key for key, one in documents.items() if len(one.tokens) <= LENGTH}
+    assert keys_of(batches).keys() == fits - lost
+
+
+def test_a_field_added_later_is_carried(home: Path, tmp_path: Path) -> None:
+    documents = drawn(120, 8)
+    sounds = {key: one.values["npy"] for key, one in documents.items()}
+    write(tmp_path, {key: replace(one, values={**one.values, "npy": []}) for key, one in documents.items()})
+    add_late(str(tmp_path), "npy", lambda key: sounds[key][0] if sounds[key] else None)
+    with loader_of(KINDS["plain"](tmp_path)) as loader:
+        batches = list(loader)
+    assert sum(check(batch, documents) for batch in batches) > 100
+    assert keys_of(batches).keys() == {key for key, one in documents.items() if len(one.tokens) <= LENGTH}
+
+
+def test_text_alone_is_mixed_with_packs_that_carry(home: Path, tmp_path: Path) -> None:
+    folder, documents, _ = made(home, "none")
+    texts = {f"t{key}": replace(one, key=f"t{key}", values={"images": [], "npy": []})
+             for key, one in drawn(80, 6).items() if not any(one.values.values())}  # fmt: skip
+    write(tmp_path, texts)
+    with loader_of(Mixture({"pairs": KINDS["plain"](folder), "text": KINDS["plain"](tmp_path)})) as loader:
+        batches = list(loader)
+    assert sum(check(batch, documents | texts) for batch in batches) > 100
+    assert keys_of(batches).keys() == {k for k, one in (documents | texts).items() if len(one.tokens) <= LENGTH}
+
+
+def test_rows_that_fill_the_last_batch_keep_their_values(home: Path) -> None:
+    folder, documents, _ = made(home, "none")
+    packed = KINDS["plain"](folder)
+    with DataLoader(packed, global_batch_size=len(packed) - 1, last_batch="pad") as loader:
+        first, last = loader
+    assert not last["__valid__"][1:].any()
+    for batch in (first, last):
+        assert check(batch, documents) > 100
+    assert (last["labels"][1:] < 0).all()
+
+
+def test_numbers_of_classes_are_those_of_the_union(tmp_path: Path) -> None:
+    for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "ape"])):
+        columns = {"tokens": lambda sample: 4}
+        with ShardWriter(str(tmp_path / name / "{:d}.tar"), columns=columns, classes={"cls": classes}) as writer:
+            for number in range(12):
+                writer.write({"__key__": f"{name}{number}", "tok": bytes(8), "cls": number % 2})
+    sources = {name: Packed(StreamingDataset(tmp_path / name), 16, carry=("cls",)) for name in "ab"}
+    mixed = Mixture(sources, classes="union")
+    union = mixed.source.meaning.schema.classes["cls"]
+    with loader_of(mixed) as loader:
+        for batch in loader:
+            for keys, numbers, values in zip(batch["__key__"], batch["cls_document"].rows(), batch["cls"], strict=True):
+                for document, value in zip(numbers.tolist(), values, strict=True):
+                    own = {"a": ["cat", "dog"], "b": ["dog", "ape"]}[keys[document][0]]
+                    assert union[value] == own[int(keys[document][1:]) % 2]
 
 
 def test_the_section_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
