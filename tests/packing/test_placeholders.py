@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from streaming.build.batches.items.carry import Carry, PlaceholderError, Runs
+from streaming.build.batches.items.carry import Carry, PlaceholderError, PlaceholderRuns
 
 A, B, WORD = 7, 8, 100
 
@@ -17,9 +17,9 @@ def runs_of(tokens: tuple[int, ...], token: int) -> list[int]:
     return [at for at, one in enumerate(tokens) if one == token and (at == 0 or tokens[at - 1] != token)]
 
 
-def runs(carry: Carry, *documents: tuple[int, ...]) -> Runs:
+def runs(carry: Carry, *documents: tuple[int, ...]) -> PlaceholderRuns:
     tokens = np.array([token for one in documents for token in one], "<u2")
-    return Runs(carry, tokens, np.cumsum([0, *map(len, documents)]))
+    return PlaceholderRuns(carry, tokens, np.cumsum([0, *map(len, documents)]))
 
 
 @pytest.mark.parametrize("length", range(4))

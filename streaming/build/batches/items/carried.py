@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from streaming.build.batches.build import BatchBuilder, Mask, Recipe, RowKind
 from streaming.build.batches.collate import to_tensors
-from streaming.build.batches.items.carry import Carry, PlaceholderError, Runs
+from streaming.build.batches.items.carry import Carry, PlaceholderError, PlaceholderRuns
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
 from streaming.build.batches.items.pieces import each_piece, pieces_of
@@ -214,18 +214,18 @@ class CarriedPacks(TokenPacks):
         builder.place[0] = -1
         return found
 
-    def _runs(self, rows: Rows, available: Int64Array) -> Runs:
+    def _runs(self, rows: Rows, available: Int64Array) -> PlaceholderRuns:
         """Return the runs of placeholders in the tokens of all documents, as far as they are delivered."""
         size, sizes = self.shape.token_bytes, np.minimum(pieces_of(rows).stops, available)
         if not self.carry.by_token or not available.any():
-            return Runs(self.carry, np.zeros(0, self.shape.dtype), np.zeros(len(sizes) + 1, np.int64))
+            return PlaceholderRuns(self.carry, np.zeros(0, self.shape.dtype), np.zeros(len(sizes) + 1, np.int64))
         starts = rows.fields[self.shape.field].starts
         spans = map(slice, starts.tolist(), (starts + sizes * size).tolist())
         joined = b"".join(rows.view[span] for span, is_there in zip(spans, sizes > 0, strict=True) if is_there)
-        return Runs(self.carry, np.frombuffer(joined, self.shape.dtype), sums(sizes))
+        return PlaceholderRuns(self.carry, np.frombuffer(joined, self.shape.dtype), sums(sizes))
 
     def _values_of(
-        self, builder: BatchBuilder, rows: Rows, i: int, sample: Sample, available: int, runs: Runs
+        self, builder: BatchBuilder, rows: Rows, i: int, sample: Sample, available: int, runs: PlaceholderRuns
     ) -> dict[str, tuple[list[object], list[int]]] | None:
         """Return the values of a document, and the places of their placeholders; None after reporting it as lost."""
         self._check_changed(builder, rows, i, sample)

@@ -60,7 +60,7 @@ class Carry:
         return {"carry": {name: list(fields) for name, fields in self.entries}, "placeholder": dict(self.placeholders)}
 
 
-class Runs:
+class PlaceholderRuns:
     """Runs of placeholders in documents that lie end to end: where each begins.
 
     Args:
