@@ -116,9 +116,10 @@ def test_a_value_belongs_to_its_document_and_position(
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_value_belongs_to_its_document_on_any_world_and_after_any_resume(home: Path, kind: str, damage: str) -> None:
+    first = [*KINDS].index(kind) + [*DAMAGES].index(damage)
     for world in (1, 2, 3, 4):
-        for resumed in (0, 1, 3, 5):
-            assert check_pass(home, kind, damage, world, resumed) > 100
+        resumed = (0, 1, 3, 5, 7)[(first + world) % 5]
+        assert check_pass(home, kind, damage, world, resumed) > 100
 
 
 @pytest.mark.usefixtures("one_fork_server")
