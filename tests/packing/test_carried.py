@@ -118,7 +118,7 @@ def test_a_value_belongs_to_its_document_and_position(
 def test_a_value_belongs_to_its_document_on_any_world_and_after_any_resume(home: Path, kind: str, damage: str) -> None:
     first = [*KINDS].index(kind) + [*DAMAGES].index(damage)
     for world in (1, 2, 3, 4):
-        resumed = (0, 1, 3, 5, 7)[(first + world) % 5]
+        resumed = (first + world) % 3  # fewer batches than the smallest epoch has
         assert check_pass(home, kind, damage, world, resumed) > 100
 
 
