@@ -69,6 +69,8 @@ RUN_ELSEWHERE = {
     "allow_unfinished": "test_unfinished.py::test_the_option_in_every_reader",
     "anon": "test_cures.py::test_credentials_and_anonymous_reading",
     "balance": "test_balance.py::test_local_balance_puts_the_dearest_packs_first",
+    "carry": "test_carried.py::test_batches_without_values_or_rows_have_the_same_entries",
+    "placeholder": "test_carried.py::test_batches_without_values_or_rows_have_the_same_entries",
     "budgets": "test_packing.py::test_several_budgets_are_filled_together",
     "classes": "test_cases.py::test_batches_of_a_union_are_right_and_those_of_own_numbers_are_of_each_set",
     "cost": "test_balance.py::test_a_cost_function_gets_lengths_of_pieces",

@@ -275,6 +275,8 @@ CASES: dict[str, dict[str, Case]] = {
                 "DataLoader": {"batch_size": 1, "last_batch": "drop"},
             }),
         ),
+        "carry": Case(("cls",)),
+        "placeholder": Case(7, base=By(lambda kind, _: {"Packed": {"carry": ("cls",)}} if kind in OF_TEXT else {})),
     },
     "Balanced": {
         "dataset": Case(lambda places, of: StreamingDataset(places.url("other"))),

@@ -185,9 +185,11 @@ class RowKind(ABC):
 
     Attributes:
         balance: How the rows of a global batch are balanced over its ranks; None: not at all.
+        entries: Entries of a batch that ``checked_jagged`` knows; None: they are the fields that are read.
     """
 
     balance: BalanceRules | None = None
+    entries: tuple[str, ...] | None = None
 
     @property
     def grouped(self) -> GroupedRows | None:
@@ -559,15 +561,19 @@ class BatchBuilder:
                     self.allocate.again()
         return None
 
-    def collate(self, samples: list[Sample], mask: Mask, cuts: Cuts = None) -> Any:
-        """Return the batch of samples, by the user's function or the default one, or its micro-batches."""
+    def collate(self, samples: list[Sample], mask: Mask, cuts: Cuts = None, firsts: Int64Array | None = None) -> Any:
+        """Return the batch of samples, by the user's function or the default one, or its micro-batches.
+
+        ``firsts`` are the rows at which the samples begin; None: each is a row.
+        """
         self.place[0] = -1
         shown = copy.copy(samples[0]) if has_empty(cuts) else {}  # before a function changes it
 
         def make(low: int, high: int) -> Any:
             if low == high:
                 return self.nothing(shown)
-            return self._collate(samples[low:high], None if mask is None else mask[low:high], low)
+            first = low if firsts is None else int(firsts[low])
+            return self._collate(samples[low:high], None if mask is None else mask[low:high], first)
 
         return cut_up(cuts, len(samples), make)
 

@@ -189,7 +189,7 @@ def promoted(values: Sequence[object]) -> torch.Tensor | None:
         kind = next(iter(kinds))
         if not issubclass(kind, (np.ndarray, torch.Tensor)) or len({cast("Any", one).dtype for one in values}) == 1:
             return None
-    listed = _to_tensors(values)
+    listed = to_tensors(values)
     if not all(type(value) in _NUMBERS or isinstance(value, torch.Tensor) for value in listed):
         return None
     if len({tuple(getattr(value, "shape", ())) for value in listed}) > 1:
@@ -233,7 +233,7 @@ def _collate_mixed(values: list[object], kinds: set[type], make: Allocate, name:
         _tell_of_promotion(name, frozenset(kind.__name__ for kind in kinds), "float64" if is_float else "int64")
         numbers = cast("list[int]", values)
         return _floats(numbers, make, name) if is_float else _integers(numbers, make, name)
-    listed = _to_tensors(values)
+    listed = to_tensors(values)
     stacks = [type(value) in _NUMBERS or isinstance(value, torch.Tensor) for value in listed]
     if all(stacks):
         tensors = [value if isinstance(value, torch.Tensor) else _number(value, name) for value in listed]
@@ -300,7 +300,7 @@ def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate, name: str) -> 
     first = values[0]
     dtype = _torch_dtypes().get(first.dtype.newbyteorder("="))
     if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
-        tensors = _to_tensors(values)
+        tensors = to_tensors(values)
         if not all(isinstance(value, torch.Tensor) for value in tensors):
             _tell_of_lists(name, frozenset(str(value.dtype) for value in values))
             return tensors
@@ -378,7 +378,7 @@ def _tell_of_lists(name: str, types: frozenset[str]) -> None:
         )  # fmt: skip
 
 
-def _to_tensors(values: Sequence[object]) -> list[object]:
+def to_tensors(values: Sequence[object]) -> list[object]:
     """Return the values; arrays and scalars of dtypes that torch knows as tensors, without a copy if possible."""
     return [_to_tensor(value) if _is_array(value) else value for value in values]
 

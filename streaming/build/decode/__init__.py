@@ -41,6 +41,7 @@ from streaming.build.decode.registry import (
     resolve_decoders,
     runs_code_of_user,
     with_described,
+    with_raw,
 )
 from streaming.build.decode.values import integer, json, msgpack, number, raw, text, unpacked, view
 from streaming.build.decode.webdataset import from_webdataset
@@ -96,4 +97,5 @@ __all__ = [
     "use_one_thread",
     "view",
     "with_described",
+    "with_raw",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeAlias, cast, runtime_checkable
@@ -268,6 +268,14 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
     if isinstance(spec, FieldDecoder):
         return spec
     raise ConfigError(f"decode={spec!r}: expected a string, a mapping of field to decoder, or None")
+
+
+def with_raw(decoders: FieldDecoder, fields: Iterable[str], raw: Iterable[str]) -> FieldDecoder:
+    """Return decoders of ``fields``: ``raw`` as stored, the others by ``decoders``."""
+    decoded = [name for name in fields if name not in set(raw)]
+    if not decoded:
+        return RawFields()
+    return AutoFields(given={**dict.fromkeys(decoded, decoders), **dict.fromkeys(raw, values.raw)})
 
 
 def with_described(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ _HEADER_BYTES = 96
 """Memory of a tensor or array in addition to its content."""
 _FLAT = frozenset((str, bytes, int, float, bool, complex, type(None)))
 _PLAIN = _FLAT | {dict, list, tuple, set, frozenset, bytearray}
+_ARRAYS = frozenset((torch.Tensor, np.ndarray))
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of objects that are shared with others rather than owned by the object that refers to them."""
 
@@ -54,13 +56,22 @@ def weigh(batch: Any) -> int:
     if kinds in ({bytes}, {memoryview}):  # a view counts only its own bytes
         sizes = map(len, batch) if kinds == {bytes} else (view.nbytes + _HEADER_BYTES for view in batch)
         return own + sum(sizes) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
+    return own + _weigh_items(batch, kinds)
+
+
+def _weigh_items(batch: Any, kinds: set[type]) -> int:
+    """Estimate the bytes of the items of a list, of these types: of all arrays, also in a list for each row."""
+    lists = batch if kinds == {list} else ()
+    items = list(chain.from_iterable(batch)) if lists else batch
+    if set(map(type, items)) <= _ARRAYS:
+        return sum(map(sys.getsizeof, lists)) + _weigh_all(items)
     at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT
     if len(batch) <= at_most:
-        return own + _weigh_all(batch)
+        return _weigh_all(batch)
     looked_at = batch[:: -(-len(batch) // at_most)]
     if kinds <= _FLAT:
-        return own + sum(map(sys.getsizeof, looked_at)) * len(batch) // len(looked_at) + _ROUNDING_BYTES * len(batch)
-    return own + _weigh_all(looked_at) * len(batch) // len(looked_at)
+        return sum(map(sys.getsizeof, looked_at)) * len(batch) // len(looked_at) + _ROUNDING_BYTES * len(batch)
+    return _weigh_all(looked_at) * len(batch) // len(looked_at)
 
 
 def tensor_bytes(batch: Any) -> int:
@@ -76,7 +87,7 @@ def tensor_bytes(batch: Any) -> int:
         return sum(map(tensor_bytes, batch))
     if type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
         return sum(map(_own_bytes, batch))
-    if type(batch) is list and all(type(one) is dict for one in batch):  # micro-batches
+    if type(batch) is list and all(type(one) in (dict, list) for one in batch):  # micro-batches; a list for each row
         return sum(map(tensor_bytes, batch))
     return 0
 

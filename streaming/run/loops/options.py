@@ -83,7 +83,9 @@ def check_jagged(recipe: Recipe, dataset: AnySource) -> None:
     Raises:
         ConfigError: There are such fields.
     """
-    if not recipe.jagged or any(part.transform is not None for part in recipe.parts):  # may add any field
+    if not recipe.jagged or recipe.items.entries is not None:  # it has checked them
+        return
+    if any(part.transform is not None for part in recipe.parts):  # may add any field
         return
     unread = [name for name in recipe.jagged if recipe.fields is not None and name not in recipe.fields]
     if unread:

@@ -84,6 +84,15 @@ class Packed(DataSet[PackedDocuments | KindsOfPacks]):
         for lists in DataLoader(pages, batch_size=4):
             batch = [join(samples) for samples in lists]
 
+    With ``carry``, packs bring other fields of their documents along, decoded by the dataset's ``decode``: images or
+    sounds for the tokens that stand for them. For each field, such as ``jpg``, a batch has
+
+    - ``jpg``: for each row, the list of its values, in the order of its documents; with ``jagged=("jpg",)``, a
+      ``Jagged`` of all values of the batch, row after row;
+    - ``jpg_document``: a ``Jagged`` of int64 with a row for each row: the number of each value's document;
+    - ``jpg_position``, with ``placeholder``: a ``Jagged`` likewise: where in ``input_ids`` the tokens that stand for
+      the value begin.
+
     Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
     a group depends only on the lengths of its documents, so making the set reads only the column. A document that
     cannot be read counts as a bad sample of the dataset; with ``on_error="substitute"`` and ``"skip"`` it becomes
@@ -130,10 +139,16 @@ class Packed(DataSet[PackedDocuments | KindsOfPacks]):
             combination of values.
         alike_across_ranks: Whether the packs of all ranks in a step are alike, too: each global batch holds packs of
             one combination of values. What fills no global batch comes first in the next epoch. Not in a ``Mixture``.
+        carry: Fields of the documents that packs bring along, such as ``("jpg", "flac")``; or the fields of each entry
+            of a batch, ``{"images": ("0.jpg", "1.jpg")}``, in their order within a document. Documents may lack them.
+            Documents of more than T tokens are dropped, since a cut could take a value.
+        placeholder: Token that stands for carried values, or that of each entry, ``{"jpg": 32000}``. The k-th run of
+            this token in a document belongs to its k-th value; a document with another number of runs counts as a bad
+            sample. These tokens carry no loss. None: no token does, and values have no position.
 
     Raises:
-        ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform``, or holds
-            nothing to pack.
+        ConfigError: An argument is invalid; or the dataset lacks such a column or field, has a ``transform`` (which
+            only ``carry`` and whole samples allow), or holds nothing to pack.
         IndexMissingError: The dataset has no index, or no sample tables.
     """
 
@@ -161,6 +176,8 @@ class Packed(DataSet[PackedDocuments | KindsOfPacks]):
         budgets: Mapping[str, int | tuple[str, int]] | None = None,
         alike: Sequence[str] = (),
         alike_across_ranks: bool = False,
+        carry: Sequence[str] | Mapping[str, Sequence[str]] = (),
+        placeholder: int | Mapping[str, int] | None = None,
     ) -> None:
         _check_documents(documents)
         kind = KindsOfPacks if checked_flag("alike_across_ranks", alike_across_ranks) else PackedDocuments
@@ -168,7 +185,7 @@ class Packed(DataSet[PackedDocuments | KindsOfPacks]):
             documents.source, length, column=column, field=field, dtype=dtype, overlong=overlong, mask_field=mask_field,
             shift_labels=shift_labels, labels_across=labels_across, pad_id=pad_id, ignore_id=ignore_id,
             max_docs=max_docs, multiple=multiple, padded=padded, stride=stride, overlap_labels=overlap_labels,
-            budgets=budgets, alike=alike,
+            budgets=budgets, alike=alike, carry=carry, placeholder=placeholder,
         )  # fmt: skip
         self._documents = documents
 

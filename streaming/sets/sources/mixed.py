@@ -504,11 +504,11 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
         )
     first, options = next(iter(packed.items()))
     for name, other in packed.items():
-        for option in options:
-            if options[option] != other[option]:
+        for option in {**options, **other}:
+            if options.get(option) != other.get(option):
                 raise ConfigError(
-                    f"sources: Packed {first!r} has {option}={_in_code(options[option])}, but {name!r} has "
-                    f"{option}={_in_code(other[option])}; packs of one batch must be alike: "
+                    f"sources: Packed {first!r} has {option}={_in_code(options.get(option))}, but {name!r} has "
+                    f"{option}={_in_code(other.get(option))}; packs of one batch must be alike: "
                     + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
                        "the width" if option == "dtype" else "give both the same")
                 )  # fmt: skip

@@ -17,8 +17,8 @@ from infra import agent_store, is_first_process
 from streaming.build.batches.build import OnError, SourceRecipe
 from streaming.build.batches.draws import Chain
 from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
-from streaming.build.batches.items.packs import TokenPacks
-from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields
+from streaming.build.batches.items.pieces import PieceItems
+from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields, with_raw
 from streaming.common.arrays import rows_by, sums
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.common.job.store import job_peers
@@ -34,10 +34,11 @@ from streaming.sets.filters.measures import Measures
 from streaming.sets.filters.select import late_columns_of
 from streaming.sets.sources.keys import KeysOfShards
 from streaming.sets.sources.samples import SampleSource
-from streaming.shards.catalog.open import check_fields, digest_of
+from streaming.shards.catalog.open import check_decoded, check_fields, digest_of
 from streaming.shards.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
 from streaming.shards.catalog.source import ChunkSource
 from streaming.shards.index.where import Quantity, column_quantity, parse_quantity
+from streaming.shards.late.fields import late_names
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -132,6 +133,8 @@ class PackedDocuments(PackedSource):
         overlap_labels: bool,
         budgets: Mapping[str, int | tuple[str, int]] | None,
         alike: Sequence[str],
+        carry: Sequence[str] | Mapping[str, Sequence[str]],
+        placeholder: int | Mapping[str, int] | None,
         lengths: Lengths | None = None,
         is_part: bool = False,
     ) -> None:
@@ -142,20 +145,21 @@ class PackedDocuments(PackedSource):
              "spread": any(text is not None for text, _ in limits.values())},
             {"mask_field": mask_field, "shift_labels": shift_labels, "labels_across": labels_across, "pad_id": pad_id,
              "ignore_id": ignore_id},
-            column=column, field=field, dtype=dtype, overlap_labels=overlap_labels,
+            column=column, field=field, dtype=dtype, overlap_labels=overlap_labels, carry=carry,
+            placeholder=placeholder,
         )  # fmt: skip
         fields = self.items.fields
-        _check_documents(documents, fields)
-        _check_widths(documents, fields)
+        _check_documents(documents, self.items)
+        _check_widths(documents, self.items.raw)
         peers = job_peers(agent_store())
         shards = documents.shards
-        check_fields(documents.storage, shards, fields, peers)
+        _check_names(documents, self.items, peers)
         self.budgets = _quantities(limits)
         columns = (column, *self.budgets.values(), *kinds)
         if lengths is None:
             late = late_columns_of(documents.storage, shards, names_in(columns), peers)
             lengths = Lengths(documents.storage, shards, columns, late)
-        read = _reading(documents, fields)
+        read = _reading(documents, self.items)
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
         self.column, self.alike = column, kinds
         self.counts: PackCounts
@@ -229,15 +233,15 @@ class PackedDocuments(PackedSource):
         _, samples = self.samples_in(group)
         before = int(self.documents.chunk_samples[: self._groups.firsts[group]].sum())
         numbers = before + np.searchsorted(samples - self.chunk(group).first_sample, packs.samples)
-        found: list[Any] = self.documents.read(numbers)
+        found: list[Any] = self._given.read(numbers)
         return self.items.alone(replace(self.recipe_parts[0], name=source), found, packs)
 
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
-        """Return the same packs of documents with translated class numbers; packs of tokens have no classes."""
-        if self.items.fields:
+        """Return the same packs of documents with translated class numbers; tokens have no classes."""
+        if self.items.fields and self.items.fields == self.items.raw:
             return self
         made = copy.copy(self)
-        made.documents = self.documents.speaking(classes)
+        made.documents = _reading(self.documents.speaking(classes), self.items)
         made._take_over()
         return made
 
@@ -344,6 +348,15 @@ class PackedDocuments(PackedSource):
             "holds anything else, such as int64 or arrays with a header, rewrite it: `shard_tools convert URL "
             "TARGET --tokens-field FIELD`"
         )
+
+    @property
+    def _given(self) -> SampleSource:
+        """The documents as ``RowKind.alone`` gets them: as stored if fields are read that rows decode themselves."""
+        if not self.items.fields:
+            return self.documents
+        stored = copy.copy(self.documents)
+        stored.decoders, stored.transform = RawFields(), None
+        return stored
 
     def _take_over(self) -> None:
         """Copy the options of the documents to this source."""
@@ -555,25 +568,47 @@ def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:
             )
 
 
-def _check_documents(documents: SampleSource, of_tokens: tuple[str, ...]) -> None:
-    """Check that documents can be packed; ``of_tokens`` are the fields that are read as tokens, () for whole samples.
+def _reading(documents: SampleSource, items: PieceItems) -> SampleSource:
+    """Return the documents with the fields that such rows read, and with their decoders."""
+    read = copy.copy(documents)
+    if items.fields:
+        read.fields, read.decoders = items.fields, with_raw(documents.decoders, items.fields, items.raw)
+        read.late = tuple(one for one in read.late if one.name in items.fields)
+    return read
+
+
+def _check_names(documents: SampleSource, items: PieceItems, peers: Peers | None) -> None:
+    """Check that the fields exist; documents may lack those that are decoded, which is only a warning.
+
+    Raises:
+        ConfigError: No document has one of the fields that are taken as stored.
+    """
+    check_fields(documents.storage, documents.shards, items.raw, peers)
+    late = late_names(documents.shards.schemas)
+    carried = [name for name in items.fields if name not in items.raw and name not in late]
+    if carried:
+        check_decoded(documents.storage, documents.shards, carried, peers, option="carry")
+
+
+def _check_documents(documents: SampleSource, items: PieceItems) -> None:
+    """Check that documents can be packed in such rows.
 
     Raises:
         ConfigError, IndexMissingError: They cannot be packed.
     """
     if not documents.indexed:
         raise IndexMissingError(f"Packed needs an index; {documents.shards.missing_index}")
-    if not of_tokens:
+    if not items.fields:
         return
-    if documents.transform is not None:
-        raise ConfigError(TokenPacks.no_map)
-    unread = [name for name in of_tokens if documents.fields is not None and name not in documents.fields]
+    if documents.transform is not None and items.fields == items.raw:
+        raise ConfigError(items.no_map)
+    unread = [name for name in items.fields if documents.fields is not None and name not in documents.fields]
     if unread:
         raise ConfigError(
             f"fields: Packed reads {unread[0]!r} of each document, which is not among fields={documents.fields}; leave "
             "fields out, since packs read nothing else"
         )
-    decoded = [name for name in of_tokens if isinstance(documents.decode, Mapping) and name in documents.decode]
+    decoded = [name for name in items.raw if isinstance(documents.decode, Mapping) and name in documents.decode]
     if decoded:
         raise ConfigError(
             f"decode: Packed would not call the decoder of {decoded[0]!r}, since tokens go straight from the shards "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from streaming.build.batches.items.carried import CarriedPacks, PaddedCarried
+from streaming.build.batches.items.carry import checked_carry
 from streaming.build.batches.items.packs import PaddedDocuments, TokenPacks
 from streaming.build.batches.items.pieces import PieceItems
 from streaming.build.batches.items.whole import SampleLists, WholeSamples
@@ -22,7 +24,7 @@ _ENCODED = frozenset(("npy", "npz", "json", "jsn", "msgpack", "mp", "msg", "safe
 
 def checked_items(
     of_packs: Mapping[str, Any], of_tokens: Mapping[str, Any], *, column: Any, field: Any, dtype: Any,
-    overlap_labels: Any,
+    overlap_labels: Any, carry: Any, placeholder: Any,
 ) -> tuple[PackRules, PieceItems]:  # fmt: skip
     """Return the rules that fill rows, and the kind of rows; the dtype of tokens may be inferred later.
 
@@ -33,14 +35,21 @@ def checked_items(
         field: See ``Packed``; None: rows are made of whole samples.
         dtype: See ``Packed``.
         overlap_labels: See ``Packed``.
+        carry: See ``Packed``.
+        placeholder: See ``Packed``.
 
     Raises:
         ConfigError: An option is invalid, or conflicts with another one.
     """
     if field is None:
         _check_whole({"dtype": dtype, "stride": of_packs["stride"], **of_tokens}, of_packs)
-    overlong = of_packs["overlong"] or ("drop" if field is None or of_packs["budgets"] else "split")
     lengths = steps_of("length", of_packs["length"], "Schedule.steps({0: 1024, 20_000: 4096})")
+    carried = checked_carry(
+        carry, placeholder, of_packs, is_growing=len(lengths) > 1, of_tokens=(field, of_tokens["mask_field"]),
+        pad_id=of_tokens["pad_id"],
+    )  # fmt: skip
+    is_cut = field is not None and not of_packs["budgets"] and carried is None
+    overlong = of_packs["overlong"] or ("split" if is_cut else "drop")
     if len(lengths) > 1:
         _check_can_be_cut({**of_packs, "field": field is None and "None"})
     longest = max((length for _, length in lengths), default=0) if len(lengths) > 1 else lengths[0][1]
@@ -71,6 +80,8 @@ def checked_items(
             "ignore_id": _checked_ignore_id(of_tokens["ignore_id"]),
         },
     )  # fmt: skip
+    if carried is not None:
+        return rules, (PaddedCarried if rules.padded else CarriedPacks)(shape=shape, carry=carried)
     return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape, parts=parts)
 
 

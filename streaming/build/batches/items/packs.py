@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,8 @@ else:
     torch = later("torch", globals())
 
 _log = logging.getLogger(__name__)
+LayOut: TypeAlias = "Callable[[Recipe, Rows, PackRows, Int64Array, Allocate | None], PackColumns]"
+"""Lays documents out, given the number of tokens that each has."""
 _FATE = "Padding takes the place of its tokens and carries no loss"
 
 
@@ -85,6 +87,11 @@ class TokenPacks(PieceItems):
     @override
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.shape.fields
+
+    @property
+    @override
+    def raw(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.fields
 
     @override
     def typed(self, look: Callable[[str], str]) -> PieceItems:
@@ -127,8 +134,18 @@ class TokenPacks(PieceItems):
 
     @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
+        available = self._tokens_there(builder, rows, pieces_of(rows))
+        return self._built(builder, rows, valid, available, self._laid_out)
+
+    def _built(
+        self, builder: BatchBuilder, rows: Rows, valid: Mask, available: Int64Array, lay: LayOut,
+        firsts: Int64Array | None = None,
+    ) -> Any:  # fmt: skip
+        """Return the batch of documents with ``available`` tokens each, laid out by ``lay``.
+
+        ``firsts`` are the first piece of each pack, if pieces draw random numbers of their own.
+        """
         packs, recipe = pieces_of(rows), builder.recipe
-        available = self._tokens_there(builder, rows, packs)
         of, count, valid = self._marked(packs, valid, is_plain=recipe.collate_fn is None)
         mask = recipe.mask_of(count, valid)
         if recipe.skips and mask is not None:  # under "skip", a row without any readable document
@@ -136,7 +153,7 @@ class TokenPacks(PieceItems):
                 np.bincount(of, minlength=count) == 0
             )
         allocate = builder.allocate if recipe.collate_fn is None else None
-        columns, cuts = self._laid_out(recipe, rows, packs, available, allocate), scaled(rows.cuts, packs.parts)
+        columns, cuts = lay(recipe, rows, packs, available, allocate), scaled(rows.cuts, packs.parts)
         if recipe.collate_fn is None:
 
             def make(low: int, high: int) -> Any:
@@ -146,7 +163,7 @@ class TokenPacks(PieceItems):
 
             return cut_up(cuts, packs.num_packs, make)
         each = (columns.batch(pack, pack + 1) for pack in range(packs.num_packs))
-        return builder.collate([self._as_row(one) for one in each], mask, cuts)
+        return builder.collate([self._as_row(one) for one in each], mask, cuts, firsts)
 
     def empty(self, builder: BatchBuilder, prototypes: Iterator[Rows], begin: int) -> Any:  # noqa: ARG002
         """See ``RowKind``; the options determine its form."""
@@ -188,9 +205,9 @@ class TokenPacks(PieceItems):
     @override
     def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
         found: list[Any] = list(samples)
-        memory = b"".join(one.get(name, b"") for name in self.shape.fields for one in found)
+        memory = b"".join(one.get(name, b"") for name in self.fields for one in found)
         places, at = {}, 0
-        for name in self.shape.fields:
+        for name in self.fields:
             sizes = np.array([len(one[name]) if name in one else -1 for one in found], np.int64)
             lengths = sizes.clip(0)
             places[name] = FieldRange(starts=at + np.cumsum(lengths) - lengths, sizes=sizes)

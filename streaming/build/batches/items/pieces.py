@@ -20,6 +20,11 @@ from streaming.order.plan.memory import Budget
 from streaming.order.plan.settings import Shape
 from streaming.types import Int64Array, Sample, override
 
+_MOST_OF_PACK = 2**24
+"""Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
+sample's index.
+"""
+
 
 class PieceItems(RowKind):
     """A row is made of several samples, or pieces of them, that ``Source.rows`` names."""
@@ -34,7 +39,10 @@ class PieceItems(RowKind):
     """Words for messages: the unit of lengths ("": the column), the things that have lengths, a limit on full rows."""
 
     fields: tuple[str, ...] = ()
-    """Fields that are read raw, instead of the fields of the documents' dataset; (): the fields of the dataset."""
+    """Fields that are read, instead of the fields of the documents' dataset; (): the fields of the dataset."""
+
+    raw: tuple[str, ...] = ()
+    """Those of ``fields`` that are taken as stored, whatever ``decode`` says."""
 
     def typed(self, look: Callable[[str], str]) -> PieceItems:  # noqa: ARG002
         """Return this kind with the dtype of tokens that ``look`` returns for their field; whole samples have none."""
@@ -80,7 +88,9 @@ class PieceItems(RowKind):
 
     @abstractmethod
     def alone(self, part: SourceRecipe, samples: Sequence[Sample], packs: PackRows) -> Sample:
-        """Return the single row of ``packs``, made by ``part`` of samples as their dataset returns them.
+        """Return the single row of ``packs``, made by ``part`` of samples.
+
+        They are as their dataset returns them, or as stored if the row has ``fields``.
 
         Raises:
             DataError: A sample cannot be used.
@@ -111,6 +121,11 @@ class OneEach(PieceItems):
             "give micro_batch_size=1, which hands them out one by one, or collate_fn=list, which makes each batch a "
             "list of padded packs"
         )
+
+
+def each_piece(positions: Int64Array, packs: PackRows) -> Int64Array:
+    """Return a position for each piece, given that of each pack, so that each draws its own random numbers."""
+    return positions[packs.planned] * _MOST_OF_PACK + packs.places
 
 
 def pieces_of(rows: Rows) -> PackRows:

@@ -11,7 +11,14 @@ import numpy as np
 
 from streaming.build.batches.build import BatchBuilder, Mask, OnError, RowKind, Samples, SourceRecipe
 from streaming.build.batches.collate import default_collate
-from streaming.build.batches.items.pieces import OneEach, PieceItems, check_measured, measured_by, pieces_of
+from streaming.build.batches.items.pieces import (
+    OneEach,
+    PieceItems,
+    check_measured,
+    each_piece,
+    measured_by,
+    pieces_of,
+)
 from streaming.build.batches.jagged import Form, checked_jagged
 from streaming.build.batches.rows import Cuts, FieldRange, Index, PlannedRows, Rows, Stock, cut_up
 from streaming.common.arrays import sums
@@ -20,10 +27,6 @@ from streaming.order.packing.balance import BalanceRules, order_local
 from streaming.order.packing.layout import PackRows
 from streaming.types import Int64Array, Sample, override
 
-_MOST_OF_PACK = 2**24
-"""Maximum number of samples in a pack; random numbers of a sample derive from the pack's position times this, plus the
-sample's index.
-"""
 _OF_LIST = (
     "It leaves its list; a list without samples becomes one sample of another one, so that none exceeds its budgets"
 )
@@ -51,7 +54,7 @@ class _Whole(PieceItems, Samples):
 
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
         """See ``PieceItems``: each sample draws its own random numbers."""
-        return positions[packs.packs] * _MOST_OF_PACK + packs.places
+        return each_piece(positions, packs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
