@@ -148,7 +148,6 @@ class PackedDocuments(PackedSource):
             column=column, field=field, dtype=dtype, overlap_labels=overlap_labels, carry=carry,
             placeholder=placeholder,
         )  # fmt: skip
-        fields = self.items.fields
         _check_documents(documents, self.items)
         _check_widths(documents, self.items.raw)
         peers = job_peers(agent_store())
@@ -164,7 +163,7 @@ class PackedDocuments(PackedSource):
         self.column, self.alike = column, kinds
         self.counts: PackCounts
         groups, self.counts = work.of_all(peers)
-        if fields and not rules.padded:
+        if self.items.fields and not rules.padded:
             _check_longest(rules.length, self.counts.tokens)
         super().__init__(read, groups, lengths, rules, fits)
         self.items = self.items.typed(lambda name: self._token_dtype(name, dtype, peers))
