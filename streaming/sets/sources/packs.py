@@ -14,19 +14,21 @@ import numpy as np
 
 from infra import agent_store, is_first_process
 from streaming.build.batches.build import OnError, SourceRecipe
-from streaming.build.batches.draws import Chain
+from streaming.build.batches.draws import Chain, as_chain
 from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
 from streaming.build.batches.items.packs import TokenPacks
 from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields
 from streaming.common.arrays import sums
+from streaming.common.identities import identity_of
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.common.job.store import job_peers
 from streaming.common.threads import on_threads
-from streaming.errors import ConfigError, IndexMissingError
+from streaming.errors import ConfigError, IndexMissingError, shell_place, shell_word
 from streaming.order.packing.fit import Fit, fit, pack
 from streaming.order.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.order.packing.rules import Overlong, PackRules, cut
 from streaming.order.plan.schedule import Schedule
+from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.lengths import UNKNOWN, Lengths
 from streaming.sets.filters.select import late_columns_of
 from streaming.sets.sources.keys import KeysOfShards
@@ -132,6 +134,7 @@ class PackedDocuments(PackedSource):
         check_fields(documents.storage, shards, fields, peers)
         columns = (column, *limits, *kinds)
         late = late_columns_of(documents.storage, shards, columns, peers)
+        _tell_of_other_transforms(late, documents.transform)
         lengths = Lengths(documents.storage, shards, columns, late)
         read = copy.copy(documents)
         if fields:
@@ -431,6 +434,22 @@ class _Work:
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
     """Return the number of token positions in the packs of documents of these lengths, including padding."""
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
+
+
+def _tell_of_other_transforms(late: Mapping[str, LateColumn], transform: Transform | Chain | None) -> None:
+    """Log lengths that were measured after another transform than that of the documents."""
+    chain = as_chain(transform)
+    now = "" if chain is None else ", then ".join(map(identity_of, chain.functions))
+    for name, column in late.items():
+        for home, document in column.documents.items():
+            if document.after and document.after != now and is_first_process():
+                _log.warning(
+                    "Packed: column %r holds %s, which was %s, but samples go through %s: batches may be larger than "
+                    "length= says. If lengths differ now, measure them again: shard_tools column add %s %s --compute "
+                    "length --after MODULE:FUNCTION --overwrite",
+                    name, document.made_from, document.after, now or "no transform", shell_place(home),
+                    shell_word(name),
+                )  # fmt: skip
 
 
 def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:
