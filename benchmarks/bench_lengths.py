@@ -96,7 +96,12 @@ def main() -> None:
         rows.append(row("sorted once", in_batches(shuffled.ravel(), given.rows), given.ranks))
     rows += [
         row("ours", packed(lengths, lengths, budget), given.ranks, budget),
-        row("ours, by text alone", packed(lengths, text, int(budget * text.mean() / lengths.mean())), given.ranks, budget),
+        row(
+            "ours, by text alone",
+            packed(lengths, text, int(budget * text.mean() / lengths.mean())),
+            given.ranks,
+            budget,
+        ),
     ]
     print(f"{given.samples:,} samples, {given.ranks} ranks, {given.rows} rows; budget {budget:,} positions\n")
     print("| batches | padded | max/mean per step | largest | over |\n|---|---|---|---|---|")

@@ -43,7 +43,9 @@ TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi") for b in ("ran", "lem", "dos", "tik", "pul")]
+WORDS = [
+    f"{a}{b}" for a in ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi") for b in ("ran", "lem", "dos", "tik", "pul")
+]
 
 
 def sentence(random: np.random.Generator, least: int, most: int) -> str:
@@ -72,13 +74,21 @@ def make(folder: str, num: int) -> None:
             parts: list[dict[str, str]] = [{"type": "image", "image": name} for name in names]
             messages: list[dict[str, Any]] = []
             for turn in range(int(random.integers(1, 5))):
-                asked = [*parts, {"type": "text", "text": sentence(random, 5, 30)}] if not turn else sentence(random, 5, 30)
-                messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": sentence(random, 10, 120)}]
+                asked = (
+                    [*parts, {"type": "text", "text": sentence(random, 5, 30)}] if not turn else sentence(random, 5, 30)
+                )
+                messages += [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": sentence(random, 10, 120)},
+                ]
             lines.write(json.dumps({"messages": messages}) + "\n")
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     texts = [sentence(random, 20, 60) for _ in range(2000)]
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=4000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    made.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=4000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+    )
     special = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", IMAGE)
     made.add_special_tokens([AddedToken(name, special=True) for name in special])
     made.save(str(place / "tokenizer.json"))
@@ -179,7 +189,7 @@ def trainer(folder: str, workers: int, *, is_ours: bool) -> int:
 
 
 def ours(folder: str, workers: int) -> int:
-    dataset = StreamingDataset(f"{folder}/shards", decode={name: f"rgb8:{SIDE}x{SIDE}" for name in _FIELDS})
+    dataset = StreamingDataset(f"{folder}/shards", decode=dict.fromkeys(_FIELDS, f"rgb8:{SIDE}x{SIDE}"))
     if "carry" in inspect.signature(Packed).parameters:
         image = Tokenizer.from_file(f"{folder}/tokenizer.json").token_to_id(IMAGE)
         more: dict[str, Any] = {"carry": {"images": _FIELDS}, "placeholder": image}

@@ -62,7 +62,9 @@ def column_group() -> None:
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
 @click.option(
-    "--compute", metavar="tokens|length|MODULE:FUNCTION", help="Compute the values from the samples, with your function."
+    "--compute",
+    metavar="tokens|length|MODULE:FUNCTION",
+    help="Compute the values from the samples, with your function.",
 )
 @click.option("--fields", type=names, metavar="A,B", help="With --compute: read and decode only these fields.")
 @click.option("--after", metavar="MODULE:FUNCTION", help="With --compute length: the transform of training.")
@@ -81,7 +83,7 @@ def column_group() -> None:
 @on_shards_in_parallel(what="With --lift or --compute: shards")
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
 @on_named("column")
-def add_command(
+def add_command(  # noqa: PLR0913  the options of the command
     urls: list[str], *, storage: Storage, source: str | None, on: str | None, lift: str | None, compute: str | None,
     fields: tuple[str, ...] | None, dtype: str | None, after: str | None, field: str | None, engine: str,
     workers: int | None, as_json: bool, **arguments: Any,

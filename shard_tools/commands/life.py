@@ -58,7 +58,9 @@ def _store(arguments: dict[str, Any]) -> Storage:
 )
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer that made SET, if it holds tokens.")
 @click.option("--chat-template", metavar="FILE", help="The chat template of SET.  [default: the tokenizer's]")
-@click.option("--image-folder", metavar="URL", help="Where the images are that messages name.  [default: beside SOURCE]")
+@click.option(
+    "--image-folder", metavar="URL", help="Where the images are that messages name.  [default: beside SOURCE]"
+)
 @click.option(
     "--workers", type=COUNT, help="Reader threads (default 8), or tokenizer processes (default: one per core)."
 )
@@ -95,8 +97,8 @@ def append_all(
     has_tokens = is_of_tokens(load_journal(directory, Storage(storage_options)))
     if not has_tokens and (tokenizer or chat_template or image_folder):
         raise click.UsageError(
-            f"--tokenizer is for sets of tokens, as --chat-template and --image-folder are; {redact(directory)} is not one. "
-            "Leave them out."
+            f"--tokenizer is for sets of tokens, as --chat-template and --image-folder are; {redact(directory)} is "
+            "not one. Leave them out."
         )
     with progress_bar("append", "samples") as progress:
         how = {"storage_options": storage_options, "progress": progress, **arguments}

@@ -41,7 +41,9 @@ tokenizer_options = together(
         "--image-token", metavar="TOKEN", help="Stands for an image: name, id or 'none'. Default: the tokenizer's."
     ),
     click.option(
-        "--image-tokens", metavar="N|MODULE:FUNCTION", help="How many of it: a number, or of (width, height).  [default: 1]"
+        "--image-tokens",
+        metavar="N|MODULE:FUNCTION",
+        help="How many of it: a number, or of (width, height).  [default: 1]",
     ),
     click.option("--audio-token", metavar="TOKEN", help="Stands for a sound: as --image-token."),
     click.option(

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from shard_tools import ShardWriter
+from shard_tools.change.columns.target import AddReport, ColumnTarget
+from shard_tools.change.functions.length import LengthOptions, measure_column
+from shard_tools.change.functions.run import Running
 from shard_tools.cli import cli
 from streaming import DataLoader, Packed, StreamingDataset
+from streaming.errors import ConfigError, DataError
+from streaming.storage import Storage
 
-MODULE = '''
+MODULE = """
 import random
 
 import numpy as np
@@ -61,7 +67,7 @@ def popped(sample):
 
 def broken(sample):
     raise RuntimeError(f"{sample['__key__']} is bad")
-'''
+"""
 NAMES = ("ids", "same_by_rng", "two", "alone", "none", "popped")
 
 
@@ -82,64 +88,62 @@ def place(tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "set")
 
 
-def add(place: str, *arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, ["column", "add", place, "length", "--compute", "length", "--workers", "2", *arguments])
-    assert result.exit_code == code, result.output
-    return result
+def add(place: str, after: str | None = None, *, field: str | None = None, overwrite: bool = False) -> AddReport:
+    target = ColumnTarget([place], "length", storage=Storage(), index_url=None, overwrite=overwrite)
+    return measure_column(target, [place], options=LengthOptions(after=after, field=field), running=Running(workers=0))
 
 
 def column(place: str) -> list[int]:
-    dataset = StreamingDataset(place, shuffle=False, fields=("cls",))
-    found = {}
-    for most in range(0, 70):
-        for one in StreamingDataset(place, where=f"length = {most}", shuffle=False, fields=("cls",)):
-            found[one["cls"]] = most
-    return [found.get(number, -1) for number in range(len(dataset))]
+    """The values of the column, by the shards' order; -1: none."""
+    found: list[int | None] = []
+    for path in sorted(Path(place).glob("_shardstream/columns/length/*.parquet")):
+        found += pq.read_table(path).column(0).to_pylist()
+    return [-1 if one is None else one for one in found]
 
 
 TEXTS = [1 + number % 20 for number in range(100)]
-EXPECTED: dict[str, tuple[tuple[str, ...], list[int]]] = {
-    "ids": ((), [3 * size for size in TEXTS]),
-    "ids of txt": (("--field", "txt"), TEXTS),
-    "same_by_rng": ((), TEXTS),
-    "two of a": (("--field", "a"), [2] * 100),
-    "two of b": (("--field", "b"), [3] * 100),
-    "alone": ((), TEXTS),
-    "none": ((), [-1 if size % 2 else size for size in TEXTS]),
-    "popped": ((), TEXTS),
+EXPECTED: dict[str, tuple[str | None, list[int]]] = {
+    "ids": (None, [3 * size for size in TEXTS]),
+    "ids of txt": ("txt", TEXTS),
+    "same_by_rng": (None, TEXTS),
+    "two of a": ("a", [2] * 100),
+    "two of b": ("b", [3] * 100),
+    "alone": (None, TEXTS),
+    "none": (None, [-1 if size % 2 else size for size in TEXTS]),
+    "popped": (None, TEXTS),
 }
 
 
 @pytest.mark.parametrize("case", EXPECTED)
 def test_the_column_is_what_the_transform_makes(place: str, case: str) -> None:
-    more, expected = EXPECTED[case]
-    result = add(place, "--after", f"measured_transforms:{case.split()[0]}", *more)
+    field, expected = EXPECTED[case]
+    report = add(place, f"measured_transforms:{case.split(maxsplit=1)[0]}", field=field)
     assert column(place) == expected
-    assert ("without a value: 50 samples" in result.output) == (case == "none")
+    assert report.num_missing == expected.count(-1)
 
 
 def test_without_a_transform_decoded_values_are_measured(place: str) -> None:
-    add(place, "--field", "txt")
+    add(place, field="txt")
     assert column(place) == TEXTS
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("after", "field", "words"),
     [
-        (("--after", "measured_transforms:drawn"), "its length is random"),
-        (("--after", "measured_transforms:drawn_elsewhere"), "its length is random"),
-        (("--after", "measured_transforms:two"), "several fields have a length (a, b); name the one to measure with --field"),
-        (("--after", "measured_transforms:scalar"), "no field is an array or a list; name the one to measure"),
-        (("--after", "measured_transforms:scalar", "--field", "a"), "field 'a' is a int without a length"),
-        (("--after", "measured_transforms:two", "--field", "c"), "--field c: the sample has no such field; it has: a, b, cls"),
-        (("--after", "measured_transforms:alone", "--field", "c"), "returns a Tensor, which has no fields"),
-        (("--after", "measured_transforms:broken"), "is bad"),
-        (("--after", "measured_transforms:nothing"), "module 'measured_transforms' has no attribute 'nothing'"),
-        (("--after", "measured_transforms"), "--after: expected a function as module:function"),
+        ("drawn", None, "its length is random"),
+        ("drawn_elsewhere", None, "its length is random"),
+        ("two", None, r"several fields have a length \(a, b\); name the one to measure with --field"),
+        ("scalar", None, "no field is an array or a list; name the one to measure"),
+        ("scalar", "a", "field 'a' is a int without a length"),
+        ("two", "c", "--field c: the sample has no such field; it has: a, b, cls"),
+        ("alone", "c", "--field c: the transform returns a Tensor, which has no fields"),
+        ("broken", None, "000 is bad"),
+        ("nothing", None, "module 'measured_transforms' has no attribute 'nothing'"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_measured_is_an_error(place: str, arguments: tuple[str, ...], words: str) -> None:
-    assert words in " ".join(add(place, *arguments, code=1).output.split())
+)
+def test_what_cannot_be_measured_is_an_error(place: str, after: str, field: str | None, words: str) -> None:
+    with pytest.raises((ConfigError, DataError, RuntimeError), match=words):
+        add(place, f"measured_transforms:{after}", field=field)
     assert "no late columns" in CliRunner().invoke(cli, ["column", "list", place]).output
 
 
@@ -157,22 +161,35 @@ def test_wrong_usage(place: str, arguments: tuple[str, ...], words: str) -> None
     assert words in result.output
 
 
+@pytest.mark.thorough
+def test_the_command_measures_in_processes(place: str) -> None:
+    command = ["column", "add", place, "length", "--compute", "length", "--after", "measured_transforms:none"]
+    result = CliRunner().invoke(cli, [*command, "--workers", "2", "--field", "ids"])
+    assert result.exit_code == 0, result.output
+    assert "without a value: 50 samples" in result.output
+    assert column(place) == EXPECTED["none"][1]
+    broken = [*command[:3], "other", *command[4:-1], "measured_transforms:broken"]
+    failing = CliRunner().invoke(cli, [*broken, "--workers", "2"])
+    assert failing.exit_code == 1
+    assert "measured_transforms:broken failed on sample 0 of" in failing.output
+
+
 def test_a_run_that_was_stopped_goes_on_and_another_function_is_refused(place: str) -> None:
-    add(place, "--after", "measured_transforms:ids")
-    assert "complete" in add(place, "--after", "measured_transforms:ids").output
-    there = sorted(Path(place).rglob("columns/length/*"))
+    add(place, "measured_transforms:ids")
+    assert add(place, "measured_transforms:ids").was_complete
+    there = sorted(Path(place).glob("_shardstream/columns/length/*"))
     document = next(one for one in there if one.name == "column.json")
     values = {one: one.read_bytes() for one in there if one != document}
     content = json.loads(document.read_bytes())
     assert content["made_from"] == "length after measured_transforms:ids"
     assert content["after"].startswith("ids (source text ")
     document.unlink()  # as if it had been killed before the end
-    lost = min(values)
-    lost.unlink()
-    add(place, "--after", "measured_transforms:ids")
+    min(values).unlink()
+    add(place, "measured_transforms:ids")
     assert {one: one.read_bytes() for one in values} == values
-    assert "already exists" in add(place, "--after", "measured_transforms:popped", code=1).output
-    add(place, "--after", "measured_transforms:popped", "--overwrite")
+    with pytest.raises(ConfigError, match="already exists"):
+        add(place, "measured_transforms:popped")
+    add(place, "measured_transforms:popped", overwrite=True)
     assert column(place) == TEXTS
 
 
@@ -192,12 +209,12 @@ def test_batches_hold_what_was_measured_and_another_transform_is_noticed(
 ) -> None:
     import measured_transforms  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    add(place, "--after", "measured_transforms:ids")
+    add(place, "measured_transforms:ids")
     found, told = batches(place, measured_transforms.ids, caplog)
     sizes = [np.diff(one["ids"].offsets) for one in found]
     assert all(len(one) * one.max() <= 120 for one in sizes)
     assert sum(map(len, sizes)) == 100
     assert "measure them again" not in told
-    _, told = batches(place, measured_transforms.popped, caplog)
+    _, told = batches(place, measured_transforms.same_by_rng, caplog)
     assert "column 'length' holds length after measured_transforms:ids, which was ids (source text" in told
     assert f"shard_tools column add {place} length --compute length --after MODULE:FUNCTION --overwrite" in told

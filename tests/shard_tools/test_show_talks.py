@@ -84,10 +84,9 @@ def test_images_are_shown_in_their_places(tmp_path: Path) -> None:
         page = without_tags(shown.get("/sample", number=0).text)
     (tokens,) = re.findall(r'<p class="tokens">(.*?)</p>', page)
     masked = '<span class="token masked" title="masked">'
-    image = f"{masked}&lt;pad&gt; × 3</span>"
+    image = f"{masked}&lt;pad&gt; \u00d7 3</span>"
     assert tokens == (
-        f"{masked}a</span>{image}[0.jpg]{masked}b</span>{image}[1.jpg]{masked}c</span>"
-        '<span class="token">!</span>'
+        f'{masked}a</span>{image}[0.jpg]{masked}b</span>{image}[1.jpg]{masked}c</span><span class="token">!</span>'
     )
     assert "<dt>user</dt><dd>a[0.jpg]b[1.jpg]</dd>" in page
 

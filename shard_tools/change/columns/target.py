@@ -270,7 +270,8 @@ class ColumnTarget:
         return list(calls.map(partial(_fill, version, values, again), shards, shared=shared))
 
     def fill_in_order(
-        self, version: str, values: Callable[[Sequence[ColumnShard]], Generator[pa.Array, None, None]], *, progress: Progress
+        self, version: str, values: Callable[[Sequence[ColumnShard]], Generator[pa.Array, None, None]], *,
+        progress: Progress,
     ) -> list[Filled]:  # fmt: skip
         """Write the values of all shards as :meth:`fill` does, those of an interrupted run excepted.
 
@@ -337,8 +338,9 @@ class ColumnTarget:
         return filled
 
     def finish(
-        self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, after: str = "", **more: Any
-    ) -> AddReport:
+        self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, after: str = "",
+        **more: Any,
+    ) -> AddReport:  # fmt: skip
         """Write the description of the column, last, and return it as the report, with the fields in ``more``.
 
         Args:
@@ -346,7 +348,7 @@ class ColumnTarget:
             version: Version of the column, as written with the values.
             made_from: Description of the origin.
             begun_s: When the work began, by ``time.monotonic``.
-            after: Identity of the transform after which lengths were measured; "": the column is none of lengths after one.
+            after: Identity of the transform after which lengths were measured; "": none was.
             more: Further fields of the report.
 
         Raises:

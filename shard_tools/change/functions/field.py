@@ -89,9 +89,7 @@ def compute_field(
         inputs.shared = [(storage, tars[0].shard_url)]
         work = Produce(function=FieldCall(function=function, field=name), read=inputs.read, columns={}, name=spec)
         progress.start(total_bytes=None, total=sum(tar.rows.total_samples for tar in tars))
-        samples = Left.of(
-            [(firsts[tar.shard_url], table.num_samples) for tar, table in zip(tars, tables, strict=True)]
-        )
+        samples = Left.of([(firsts[tar.shard_url], table.num_samples) for tar, table in zip(tars, tables, strict=True)])
         with (running or Running()).runner(work, inputs.shared) as runner:
             values = _Values(target, runner, inputs, samples, spec, progress)
             with closing(values):
@@ -120,9 +118,7 @@ def firsts_of(sizes: Mapping[str, int], dataset: Any, place: str) -> dict[str, i
         found[url] = first
         first += sizes[url]
     if len(found) != len(sizes) or first != len(dataset):
-        raise OvertakenError(
-            f"{redact(place)}: somebody else changed this set meanwhile; run the same command again"
-        )
+        raise OvertakenError(f"{redact(place)}: somebody else changed this set meanwhile; run the same command again")
     return found
 
 

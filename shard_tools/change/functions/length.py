@@ -29,7 +29,7 @@ from streaming.common.identities import identity_of
 from streaming.errors import ConfigError, DataError, WorkerDiedError
 
 _TWICE_IN = 64
-"""One in so many samples is measured twice, with other random numbers, to find lengths that are random."""
+"""One in so many samples is measured twice, and the first of each process, to find lengths that are random."""
 LENGTH = "length"
 """Value of ``--compute`` that is not a function: measure each sample."""
 _FIELD = "cls"  # a field whose content is the digits of a number
@@ -50,17 +50,19 @@ class LengthOptions:
     fields: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Length:
     """Measure a sample: the first dimension of a field, after a transform.
 
     Attributes:
         chain: The transform; None: there is none.
         field: The field; None: the only one that is an array or a list.
+        num_first: Number of samples that are measured twice in any case.
     """
 
     chain: Chain | None
     field: str | None
+    num_first: int = 8
 
     def __call__(self, sample: Mapping[str, Any]) -> int | None:
         """Return the length; None if the transform drops the sample.
@@ -69,13 +71,16 @@ class Length:
             ConfigError: There is no such field, it has no length, or there are several to choose from.
             DataError: The length is random.
         """
-        is_twice = self.chain is not None and not zlib.crc32(str(sample.get("__key__")).encode()) % _TWICE_IN
+        is_twice = self.chain is not None and (
+            self.num_first > 0 or not zlib.crc32(str(sample.get("__key__")).encode()) % _TWICE_IN
+        )
+        self.num_first -= 1
         again = copy.deepcopy(sample) if is_twice else None
         found = self._measured(sample, epoch=0)
         if again is not None and (other := self._measured(again, epoch=1)) != found:
             raise DataError(
-                f"its length is random: {found} and {other} in two epochs. Lengths are measured once; let the transform "
-                "decide them by the sample alone, or return the longest one here"
+                f"its length is random: {found} and {other} in two epochs. A column holds one length; let the "
+                "transform decide it by the sample alone, or return the longest one here"
             )
         return found
 
@@ -117,7 +122,9 @@ def _first_dimension(value: Any, what: str) -> int:
     try:
         return int(shape[0]) if shape is not None else len(value)
     except (TypeError, IndexError) as error:
-        raise ConfigError(f"{what} is a {type(value).__name__} without a length; name another one with --field") from error
+        raise ConfigError(
+            f"{what} is a {type(value).__name__} without a length; name another one with --field"
+        ) from error
 
 
 def measure_column(
@@ -127,9 +134,9 @@ def measure_column(
     """Add the late column ``target`` with the length of each sample after a transform.
 
     The transform is that of training, ``StreamingDataset(transform=…)``: it gets a sample, decoded as training does by
-    default, and ``rng`` if it takes it. It runs in processes, or on Ray. The column records the function's identity, and
-    ``Packed`` compares it with the transform that it meets. Samples that the transform drops have no length. A run that
-    was stopped goes on behind the last shard that is whole.
+    default, and ``rng`` if it takes it. It runs in processes, or on Ray. The column records the function's identity,
+    which ``Packed`` compares with that of the transform that it meets. Samples that the transform drops have no length.
+    A run that was stopped goes on behind the last shard that is whole.
 
     Args:
         target: The column.
@@ -169,7 +176,9 @@ def measure_column(
                     yield as_array([*islice(lengths, shard.rows.total_samples)], shard)
 
     filled = target.fill_in_order(version, values, progress=progress)
-    made_from = f"length{f' of {options.field}' if options.field else ''}{f' after {options.after}' if options.after else ''}"
+    made_from = (
+        f"length{f' of {options.field}' if options.field else ''}{f' after {options.after}' if options.after else ''}"
+    )
     return target.finish(filled, version=version, made_from=made_from, after=after, begun_s=begun)
 
 

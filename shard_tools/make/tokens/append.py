@@ -32,7 +32,7 @@ from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, join_url, redact
 
 
-def append_tokens(
+def append_tokens(  # noqa: PLR0913  a public function, whose options are named
     source: str | Sequence[str],
     target: str,
     *,

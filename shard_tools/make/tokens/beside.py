@@ -11,6 +11,7 @@ import binascii
 import os
 import posixpath
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import unquote_to_bytes
@@ -18,6 +19,7 @@ from urllib.parse import unquote_to_bytes
 from shard_tools.make.convert.base.files import is_local
 from shard_tools.make.convert.base.records import Source
 from shard_tools.make.tokens.messages import RejectedError
+from streaming.common.arguments import counted
 from streaming.errors import ConfigError, NotFoundError
 from streaming.shards.catalog.lines import MAX_LINE_BYTES
 from streaming.storage import Storage, join_url, local_path, redact, scheme_of, split_url
@@ -35,20 +37,20 @@ class FilesBeside:
     Attributes:
         storage: The store.
         folder: The folder that the user names; None: that of the file which holds the record.
-        folders: Folder of each input of the source, by its number.
+        folders: Folders of the inputs of the source, by their numbers.
     """
 
     storage: Storage
     folder: str | None = None
-    folders: Mapping[int, str] = field(default_factory=dict)
+    folders: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reader: Source, storage: Storage, folder: str | None) -> FilesBeside:
         """Return the files beside those of a source, or in ``folder``."""
-        inputs = reader.origins().inputs
-        return cls(
-            storage=storage, folder=folder, folders={one.number: split_url(one.url)[0] or "." for one in inputs}
-        )
+        found = defaultdict[int, set[str]](set)
+        for one in reader.origins().inputs:
+            found[one.number].add(split_url(one.url)[0] or ".")
+        return cls(storage=storage, folder=folder, folders={number: frozenset(some) for number, some in found.items()})
 
     def read(self, name: str, origin: int) -> bytes:
         """Return the content of a file.
@@ -68,13 +70,13 @@ class FilesBeside:
     def _folder(self, origin: int) -> str:
         if self.folder is not None:
             return self.folder
-        found = self.folders.get(origin) or next(iter(self.folders.values()), ".")
-        if origin not in self.folders and len({*self.folders.values()}) > 1:
+        found = self.folders.get(origin) or frozenset[str]().union(*self.folders.values())
+        if len(found) > 1:  # records that are shuffled come from any input
             raise ConfigError(
-                "files beside the records are looked for in the folder of the file that holds them, and it is not known "
-                "which one of several that is; name the folder of all with --image-folder"
+                f"the files that messages name may lie in any of {counted(len(found), 'folder')} of inputs, such as "
+                f"{redact(min(found))}; name the folder of all with --image-folder"
             )
-        return found
+        return next(iter(found), ".")
 
     def _local(self, folder: str, name: str) -> bytes:
         path = _below(name, is_absolute_allowed=True)

@@ -134,8 +134,8 @@ def _expanded(
             )  # fmt: skip
         if (there[1:] & there[:-1]).any():
             raise RejectedError(
-                "touching", f"no token stands between two tokens {one.token!r}, so nobody can tell whose are whose; put a "
-                "text between them, or use a template that writes a token around each"
+                "touching", f"no token stands between two tokens {one.token!r}, so nobody can tell whose are whose; "
+                "put a text between them, or use a template that writes a token around each"
             )  # fmt: skip
         repeats[there], mask[there] = numbers, 0
     return np.repeat(ids, repeats), np.repeat(mask, repeats)

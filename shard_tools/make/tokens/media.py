@@ -76,8 +76,8 @@ class Placeholder:
         if not self.tokens.isdecimal() or not 1 <= int(self.tokens) <= _MOST_TOKENS:
             of = "(width, height)" if self.medium == "image" else "(seconds)"
             raise ConfigError(
-                f"{option} {self.tokens!r}: expected a number from 1 to {_MOST_TOKENS:,}, or module:function, a function "
-                f"of {of}"
+                f"{option} {self.tokens!r}: expected a number from 1 to {_MOST_TOKENS:,}, or module:function, a "
+                f"function of {of}"
             )
         return _Constant(self.medium, int(self.tokens))
 
@@ -96,7 +96,7 @@ def find_placeholder(
 
     Args:
         medium: The medium.
-        given: A name, an id, ``"none"``, or None: the one that ``tokenizer_config.json`` names, or that has a usual name.
+        given: A name, an id, ``"none"``, or None: the one that ``tokenizer_config.json`` names, or of a usual name.
         tokens: How often it stands for one image or sound; None: once.
         file: The tokenizer.
         config: The content of ``tokenizer_config.json``.
@@ -121,7 +121,9 @@ def find_placeholder(
         name = tokenizer.pieces(np.array([found], np.uint32))[0]
     if found is None:
         hint = did_you_mean(name, _USUAL[medium], cutoff=0.3)
-        raise ConfigError(f"{option} {name!r}: no such token in {redact(file.url)}{hint}; give a name, an id, or 'none'")
+        raise ConfigError(
+            f"{option} {name!r}: no such token in {redact(file.url)}{hint}; give a name, an id, or 'none'"
+        )
     if tokenizer.encode([f"a{name}b"])[0].tolist().count(found) != 1:
         raise ConfigError(
             f"{option} {name!r}: the tokenizer does not find it in a text, as it finds special tokens; add it to the "
@@ -163,13 +165,17 @@ class _CountedBy:
     def __call__(self, data: bytes) -> int:
         given = _size_of(data) if self.medium == "image" else (_seconds_of(data),)
         try:
-            found = operator.index(self.function(*given))
-            if not 1 <= found <= _MOST_TOKENS:
-                raise ValueError(f"it returned {found}, expected a number from 1 to {_MOST_TOKENS:,}")
+            found = _checked(operator.index(self.function(*given)))
         except Exception as error:
             blame(error, f"{self.name} failed on {', '.join(map(str, given))}")
             raise
         return found
+
+
+def _checked(number: int) -> int:
+    if not 1 <= number <= _MOST_TOKENS:
+        raise ValueError(f"it returned {number}, expected a number from 1 to {_MOST_TOKENS:,}")
+    return number
 
 
 def _size_of(data: bytes) -> tuple[int, int]:

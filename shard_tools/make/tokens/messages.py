@@ -204,8 +204,8 @@ def _part(what: str, part: object, media: Mapping[str, object]) -> object:
         medium = _TYPES[kind]
         if medium not in media:
             raise RejectedError(
-                "no text", f"{what} is of type {kind!r}, and the tokenizer has no token for it: name the one that stands "
-                f"for it with --{medium}-token"
+                "no text", f"{what} is of type {kind!r}, and the tokenizer has no token for it: name the one that "
+                f"stands for it with --{medium}-token"
             )  # fmt: skip
         return _place(what, part, medium)
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str) or kind != "text":
@@ -307,8 +307,8 @@ def _filled(places: Sequence[Place], beside: Mapping[str, Sequence[object]]) -> 
         if {*numbers} != {*range(len(items))}:
             named = f", for the numbers {', '.join(map(str, numbers))}" if numbers != [*range(len(numbers))] else ""
             raise RejectedError(
-                f"{medium}s differ", f"the messages have {counted(len(bare), 'place')} for {medium}s beside them{named}, "
-                f"and there are {len(items)}"
+                f"{medium}s differ", f"the messages have {counted(len(bare), 'place')} for {medium}s beside them"
+                f"{named}, and there are {len(items)}"
             )  # fmt: skip
     found = []
     number = Counter[str]()

@@ -124,11 +124,11 @@ class TokenizeOptions(RecordOptions):
             )
         if self.tokenizer is None and self.tokens_field is None:
             raise ConfigError("text needs --tokenizer FILE; tokens that are ids already, --tokens-field FIELD")
+        self._check_media()
         if self.mask_field is not None and self.tokens_field is None:
             raise ConfigError("--mask-field is the mask of --tokens-field; conversations get one from their template")
         if self.chat_template is not None and self.messages_field is None:
             raise ConfigError("--chat-template turns messages into text; say where they are with --messages-field")
-        self._check_media()
         if self.group_field is not None and not self.split:
             raise ConfigError("--group-field says by what --split divides the documents; give both, or neither")
         if self.documents not in TEXT_UNITS:
@@ -140,7 +140,8 @@ class TokenizeOptions(RecordOptions):
         given = next((name for name in names if getattr(self, name) is not None), None)
         if given is not None and self.messages_field is None:
             raise ConfigError(
-                f"--{given.replace('_', '-')} is for images and sounds of messages; say where these are with --messages-field"
+                f"--{given.replace('_', '-')} is for images and sounds of messages; say where these are with "
+                "--messages-field"
             )
 
 
@@ -332,9 +333,7 @@ def open_encoder(options: TokenizeOptions, storage: Storage, executor: Executor 
     return Encoder(file=file, ends=ends, template=template, placeholders=placeholders)
 
 
-def _placeholders(
-    options: TokenizeOptions, file: TokenizerFile, config: dict[str, object]
-) -> tuple[Placeholder, ...]:
+def _placeholders(options: TokenizeOptions, file: TokenizerFile, config: dict[str, object]) -> tuple[Placeholder, ...]:
     """Return the tokens that stand for images and sounds."""
     given = {medium: (getattr(options, f"{medium}_token"), getattr(options, f"{medium}_tokens")) for medium in MEDIA}
     found = [find_placeholder(medium, *named, file, config) for medium, named in given.items()]
@@ -405,9 +404,7 @@ def open_reader(
     return reader
 
 
-def reading_of(
-    options: TokenizeOptions, reader: Source, share: Share, media: MediaReader | None = None
-) -> Reading:
+def reading_of(options: TokenizeOptions, reader: Source, share: Share, media: MediaReader | None = None) -> Reading:
     """Return how documents are found in the records of a source."""
     otherwise = (
         None if options.messages_field or options.tokens_field else "txt" if reader.kind in FIELDS_ALONE else "text"

@@ -166,7 +166,9 @@ def _with_places(fields: list[FieldShown]) -> list[FieldShown]:
     ]
 
 
-def _in_runs(tokens: Sequence[TokenPiece], media: Mapping[str, Sequence[str]], *, is_cut: bool) -> tuple[TokenPiece, ...]:
+def _in_runs(
+    tokens: Sequence[TokenPiece], media: Mapping[str, Sequence[str]], *, is_cut: bool
+) -> tuple[TokenPiece, ...]:
     """Return tokens, in which each run of a token that stands for an image or a sound is one piece, with its fields."""
     pieces = list[TokenPiece]()
     for key, run in itertools.groupby(tokens, key=lambda one: (one.medium, one.text) if one.medium else None):

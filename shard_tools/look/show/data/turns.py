@@ -75,7 +75,9 @@ def with_marks(turns: Sequence[ChatTurn]) -> tuple[ChatTurn, ...]:
         )
         return [one for one in parts if one.text]
 
-    return tuple(ChatTurn(role=turn.role, parts=tuple(one for part in turn.parts for one in split(part))) for turn in turns)
+    return tuple(
+        ChatTurn(role=turn.role, parts=tuple(one for part in turn.parts for one in split(part))) for turn in turns
+    )
 
 
 def _turn(one: object) -> ChatTurn | None:
