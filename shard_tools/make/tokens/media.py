@@ -19,7 +19,7 @@ import numpy as np
 from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS
 from shard_tools.make.convert.base.records import Record
 from shard_tools.make.tokens.beside import FilesBeside, of_base64
-from shard_tools.make.tokens.messages import MEDIA, Conversation, Place, RejectedError
+from shard_tools.make.tokens.messages import MEDIA, Conversation, MediumPlace, RejectedError
 from shard_tools.make.tokens.tokenizer import TokenizerFile, open_tokenizer, token_name
 from shard_tools.make.write.filetypes import ONE_FIELD, file_type, plain_extension
 from shard_tools.running.functions import blame, imported
@@ -271,7 +271,7 @@ class MediaReader:
         held = Held(fields=fields, columns=columns, remarks=tuple(remarks))
         return replace(conversation, places=(), counts=counts, remarks=()), held
 
-    def _content(self, place: Place, record: Record) -> bytes:
+    def _content(self, place: MediumPlace, record: Record) -> bytes:
         content, is_inline = place.content, False
         for _ in range(3):  # {"image_url": {"url": …}}, {"source": {"data": …}}
             if not isinstance(content, Mapping):

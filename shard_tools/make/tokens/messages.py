@@ -54,7 +54,7 @@ class RejectedError(DataError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MediumPlace:
     """The place of an image or a sound in a conversation.
 
     Attributes:
@@ -89,7 +89,7 @@ class Conversation:
     messages: Sequence[Message]
     tools: object = None
     muted: frozenset[int] = frozenset()
-    places: tuple[Place, ...] = ()
+    places: tuple[MediumPlace, ...] = ()
     counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
@@ -219,7 +219,7 @@ def _part(what: str, part: object, media: Mapping[str, object]) -> object:
     return _text_part(part["text"])
 
 
-def _place(what: str, part: Mapping[str, Any], medium: str) -> Place:
+def _place(what: str, part: Mapping[str, Any], medium: str) -> MediumPlace:
     """Return the place that a part of a content is."""
     given = {key: one for key, one in part.items() if one not in (None, "") and key not in _HINTS}
     holders = [key for key in dict.fromkeys((part["type"], medium, f"{medium}_url", *_HOLD)) if key in given]
@@ -230,24 +230,24 @@ def _place(what: str, part: Mapping[str, Any], medium: str) -> Place:
     if index is not None and (isinstance(index, bool) or not isinstance(index, int) or index < 0):
         raise RejectedError("no text", f"{what} has index {index!r}, expected the number of an item")
     if not holders:
-        return Place(medium=medium, index=index)
+        return MediumPlace(medium=medium, index=index)
     (holder,) = holders
-    return Place(medium=medium, content={"data": given[holder]} if holder in _INLINE else given[holder])
+    return MediumPlace(medium=medium, content={"data": given[holder]} if holder in _INLINE else given[holder])
 
 
 def _placed(
     messages: list[Message], beside: Mapping[str, Sequence[object]]
-) -> tuple[list[Message], tuple[Place, ...], tuple[str, ...]]:
+) -> tuple[list[Message], tuple[MediumPlace, ...], tuple[str, ...]]:
     """Return messages with the parts that templates get, all places with their contents, and remarks."""
-    if not any(isinstance(part, Place) for part in _parts(messages)):
+    if not any(isinstance(part, MediumPlace) for part in _parts(messages)):
         messages = _with_marked(messages, [medium for medium, items in beside.items() if items])
-    there = {part.medium for part in _parts(messages) if isinstance(part, Place)}
-    unplaced = [Place(medium=medium) for medium, items in beside.items() if medium not in there for _ in items]
+    there = {part.medium for part in _parts(messages) if isinstance(part, MediumPlace)}
+    unplaced = [MediumPlace(medium=medium) for medium, items in beside.items() if medium not in there for _ in items]
     if unplaced:
         messages = _with_first(messages, unplaced)
-    filled = _filled([part for part in _parts(messages) if isinstance(part, Place)], beside)
+    filled = _filled([part for part in _parts(messages) if isinstance(part, MediumPlace)], beside)
     messages = [
-        {**message, "content": [part.part if isinstance(part, Place) else part for part in content]}
+        {**message, "content": [part.part if isinstance(part, MediumPlace) else part for part in content]}
         if isinstance(content := message.get("content"), list)
         else message
         for message in messages
@@ -269,8 +269,8 @@ def _with_marked(messages: list[Message], media: Sequence[str]) -> list[Message]
 
     def split(text: str) -> list[object]:
         pieces = marks.split(text)  # every second one is the name of a mark
-        found = [Place(medium=one) if number % 2 else _text_part(one) for number, one in enumerate(pieces)]
-        return [one for one in found if isinstance(one, Place) or one["text"]]
+        found = [MediumPlace(medium=one) if number % 2 else _text_part(one) for number, one in enumerate(pieces)]
+        return [one for one in found if isinstance(one, MediumPlace) or one["text"]]
 
     marked = []
     for message in messages:
@@ -282,7 +282,7 @@ def _with_marked(messages: list[Message], media: Sequence[str]) -> list[Message]
     return marked
 
 
-def _with_first(messages: list[Message], places: Sequence[Place]) -> list[Message]:
+def _with_first(messages: list[Message], places: Sequence[MediumPlace]) -> list[Message]:
     """Return the messages with places at the beginning of the first one of the user."""
     number = next((number for number, message in enumerate(messages) if message["role"] == _USER), None)
     if number is None:
@@ -295,7 +295,7 @@ def _with_first(messages: list[Message], places: Sequence[Place]) -> list[Messag
     return [*messages[:number], {**messages[number], "content": [*places, *parts]}, *messages[number + 1 :]]
 
 
-def _filled(places: Sequence[Place], beside: Mapping[str, Sequence[object]]) -> list[Place]:
+def _filled(places: Sequence[MediumPlace], beside: Mapping[str, Sequence[object]]) -> list[MediumPlace]:
     """Return the places, each with its content.
 
     Raises:
@@ -317,7 +317,7 @@ def _filled(places: Sequence[Place], beside: Mapping[str, Sequence[object]]) -> 
         if content is None:
             content = beside[place.medium][number[place.medium] if place.index is None else place.index]
             number[place.medium] += 1
-        found.append(Place(medium=place.medium, content=content))
+        found.append(MediumPlace(medium=place.medium, content=content))
     return found
 
 

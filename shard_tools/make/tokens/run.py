@@ -249,8 +249,7 @@ def tokenize(
         DataError: A record gives no tokens, with ``on_error="raise"``; the message names file and line.
         StorageError: A store fails.
     """
-    started = time.monotonic()
-    storage = Storage(storage_options)
+    started, storage = time.monotonic(), Storage(storage_options)
     shares = parse_shares(options.split)
     if len(shares) > 1 and "{" in split_url(target)[1]:
         raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
