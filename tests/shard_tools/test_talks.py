@@ -207,7 +207,7 @@ def test_a_table_holds_images_as_hugging_face_writes_them(tmp_path: Path, tokeni
 def test_a_sample_of_a_tar_has_its_own_images(tmp_path: Path, tokenizer: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         chat = json.dumps({"conversations": in_marks(("from", "value"), SPEAKERS)}).encode()
-        for name, body in (("x.json", chat), ("x.0.jpg", P[0]), ("x.1.jpg", P[1]), ("x.10.jpg", P[2])):
+        for name, body in (("x.json", chat), ("x.10.jpg", P[2]), ("x.0.jpg", P[0]), ("x.2.jpg", P[1])):
             info = tarfile.TarInfo(name)
             info.size = len(body)
             archive.addfile(info, io.BytesIO(body))

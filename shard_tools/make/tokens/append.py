@@ -105,7 +105,7 @@ def append_tokens(  # noqa: PLR0913  a public function, whose options are named
             progress=progress or NoProgress(), first=work.numbers_from,
         )  # fmt: skip
         added = work.add(
-            documents, numbered, source, columns=columns_of(encoder, options.columns),
+            documents, numbered, source, columns=(*columns_of(encoder), *options.columns),
             meaning=meaning_of(encoder), storage=storage, storage_options=storage_options, progress=NoProgress(),
         )  # fmt: skip
     return work.report(reader, added, begun_s, options.kind)

@@ -444,7 +444,7 @@ def _packing(
             "on_error": options.on_error,
             **tokens,
         },
-        columns=columns_of(documents.encoder, options.columns),
+        columns=(*columns_of(documents.encoder), *options.columns),
         schema=meaning_of(documents.encoder),
         position=POSITION_COLUMN,
         storage_options=storage_options,

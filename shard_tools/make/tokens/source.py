@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -295,7 +295,6 @@ def meaning_of(encoder: DocumentEncoder) -> Schema:
     return Schema(fields={TOKENS_FIELD: SchemaField(kind="tokens", dtype=ends.dtype, tokens=tokens)})
 
 
-def columns_of(encoder: DocumentEncoder, others: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of the sample tables, with ``others`` that the user names."""
-    of_media = [name for one in encoder.placeholders for name in COLUMNS[one.medium]]
-    return tuple(dict.fromkeys((TOKENS_COLUMN, POSITION_COLUMN, *of_media, *others)))
+def columns_of(encoder: DocumentEncoder) -> tuple[str, ...]:
+    """Return the columns that sets of an encoder's documents have."""
+    return (TOKENS_COLUMN, POSITION_COLUMN, *(name for one in encoder.placeholders for name in COLUMNS[one.medium]))
