@@ -1,10 +1,11 @@
 """Tokens a second of conversations with images: packs from shards, against a constant-length data set of a trainer.
 
-Both sides deliver batches of 8 packs of 2,048 tokens with the images that belong to them, as uint8 [n, 3, 224, 224] or
-[n, 224, 224, 3], with as many worker processes. Made data: 2,000 conversations of one to three images (JPEG of 640 x
-480, about 60 KB) with 64 tokens per image, one to four turns of words; a BPE of 4,000 tokens. No model, no network::
+Both sides deliver batches of 8 packs of 2,048 tokens with the images that belong to them, as uint8 [n, 224, 224, 3]:
+the trainer with worker processes, as it is used, ours with as many threads. Made data: 2,000 conversations of one to
+three images (JPEG of 640 x 480, about 60 KB), 64 tokens per image, one to four turns of words; a BPE of 4,000 tokens. No
+model, no network::
 
-    python benchmarks/bench_talks.py [--rounds 3] [--workers 2] [--conversations 2000]
+    python benchmarks/bench_talks.py [--rounds 3] [--workers N] [--conversations 2000]
 
 - *trainer*: what nanoVLM and TRL do: a map-style data set opens, decodes (Pillow) and resizes the images of an item and
   tokenizes its messages with the chat template, at each epoch; an iterable data set over it fills rows of constant
@@ -188,15 +189,15 @@ def trainer(folder: str, workers: int, *, is_ours: bool) -> int:
     return sum(int(batch["attention_mask"].sum()) for batch in loader)
 
 
-def ours(folder: str, workers: int) -> int:
+def ours(folder: str, threads: int) -> int:
     dataset = StreamingDataset(f"{folder}/shards", decode=dict.fromkeys(_FIELDS, f"rgb8:{SIDE}x{SIDE}"))
     if "carry" in inspect.signature(Packed).parameters:
         image = Tokenizer.from_file(f"{folder}/tokenizer.json").token_to_id(IMAGE)
         more: dict[str, Any] = {"carry": {"images": _FIELDS}, "placeholder": image}
         packed: Any = Packed(dataset, length=LENGTH, mask_field="mask", **more)
-        with DataLoader(packed, batch_size=ROWS, num_workers=workers, jagged={"images": "flat"}) as loader:
+        with DataLoader(packed, batch_size=ROWS, num_threads=threads, jagged={"images": "flat"}) as loader:
             return sum(int(batch["num_tokens"]) for batch in loader)
-    with DataLoader(dataset, batch_size=4 * ROWS, num_workers=workers, collate_fn=list) as loader:
+    with DataLoader(dataset, batch_size=4 * ROWS, num_threads=threads, collate_fn=list) as loader:
         return sum(len(one["tok"]) for batch in loader for one in batch)
 
 
@@ -204,17 +205,30 @@ _FIELDS = ("jpg", "0.jpg", "1.jpg", "2.jpg")
 
 
 def main() -> None:
-    given = common.arguments(__doc__ or "", workers=2, conversations=2000)
+    given = common.arguments(__doc__ or "", workers=common.num_cores(), conversations=2000)
     folder = common.made_once(given.data, f"talks-{given.conversations}", lambda at: make(at, given.conversations))
-    common.show_turns(
-        f"conversations with images, tokens/s, {given.workers} workers",
-        {
-            "trainer": lambda: trainer(folder, given.workers, is_ours=False),
-            "trainer, our decoder": lambda: trainer(folder, given.workers, is_ours=True),
-            "ours": lambda: ours(folder, given.workers),
-        },
-        given.rounds, against="trainer",
-    )  # fmt: skip
+    contestants: dict[str, common.Run] = {
+        "trainer": lambda: trainer(folder, given.workers, is_ours=False),
+        "trainer, our decoder": lambda: trainer(folder, given.workers, is_ours=True),
+        "ours": lambda: ours(folder, given.workers),
+    }
+    by_cpu: dict[str, list[float]] = {name: [] for name in contestants}
+
+    def counted(name: str, run: common.Run) -> common.Run:
+        def timed() -> int:
+            begun_s = sum(os.times()[:4])
+            count = run()
+            by_cpu[name].append(count / (sum(os.times()[:4]) - begun_s))
+            return count
+
+        return timed
+
+    title = f"tokens of conversations with images, {given.workers} workers or threads"
+    turns = {name: counted(name, run) for name, run in contestants.items()}
+    common.show(f"{title}, by the clock", common.take_turns(turns, given.rounds), against="trainer")
+    rates = [common.Rates(name=name, per_second=tuple(found)) for name, found in by_cpu.items()]
+    common.show(f"{title}, per CPU second of all processes", rates, against="trainer")
+    print(common.machine())
 
 
 if __name__ == "__main__":

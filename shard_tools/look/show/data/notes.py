@@ -44,7 +44,7 @@ class Tokens:
     file: TokenizerFile | None
     why: str
     texts: TokenTexts | BytesTokenizer | None = None
-    standing: Mapping[int, str] = field(default_factory=dict)
+    standing: Mapping[int, str]
 
     @property
     def width(self) -> int:
