@@ -2,7 +2,7 @@
 
 Both sides deliver batches of 8 packs of 2,048 tokens with the images that belong to them, as uint8 [n, 224, 224, 3]:
 the trainer with worker processes, as it is used, ours with as many threads. Made data: 2,000 conversations of one to
-three images (JPEG of 640 x 480, about 60 KB), 64 tokens per image, one to four turns of words; a BPE of 4,000 tokens. No
+three images (JPEG of 640 x 480, 60 KB), 64 tokens per image, one to four turns of words; a BPE of 4,000 tokens. No
 model, no network::
 
     python benchmarks/bench_talks.py [--rounds 3] [--workers N] [--conversations 2000]

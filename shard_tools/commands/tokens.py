@@ -100,7 +100,9 @@ def convert_tokens(
 ) -> None:
     """Run ``convert --tokenizer``."""
     if options.pop("images"):
-        raise click.UsageError("Images of messages are stored as they are; leave --image-max-side and its like out.")
+        raise click.UsageError(
+            "Images are not tokenized, and those of messages stay as they are; leave --image-max-side and its like out."
+        )
     if options.pop("classes", None) is not None:
         raise click.UsageError("--classes numbers folders of images; it cannot be combined with --tokenizer.")
     if options.get("tokens_field") is not None and engine != "local":
