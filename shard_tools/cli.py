@@ -103,8 +103,8 @@ from streaming.storage import Storage
 from streaming.types import VERSION, DuplicateKeys
 
 _OF_APPEND = frozenset(
-    {"sources", "target", "kind", "workers", "appends", "tokenizer", "chat_template", "allow_unfinished", "on_error",
-     "max_bad", "as_json", "dry_run", "quiet", "debug", *STORAGE_OPTION_NAMES}
+    {"sources", "target", "kind", "workers", "appends", "tokenizer", "chat_template", "image_folder",
+     "allow_unfinished", "on_error", "max_bad", "as_json", "dry_run", "quiet", "debug", *STORAGE_OPTION_NAMES}
 )  # fmt: skip
 _LISTED = 20  # samples that ls shows unless it is asked for more
 _COPY_WORKERS = DEFAULT_WORKERS | {"local": 4}
@@ -230,7 +230,8 @@ def convert_command(
     """
     if appends:
         refuse_options_of_the_set(_OF_APPEND)
-        taken = ("kind", "allow_unfinished", "on_error", "max_bad", "tokenizer", "chat_template", *STORAGE_OPTION_NAMES)
+        taken = ("kind", "allow_unfinished", "on_error", "max_bad", "tokenizer", "chat_template", "image_folder",
+                 *STORAGE_OPTION_NAMES)  # fmt: skip
         append_all(sources, target, workers=workers, as_json=as_json, **{name: arguments[name] for name in taken})
         return
     storage_options = as_storage_options(arguments)

@@ -17,6 +17,7 @@ from shard_tools.change.fields.join import FromSet, join_field
 from shard_tools.change.fields.listed import FieldDropReport, FieldsReport, drop_field, list_fields
 from shard_tools.change.fields.target import FieldReport, OnMissing
 from shard_tools.change.functions.field import compute_field
+from shard_tools.change.functions.length import LENGTH, LengthOptions, measure_column
 from shard_tools.change.functions.run import Running
 from shard_tools.running.engine import DEFAULT_MEMORY, DEFAULT_WORKERS, open_engine
 from shard_tools.running.printing import show_earlier
@@ -61,10 +62,12 @@ def column_group() -> None:
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
 @click.option(
-    "--compute", metavar="tokens|bytes|MODULE:FUNCTION",
-    help="Compute the values from the samples: tokens or bytes of a field, or your function.",
+    "--compute", metavar="tokens|bytes|length|MODULE:FUNCTION",
+    help="Compute the values from the samples: tokens or bytes of a field, the length of values, or your function.",
 )  # fmt: skip
 @click.option("--fields", type=names, metavar="A,B", help="With --compute: read and decode only these fields.")
+@click.option("--after", metavar="MODULE:FUNCTION", help="With --compute length: the transform of training.")
+@click.option("--field", metavar="FIELD", help="With --compute length: the field to measure, if there are several.")
 @click.option(
     "--dtype", type=click.Choice(["uint16", "uint32"]), help="With --compute tokens. Default: as recorded in the set."
 )
@@ -79,10 +82,10 @@ def column_group() -> None:
 @on_shards_in_parallel(what="With --lift or --compute: shards")
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
 @on_named("column")
-def add_command(
+def add_command(  # noqa: PLR0913  the options of the command
     urls: list[str], *, storage: Storage, source: str | None, on: str | None, lift: str | None, compute: str | None,
-    fields: tuple[str, ...] | None, dtype: str | None, engine: str, workers: int | None, as_json: bool,
-    **arguments: Any,
+    fields: tuple[str, ...] | None, dtype: str | None, after: str | None, field: str | None, engine: str,
+    workers: int | None, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Add the late column NAME to the shards at URL.
 
@@ -90,7 +93,7 @@ def add_command(
     one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. It
     is an error if no key matches, or if a key occurs twice in the table. A function gets a decoded sample (a dict) and
     returns a number, text, a bool or None. It is called on several threads, or on Ray, where every node must be able
-    to import its module.
+    to import its module. The length is the first dimension of what a transform returns, which runs in processes.
 
     \b
     Example:
@@ -99,16 +102,28 @@ def add_command(
       shard_tools column add s3://bucket/train/ words --compute mymodule:count_words --fields txt
       shard_tools column add s3://bucket/tokens/ length --compute tokens
       shard_tools column add s3://bucket/train/ bytes_of_txt --compute bytes --fields txt
+      shard_tools column add s3://bucket/speech/ frames --compute length --after mymodule:features --field flac
     """
     if [source, lift, compute].count(None) != 2 or (source is not None and on is None):
         raise click.UsageError("Give one of --from FILE --on COLUMN, --lift PATH, and --compute FUNCTION.")
     if compute is None and (fields or dtype):
         raise click.UsageError("--fields and --dtype are for --compute.")
+    if compute != LENGTH and (after or field):
+        raise click.UsageError("--after and --field are for --compute length.")
+    if compute == LENGTH and dtype:
+        raise click.UsageError("--dtype is for --compute tokens.")
     source_of = click.get_current_context().get_parameter_source
     if source is not None and ParameterSource.COMMANDLINE in {source_of("engine"), source_of("workers")}:
         raise click.UsageError("--engine and --workers are for --lift and --compute: --from reads no shards.")
     which = {option: arguments.pop(option) for option in ("name", "index_url", "overwrite", "allow_unfinished")}
     target = ColumnTarget(urls, storage=storage, **which)
+    if compute == LENGTH:
+        measured = LengthOptions(after=after, field=field, fields=fields)
+        with progress_bar("column", "shards") as progress:
+            running = Running(workers=workers, engine=engine)
+            report = measure_column(target, urls, options=measured, running=running, progress=progress)
+        emit(report, as_json=as_json, for_people=show_added)
+        return
     workers = workers or DEFAULT_WORKERS[engine]
     there = nullcontext() if source is not None else open_engine(engine, workers)
     with there as executor, progress_bar("column", "shards") as progress:

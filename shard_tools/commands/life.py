@@ -59,6 +59,9 @@ def _store(arguments: dict[str, Any]) -> Storage:
 @click.option("--tokenizer", metavar="FILE", help="The tokenizer that made SET, if it holds tokens.")
 @click.option("--chat-template", metavar="FILE", help="The chat template of SET.  [default: the tokenizer's]")
 @click.option(
+    "--image-folder", metavar="URL", help="Where the images are that messages name.  [default: beside SOURCE]"
+)
+@click.option(
     "--workers", type=COUNT, help="Reader threads (default 8), or tokenizer processes (default: one per core)."
 )
 @left_out_options
@@ -81,8 +84,8 @@ def append_command(places: tuple[str, ...], *, as_json: bool, **arguments: Any) 
 
 
 def append_all(
-    sources: Sequence[str], target: str, *, tokenizer: str | None, chat_template: str | None, workers: int | None,
-    on_error: str | None, as_json: bool, **arguments: Any,
+    sources: Sequence[str], target: str, *, tokenizer: str | None, chat_template: str | None,
+    image_folder: str | None, workers: int | None, on_error: str | None, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Add sources to a set, and print the totals.
 
@@ -92,8 +95,11 @@ def append_all(
     storage_options = as_storage_options(arguments)
     directory = Destination.of(target).directory
     has_tokens = is_of_tokens(load_journal(directory, Storage(storage_options)))
-    if not has_tokens and (tokenizer or chat_template):
-        raise click.UsageError(f"--tokenizer is for sets of tokens; {redact(directory)} is not one. Leave it out.")
+    if not has_tokens and (tokenizer or chat_template or image_folder):
+        raise click.UsageError(
+            f"--tokenizer is for sets of tokens, as --chat-template and --image-folder are; {redact(directory)} is "
+            "not one. Leave them out."
+        )
     with progress_bar("append", "samples") as progress:
         how = {"storage_options": storage_options, "progress": progress, **arguments}
         if not has_tokens:
@@ -102,6 +108,7 @@ def append_all(
         else:
             workers = workers or num_cores()
             made_by: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": chat_template, "on_error": on_error}
+            made_by["image_folder"] = image_folder
             with ProcessExecutor(workers) if workers > 1 and tokenizer else nullcontext() as executor:
                 report = append_tokens(sources, target, workers=workers, executor=executor, **made_by, **how)
     emit(report, as_json=as_json, for_people=_show_append)

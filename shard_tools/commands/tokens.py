@@ -38,6 +38,18 @@ tokenizer_options = together(
     click.option("--mask-field", metavar="FIELD", help="Loss mask of --tokens-field: 0 and 1, or labels with -100."),
     click.option("--chat-template", metavar="FILE", help="Turns messages into text. Default: the tokenizer's."),
     click.option(
+        "--image-token", metavar="TOKEN", help="Stands for an image: name, id or 'none'. Default: the tokenizer's."
+    ),
+    click.option(
+        "--image-tokens",
+        metavar="N|MODULE:FUNCTION",
+        help="How many of it: a number, or of (width, height).  [default: 1]",
+    ),
+    click.option("--audio-token", metavar="TOKEN", help="Stands for a sound: as --image-token."),
+    click.option(
+        "--audio-tokens", metavar="N|MODULE:FUNCTION", help="How many of it: a number, or of (seconds).  [default: 1]"
+    ),
+    click.option(
         "--bos", metavar="TOKEN", help="Put before each document: name, id or 'none'. Default: the tokenizer's."
     ),
     click.option("--eos", metavar="TOKEN", help="Put after each document. Default: the tokenizer's."),
@@ -64,7 +76,7 @@ def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         click.UsageError: Some were given, but neither ``--tokenizer`` nor ``--tokens-field``.
     """
-    shared = {one.name for one in fields(RecordOptions)}
+    shared = {one.name for one in fields(RecordOptions)} | {"image_folder"}
     asked = {one.name: arguments.pop(one.name) for one in fields(TokenizeOptions) if one.name not in shared}
     tokenizer = asked.pop("tokenizer")
     given = {name: value for name, value in asked.items() if value not in (None, ())}
@@ -87,8 +99,10 @@ def convert_tokens(
     **options: Any,
 ) -> None:
     """Run ``convert --tokenizer``."""
-    if options.pop("images") or options.pop("image_folder", None) is not None:
-        raise click.UsageError("Images are not tokenized; leave --image-max-side and its like out.")
+    if options.pop("images"):
+        raise click.UsageError(
+            "Images are not tokenized, and those of messages stay as they are; leave --image-max-side and its like out."
+        )
     if options.pop("classes", None) is not None:
         raise click.UsageError("--classes numbers folders of images; it cannot be combined with --tokenizer.")
     if options.get("tokens_field") is not None and engine != "local":

@@ -239,7 +239,7 @@ source_options = together(
         help="The token that begins or ends a document in a stream of ids (nanogpt, npy).",
     ),
     click.option("--unlike-columns", is_flag=True, help="Accept JSONL, Parquet or CSV files with different columns."),
-    click.option("--image-folder", metavar="URL", help="Where the images of a COCO file of annotations are."),
+    click.option("--image-folder", metavar="URL", help="Where the images are that a COCO file, or messages, name."),
     click.option(
         "--image-max-side", "max_side", type=COUNT, metavar="PIXELS", help="Scale larger images down to this."
     ),

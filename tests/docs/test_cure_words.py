@@ -213,7 +213,11 @@ def test_nothing_else_quotes() -> None:
         one for package in PACKAGES for path in (ROOT / package).rglob("*.py")
         for one in re.findall(r"shard_tools [a-z]+[^`;\n\"]*%s", path.read_text())
     ]  # fmt: skip
-    assert sorted(logged) == ["shard_tools index %s", "shard_tools version prune %s --abandon %s"], (
+    assert sorted(logged) == [
+        "shard_tools column add %s %s",
+        "shard_tools index %s",
+        "shard_tools version prune %s --abandon %s",
+    ], (  # fmt: skip
         "a log line that suggests a command: give it shell_place(…), and add it"
     )
 

@@ -87,6 +87,7 @@ FOREIGN_VARIABLES = {
 # Commands that a message names and that no scenario below runs, each with the test that does.
 NOT_RUN = {
     ("split", ""): "test_life.py::test_split_as_a_command",
+    ("column", "--after"): "test_lengths_after.py::test_the_command_measures_in_processes",
     ("bench", ""): "test_doctor.py::test_what_limits_name_is_done",
     ("cat", ""): "test_cli.py::test_cat_verb",
     ("convert", ""): "test_cli.py::test_convert_reports",

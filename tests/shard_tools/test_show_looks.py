@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from shard_tools import ShardWriter
-from shard_tools.look.show.data.turns import ChatTurn, turns_begun, turns_in
+from shard_tools.look.show.data.turns import ChatTurn, TurnPart, turns_begun, turns_in
 from shard_tools.look.show.decoding.media import lasting, ranges
 from tests.support.servers.show_pages import Shown
 
@@ -116,11 +116,11 @@ def test_a_conversation_is_laid_out_by_turns(shown: Shown) -> None:
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (TURNS, [("user", "first line\nsecond line", ()), ("assistant", "an answer", ())]),
+        (TURNS, [("user", ["first line\nsecond line"]), ("assistant", ["an answer"])]),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-         [("user", "a", ()), ("assistant", "b", ())]),
+         [("user", ["a"]), ("assistant", ["b"])]),
         ({"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]},
-         [("user", "what?", ("image",))]),
+         [("user", [("image",), "what?"])]),
         ({"messages": []}, []),
         ({"messages": [{"role": "user", "content": "a"}, "no turn"]}, []),
         ({"messages": [{"role": "user"}]}, []),
@@ -130,8 +130,11 @@ def test_a_conversation_is_laid_out_by_turns(shown: Shown) -> None:
         (None, []),
     ],
 )  # fmt: skip
-def test_conversations_are_found_by_their_shape(content: object, found: list[tuple[str, str, tuple[str, ...]]]) -> None:
-    assert turns_in(content) == tuple(ChatTurn(role=role, text=text, parts=parts) for role, text, parts in found)
+def test_conversations_are_found_by_their_shape(content: object, found: list[tuple[str, list[Any]]]) -> None:
+    def part(one: str | tuple[str]) -> TurnPart:
+        return TurnPart(text=one) if isinstance(one, str) else TurnPart(text=one[0], medium=one[0], is_text=False)
+
+    assert turns_in(content) == tuple(ChatTurn(role=role, parts=tuple(map(part, parts))) for role, parts in found)
 
 
 TALK = [
@@ -139,6 +142,10 @@ TALK = [
     {"role": "user", "content": 'say "so" \\ \t \U0001f600 \u00fc'},
     {"content": "x" * 30, "role": "tool"},
 ]
+
+
+def text_of(turn: ChatTurn) -> str:
+    return "".join(part.text for part in turn.parts)
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -152,7 +159,7 @@ def test_a_conversation_that_is_cut_off_has_the_turns_of_its_beginning(content: 
         assert found[:-1] == whole[: len(found) - 1] if found else True
         if found:
             last, same = found[-1], whole[len(found) - 1]
-            assert same.text.startswith(last.text)
+            assert text_of(same).startswith(text_of(last))
             assert last.role in {same.role, "…"}
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, len(whole))

@@ -12,8 +12,9 @@ from shard_tools.change.columns.compute import ComputeOptions, compute_column
 from shard_tools.change.columns.target import ColumnTarget
 from shard_tools.change.columns.views import ViewReport, save
 from shard_tools.running.engine import DEFAULT_WORKERS
-from shard_tools.running.functions import identity_of, imported
+from shard_tools.running.functions import imported
 from shard_tools.running.progress import Progress
+from streaming.common.identities import identity_of
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 

@@ -16,9 +16,10 @@ from shard_tools.change.columns.lift import as_array, samples_of
 from shard_tools.change.columns.target import AddReport, ColumnShard, ColumnTarget
 from shard_tools.make.write.columns import ColumnValue, column_value
 from shard_tools.running.engine import DEFAULT_WORKERS, Calls
-from shard_tools.running.functions import blame, imported, source_digest, traceback_of
+from shard_tools.running.functions import blame, imported, traceback_of
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.build.decode import decode_field, resolve_decoders
+from streaming.common.identities import source_digest
 from streaming.errors import ConfigError, DataError, DecodeError, ShardstreamError
 from streaming.shards.index.layout import SCHEMA_FILE
 from streaming.storage import redact

@@ -6,7 +6,8 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -260,16 +261,47 @@ class ColumnTarget:
             again: False: values of this version written before an interruption are not computed again. A finished
                 column that is being overwritten is always recomputed.
         """
-        if not again:  # a finished column may hold results of the function with older versions of code that it calls
-            gone = _files_of(self.storage, self._taken, self.name)
-            documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
-            # Before the documents: without these, files count as written by an interrupted run of the same work.
-            list(map_threads(self.storage.delete, [url for url in gone if url not in documents], THREADS))
+        if not again:
+            self._forget()
         self.begin()
         calls.progress.start(total_bytes=None, total=len(self.urls))
         shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
         shards = map(self.shard, range(len(self.urls)))
         return list(calls.map(partial(_fill, version, values, again), shards, shared=shared))
+
+    def fill_in_order(
+        self, version: str, values: Callable[[Sequence[ColumnShard]], Generator[pa.Array, None, None]], *,
+        progress: Progress,
+    ) -> list[Filled]:  # fmt: skip
+        """Write the values of all shards as :meth:`fill` does, those of an interrupted run excepted.
+
+        Args:
+            version: Version of the column.
+            values: Yields the values of the shards that are left, in their order.
+            progress: Receives every shard.
+        """
+        self._forget()
+        self.begin()
+        progress.start(total_bytes=None, total=len(self.urls))
+        shards = [self.shard(number) for number in range(len(self.urls))]
+        there = list(map_threads(partial(_written, version), shards, THREADS))
+        progress.advance(num=sum(one is not None for one in there))
+        filled = list[Filled]()
+        with closing(values([shard for shard, one in zip(shards, there, strict=True) if one is None])) as made:
+            for shard, one in zip(shards, there, strict=True):
+                if one is None:
+                    array = next(made)
+                    shard.write(array, version)
+                    progress.advance(num=1)
+                filled.append(one or Filled(str(array.type), array.null_count))
+        return filled
+
+    def _forget(self) -> None:
+        """Delete the values of a finished column: they may be of older versions of code that a function calls."""
+        gone = _files_of(self.storage, self._taken, self.name)
+        documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
+        # Before the documents: without these, files count as written by an interrupted run of the same work.
+        list(map_threads(self.storage.delete, [url for url in gone if url not in documents], THREADS))
 
     def replace(
         self, version: str, values: ShardValues, check: Callable[[Sequence[Filled]], None], *, calls: Calls
@@ -306,8 +338,9 @@ class ColumnTarget:
         return filled
 
     def finish(
-        self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, **more: Any
-    ) -> AddReport:
+        self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, after: str = "",
+        **more: Any,
+    ) -> AddReport:  # fmt: skip
         """Write the description of the column, last, and return it as the report, with the fields in ``more``.
 
         Args:
@@ -315,6 +348,7 @@ class ColumnTarget:
             version: Version of the column, as written with the values.
             made_from: Description of the origin.
             begun_s: When the work began, by ``time.monotonic``.
+            after: Identity of the transform after which lengths were measured; "": none was.
             more: Further fields of the report.
 
         Raises:
@@ -328,6 +362,7 @@ class ColumnTarget:
             document = ColumnDocument(
                 name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
                 num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
+                after=after,
             )  # fmt: skip
             told = SchemaColumn(type=kind, origin=late_origin(version, redact(made_from)))
             _note_column(self.storage, home, self.name, told)
@@ -354,6 +389,11 @@ def _joined_kind(name: str, filled: Sequence[Filled]) -> str:
             f"has numbers, or text, or booleans"
         )
     return str(joined)
+
+
+def _written(version: str, shard: ColumnShard) -> Filled | None:
+    array = shard.written(version)
+    return None if array is None else Filled(str(array.type), array.null_count)
 
 
 def _made(version: str, values: ShardValues, shard: ColumnShard, progress: Progress) -> tuple[bytes, Filled]:

@@ -16,9 +16,10 @@ from shard_tools.change.functions.run import Running
 from shard_tools.change.functions.set_inputs import SetInputs
 from shard_tools.change.functions.source import cause_of, error_of
 from shard_tools.change.sets.open_set import READ_THREADS
-from shard_tools.running.functions import identity_of, imported
+from shard_tools.running.functions import imported
 from shard_tools.running.parts import Runner
 from shard_tools.running.progress import NoProgress, Progress
+from streaming.common.identities import identity_of
 from streaming.common.threads import map_threads
 from streaming.errors import WorkerDiedError
 from streaming.shards.index.sample_table import SampleTable
@@ -83,14 +84,12 @@ def compute_field(
         tables = list(map_threads(lambda tar: tar.base(), tars, READ_THREADS))
         given = fields or tuple(sorted({field for table in tables for field in table.fields}))
         dataset: Any = streaming.StreamingDataset(home, fields=given, shuffle=False, storage_options=storage_options)
-        firsts = _firsts(target, dataset)
+        firsts = firsts_of({tar.shard_url: tar.rows.total_samples for tar in target.tars}, dataset, target.home)
         inputs = SetInputs(dataset)
         inputs.shared = [(storage, tars[0].shard_url)]
         work = Produce(function=FieldCall(function=function, field=name), read=inputs.read, columns={}, name=spec)
         progress.start(total_bytes=None, total=sum(tar.rows.total_samples for tar in tars))
-        samples = _Left.of(
-            [(firsts[tar.shard_url], table.num_samples) for tar, table in zip(tars, tables, strict=True)]
-        )
+        samples = Left.of([(firsts[tar.shard_url], table.num_samples) for tar, table in zip(tars, tables, strict=True)])
         with (running or Running()).runner(work, inputs.shared) as runner:
             values = _Values(target, runner, inputs, samples, spec, progress)
             with closing(values):
@@ -100,13 +99,17 @@ def compute_field(
     return target.fill(write)
 
 
-def _firsts(target: FieldTarget, dataset: Any) -> dict[str, int]:
+def firsts_of(sizes: Mapping[str, int], dataset: Any, place: str) -> dict[str, int]:
     """Return the number in the dataset of the first sample of each shard.
 
+    Args:
+        sizes: The number of samples of each shard, by its URL.
+        dataset: The dataset.
+        place: The set, for the error.
+
     Raises:
-        OvertakenError: It is not the version of the set that the target has read.
+        OvertakenError: It is not the version of the set that the shards are of.
     """
-    sizes = {tar.shard_url: tar.rows.total_samples for tar in target.tars}
     found: dict[str, int] = {}
     first = 0
     for url in dataset.urls:
@@ -115,14 +118,12 @@ def _firsts(target: FieldTarget, dataset: Any) -> dict[str, int]:
         found[url] = first
         first += sizes[url]
     if len(found) != len(sizes) or first != len(dataset):
-        raise OvertakenError(
-            f"{redact(target.home)}: somebody else changed this set meanwhile; run the same command again"
-        )
+        raise OvertakenError(f"{redact(place)}: somebody else changed this set meanwhile; run the same command again")
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Left:
+class Left:
     """The samples of the shards whose tars are missing, numbered one after the other.
 
     Attributes:
@@ -134,7 +135,7 @@ class _Left:
     ends: Sequence[int]
 
     @classmethod
-    def of(cls, shards: Sequence[tuple[int, int]]) -> _Left:
+    def of(cls, shards: Sequence[tuple[int, int]]) -> Left:
         """Return the samples of shards, each given by its first sample and their number."""
         return cls(firsts=[first for first, _ in shards], ends=[*accumulate(num for _, num in shards)])
 
@@ -155,7 +156,7 @@ class _Values:
     """What the function returns for the samples that are left, shard by shard, by processes that run throughout."""
 
     def __init__(
-        self, target: FieldTarget, runner: Runner, inputs: SetInputs, left: _Left, name: str, progress: Progress
+        self, target: FieldTarget, runner: Runner, inputs: SetInputs, left: Left, name: str, progress: Progress
     ) -> None:  # fmt: skip
         self._target, self._inputs, self._left, self._name, self._progress = target, inputs, left, name, progress
         self._items, self._num_done = runner.items(left.part, 0, len(left)), 0

@@ -28,7 +28,7 @@ from shard_tools.make.convert.base.identity import (
 )
 from shard_tools.make.convert.lines import SUFFIXES, read_lines
 from shard_tools.running.engine import Shared
-from shard_tools.running.functions import digest_of
+from streaming.common.identities import digest_of
 from streaming.errors import ConfigError, DataError
 from streaming.storage import local_path, redact
 

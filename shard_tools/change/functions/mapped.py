@@ -27,12 +27,13 @@ from shard_tools.make.convert.base.records import Record, ShardOptions
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
 from shard_tools.make.write.change import open_head, without_work, work_of
 from shard_tools.running.engine import Shared
-from shard_tools.running.functions import identity_of, imported
+from shard_tools.running.functions import imported
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.build.batches.bad_file import shown_url
 from streaming.build.decode import decode_field, resolve_decoders
 from streaming.build.decode.values import packed
 from streaming.common.arguments import counted, unpacked_name
+from streaming.common.identities import identity_of
 from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError, DecodeError
 from streaming.sets.filters.select import late_names

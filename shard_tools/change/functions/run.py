@@ -18,7 +18,7 @@ from shard_tools.make.convert.pack import Destination, PackingRun
 from shard_tools.make.write.columns import ColumnSpec, parse_columns
 from shard_tools.make.write.writer import DEFAULT_MAX_BYTES, checked_schema
 from shard_tools.running.engine import DEFAULT_WORKERS, ENGINES, Shared, open_engine
-from shard_tools.running.functions import identity_of, why_not_sent
+from shard_tools.running.functions import why_not_sent
 from shard_tools.running.parts import ExecutorRunner, HereRunner, Runner
 from shard_tools.running.processes import DEFAULT_MEMORY_BYTES, ProcessRunner
 from shard_tools.running.progress import NoProgress, Progress, progress_bar
@@ -33,6 +33,7 @@ from streaming.common.arguments import (
     checks_options,
     parse_bytes,
 )
+from streaming.common.identities import identity_of
 from streaming.common.platforms import num_cores
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.shards.schema.value import Schema

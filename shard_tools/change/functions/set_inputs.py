@@ -61,22 +61,22 @@ class SetInputs:
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self.read: Callable[[Any], Iterator[Given]] = _ReadSet(dataset=dataset)
         self.shared: Shared = ()
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     @property
     def classes(self) -> Mapping[str, Sequence[str]]:
         """The set's class names by field, so that a number which the function keeps also keeps its meaning."""
-        names: Mapping[str, Sequence[str]] = getattr(self._dataset, "class_names", {})
+        names: Mapping[str, Sequence[str]] = getattr(self.dataset, "class_names", {})
         return names
 
     def identity(self) -> dict[str, object]:
         """Return the set's fingerprint."""
-        return {"kind": "set", "num_inputs": len(self), "fingerprint": self._dataset.fingerprint}
+        return {"kind": "set", "num_inputs": len(self), "fingerprint": self.dataset.fingerprint}
 
     def origins(self) -> Origins:
         """Return no files: the fingerprint covers the content of all shards, and every byte read is checked."""
@@ -92,4 +92,4 @@ class SetInputs:
 
     def describe(self, number: int) -> str:
         """Return the sample's number and the first shard of the set."""
-        return f"sample {number} of {', '.join(map(shown_url, self._dataset.urls[:1]))}"
+        return f"sample {number} of {', '.join(map(shown_url, self.dataset.urls[:1]))}"

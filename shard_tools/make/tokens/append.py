@@ -13,8 +13,11 @@ from shard_tools.make.convert.append import Appending, AppendReport
 from shard_tools.make.convert.base.records import Source
 from shard_tools.make.convert.journal import Journal, load_journal
 from shard_tools.make.convert.pack import Destination
+from shard_tools.make.tokens.beside import FilesBeside
 from shard_tools.make.tokens.documents import Reading, Share
 from shard_tools.make.tokens.encode import DocumentEncoder
+from shard_tools.make.tokens.media import MediaReader
+from shard_tools.make.tokens.messages import MEDIA
 from shard_tools.make.tokens.run import TokenizeOptions, open_encoder, open_id_encoder, open_reader, reading_of
 from shard_tools.make.tokens.source import (
     LABELS_COLUMN,
@@ -37,12 +40,13 @@ from streaming.shards.versions.publish import Head
 from streaming.storage import Storage, join_url, redact
 
 
-def append_tokens(
+def append_tokens(  # noqa: PLR0913  a public function, whose options are named
     source: str | Sequence[str],
     target: str,
     *,
     tokenizer: str | None = None,
     chat_template: str | None = None,
+    image_folder: str | None = None,
     kind: str = "auto",
     workers: int = DEFAULT_WORKERS["local"],
     allow_unfinished: bool = False,
@@ -62,6 +66,7 @@ def append_tokens(
         target: Directory of the set.
         tokenizer: The tokenizer that made the set, by whose digest it is known. None: ``"bytes"``, or ids as they are.
         chat_template: File of the template that made the set; None: that of the tokenizer.
+        image_folder: Folder of the files that messages name; None: that of the file which holds the messages.
         kind: Format of the source; ``"auto"``: as of the set.
         workers: Batches in progress.
         allow_unfinished: Take what is there of shards that are still being written.
@@ -86,7 +91,7 @@ def append_tokens(
         raise ConfigError(f"{redact(head.home)}: it does not say how its tokens were made (convert.json is missing)")
     options = _options_of(
         journal, kind, tokenizer, chat_template, workers=workers, allow_unfinished=allow_unfinished,
-        on_error=on_error or journal.options["on_error"], max_bad=max_bad,
+        on_error=on_error or journal.options["on_error"], max_bad=max_bad, image_folder=image_folder,
     )  # fmt: skip
     work = Appending.of(storage, head, options, journal, _records_of(head, storage))
     opened = work.opened(
@@ -97,11 +102,12 @@ def append_tokens(
         return work.report(None, None, begun_s, options.kind)
     reader, allowance = opened
     encoder = _encoder(options, reader, storage, executor, journal, head)
+    media = MediaReader.of(encoder.placeholders, FilesBeside.of(reader, storage, options.image_folder))
     numbered = work.numbered(reader, options.key_field)
     with contextlib.ExitStack() as stack:
         pool = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
         documents = TokenSource(
-            below=numbered, reading=_reading(options, reader, journal), encoder=encoder, executor=pool,
+            below=numbered, reading=_reading(options, reader, journal, media), encoder=encoder, executor=pool,
             ahead=2 * workers + 2, keep=options.keep, fields_kept=tuple(extension for _, extension in options.fields),
             columns=options.columns, on_error=options.leaving_out, allowance=allowance,
             progress=progress or NoProgress(), first=work.numbers_from,
@@ -131,11 +137,11 @@ def _encoder(
     return encoder
 
 
-def _reading(options: TokenizeOptions, reader: Source, journal: Journal) -> Reading:
+def _reading(options: TokenizeOptions, reader: Source, journal: Journal, media: MediaReader) -> Reading:
     """Return how documents are found, those of the set's share alone."""
     name, start, stop = journal.options["share"]
     reading = reading_of(options, reader, Share(name=name, start=start, stop=stop))
-    return replace(reading, group_field=journal.options["group_field"])
+    return replace(reading, group_field=journal.options["group_field"], media=media)
 
 
 def _options_of(
@@ -154,6 +160,11 @@ def _options_of(
             "--tokenizer FILE"
         )
     ends: dict[str, Any] = {name: "none" if said[name] is None else str(said[name]) for name in ("bos", "eos")}
+    media = said.get("media") or {}
+    for medium in MEDIA:
+        one = media.get(medium)
+        how |= {f"{medium}_token": "none" if one is None else str(one["token"])} if said["messages_field"] else {}
+        how |= {} if one is None else {f"{medium}_tokens": one["tokens"]}
     plain = ("max_bytes", "max_samples", "shuffle_seed", "key_field", "text_field", "messages_field", "tokens_field")
     return TokenizeOptions(
         kind=str(journal.source["kind"]) if kind == "auto" else kind, keep_order=said["shuffle_seed"] is None,

@@ -17,9 +17,18 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from shard_tools.make.tokens.messages import ASSISTANT, Conversation, Message, RejectedError, with_joined_parts
+from shard_tools.make.tokens.messages import (
+    ASSISTANT,
+    MEDIA,
+    Conversation,
+    Message,
+    RejectedError,
+    with_joined_parts,
+    with_parts,
+    with_tokens,
+)
 from shard_tools.running.templates import Template, jinja
 from streaming.errors import ConfigError
 
@@ -29,6 +38,9 @@ Pieces: TypeAlias = list[tuple[str, bool]]
 _START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which texts do not contain
 _OPEN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _PART = re.compile(r"""\.text\b|\[\s*['"]text['"]\s*\]""")  # occurs only in templates that read parts of contents
+_PLACED: Final = {medium: re.compile(rf"""['"]{medium}(?:_url)?['"]""") for medium in MEDIA}
+"""Occurs in templates that place such parts themselves, by medium."""
+_TAKES_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|mapping|iterable|sequence)\b")  # contents of both kinds
 _CLOSE = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 
@@ -43,11 +55,13 @@ class ChatTemplate:
         source: The template.
         bos_token: Name of the beginning token.
         eos_token: Name of the end token.
+        tokens: The medium and the name of each token that stands for images or sounds.
     """
 
     source: str
     bos_token: str
     eos_token: str
+    tokens: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Compile the template, to find errors in it.
@@ -63,8 +77,7 @@ class ChatTemplate:
         Raises:
             RejectedError: The template rejects it, or no exact mask is possible.
         """
-        if not _PART.search(self.source):
-            conversation = replace(conversation, messages=with_joined_parts(conversation.messages))
+        conversation = replace(conversation, messages=self._as_read(conversation.messages))
         whole = self._render(conversation, conversation.messages)
         if _OPEN.search(self.source):
             return _marked(self._without_marks(conversation, whole))
@@ -79,6 +92,15 @@ class ChatTemplate:
             pieces += [(whole[done:begin], False), (whole[begin:end], number not in conversation.muted)]
             done = end
         return [*pieces, (whole[done:], False)]
+
+    def _as_read(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages in the form that the template reads: parts or texts, and places of media or their tokens."""
+        reads_parts = bool(_PART.search(self.source))
+        placed = [medium for medium, words in _PLACED.items() if reads_parts and words.search(self.source)]
+        messages = with_tokens(messages, {medium: token for medium, token in self.tokens if medium not in placed})
+        if not reads_parts:
+            return with_joined_parts(messages)
+        return with_parts(messages) if placed and not _TAKES_TEXT.search(self.source) else messages
 
     def unused(self, keys: Iterable[str]) -> list[str]:
         """Return the keys (of messages, or ``tools``) that are lost because the template does not mention them."""

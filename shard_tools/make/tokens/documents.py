@@ -7,13 +7,14 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import TypeAlias
 
 from shard_tools.make.convert.base.records import MAX_LISTED, Record, Skipped
 from shard_tools.make.tokens.ids import TokenIds
+from shard_tools.make.tokens.media import Held, MediaReader
 from shard_tools.make.tokens.messages import Conversation, RejectedError, read_conversation
 from shard_tools.make.write.columns import follow
 from streaming.common.arguments import parse_share
@@ -88,12 +89,16 @@ class Document:
         record: Its record.
         content: Its text, its messages, or its tokens.
         num_bytes: Size of its text in UTF-8.
+        held: Its images and sounds, once they are read; None: there are none, or they are not read yet.
+        problem: Why they cannot be read.
     """
 
     number: int
     record: Record
     content: Content
     num_bytes: int
+    held: Held | None = None
+    problem: RejectedError | None = None
 
 
 @dataclass(slots=True)
@@ -160,6 +165,7 @@ class Reading:
         mask_field: Location of the loss mask of these tokens.
         group_field: Field to hash; None: the document itself.
         share: The set to read; documents with other hashes belong to other sets.
+        media: Reads the images and sounds of messages; None: messages are text.
     """
 
     text_field: str | None = None
@@ -168,6 +174,7 @@ class Reading:
     mask_field: str | None = None
     group_field: str | None = None
     share: Share = Share()
+    media: MediaReader | None = None
 
     def document(self, number: int, record: Record) -> Document | None:
         """Return the document of a record, or None if it belongs to another set.
@@ -184,7 +191,9 @@ class Reading:
             content = TokenIds.of(self._value(record, self.tokens_field), self.tokens_field, mask, self.mask_field)
             hashed = content.ids.astype("<i8").tobytes()
         elif self.messages_field is not None:
-            content, hashed = _conversation(self._value(record, self.messages_field), record, self.messages_field)
+            beside = None if self.media is None else self.media.beside(record)
+            value = self._value(record, self.messages_field)
+            content, hashed = _conversation(value, record, self.messages_field, beside)
         else:
             name = self.text_field or ""
             content, hashed = _text(self._value(record, name), name)
@@ -195,6 +204,16 @@ class Reading:
             if not self.share.start <= place_of(hashed) < self.share.stop:
                 return None
         return Document(number=number, record=record, content=content, num_bytes=num_bytes)
+
+    def with_media(self, document: Document) -> Document:
+        """Return a document with its images and sounds, or with the problem of one that is missing or damaged."""
+        if self.media is None or not isinstance(document.content, Conversation):
+            return document
+        try:
+            content, held = self.media.held(document.content, document.record)
+        except RejectedError as error:
+            return replace(document, problem=error)
+        return replace(document, content=content, held=held)
 
     def _value(self, record: Record, name: str) -> object:
         sample = record.metadata or record.fields
@@ -239,7 +258,9 @@ def _text(value: object, name: str) -> tuple[str, bytes]:
         raise RejectedError("invalid UTF-8", f"{name!r}: {error}") from error
 
 
-def _conversation(value: object, record: Record, name: str) -> tuple[Conversation, bytes]:
+def _conversation(
+    value: object, record: Record, name: str, beside: Mapping[str, Sequence[object]] | None
+) -> tuple[Conversation, bytes]:
     """Return messages, and bytes that represent them."""
     if isinstance(value, (str, bytes)):  # JSON in a column of Parquet or CSV, or in a field of a tar
         try:
@@ -252,4 +273,4 @@ def _conversation(value: object, record: Record, name: str) -> tuple[Conversatio
         )
     if not value:
         raise RejectedError("empty", f"{name!r} is empty")
-    return read_conversation(value, record.metadata.get("tools")), dump(value)
+    return read_conversation(value, record.metadata.get("tools"), beside), dump(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from shard_tools.make.tokens.adapters import Ids
 from shard_tools.make.tokens.chat import ChatTemplate, Pieces
+from shard_tools.make.tokens.media import Placeholder
 from shard_tools.make.tokens.messages import Conversation, RejectedError
 from shard_tools.make.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
 
@@ -53,6 +54,10 @@ class DocumentEncoder(Protocol):
     def template(self) -> ChatTemplate | None:
         """The template of conversations, if any."""
 
+    @property
+    def placeholders(self) -> tuple[Placeholder, ...]:
+        """The tokens that stand for images and sounds."""
+
     def __call__(self, batch: Sequence[Any]) -> list[Encoded]:
         """Return the tokens of each document of a batch."""
 
@@ -65,11 +70,13 @@ class Encoder:
         file: The tokenizer.
         ends: The tokens before and after every document, and the width of tokens.
         template: Chat template, for conversations.
+        placeholders: The tokens that stand for images and sounds in conversations.
     """
 
     file: TokenizerFile
     ends: Ends
     template: ChatTemplate | None = None
+    placeholders: tuple[Placeholder, ...] = ()
 
     @property
     def masked(self) -> bool:
@@ -81,13 +88,14 @@ class Encoder:
         if self.template is None:
             texts = [one for one in batch if isinstance(one, str)]
             return [_encoded(ids, None, self.ends) for ids in open_tokenizer(self.file).encode(texts)]
-        rendered = [_render(self.template, one) for one in batch if isinstance(one, Conversation)]
+        conversations = [one for one in batch if isinstance(one, Conversation)]
+        rendered = [_render(self.template, one) for one in conversations]
         written = [pieces for pieces in rendered if not isinstance(pieces, Encoded)]
         texts = [text for pieces in written for text, _ in pieces]
         ids = iter(open_tokenizer(self.file).encode(texts))
         whole = iter(open_tokenizer(self.file).encode(["".join(text for text, _ in pieces) for pieces in written]))
         found = []
-        for pieces in rendered:
+        for conversation, pieces in zip(conversations, rendered, strict=True):
             if isinstance(pieces, Encoded):
                 found.append(pieces)
                 continue
@@ -95,8 +103,42 @@ class Encoder:
             mask = [np.full(len(part), said, np.uint8) for part, (_, said) in zip(parts, pieces, strict=True)]
             joined = np.concatenate(parts)
             differs = not np.array_equal(joined, next(whole))
-            found.append(_encoded(joined, np.concatenate(mask), self.ends)._replace(differs=differs))
+            try:
+                expanded = _expanded(joined, np.concatenate(mask), conversation.counts, self.placeholders)
+            except RejectedError as error:
+                found.append(Encoded(reason=error.reason, what=str(error)))
+                continue
+            found.append(_encoded(*expanded, self.ends)._replace(differs=differs))
         return found
+
+
+def _expanded(
+    ids: Ids, mask: npt.NDArray[np.uint8], counts: Mapping[str, Sequence[int]], placeholders: Sequence[Placeholder]
+) -> tuple[Ids, npt.NDArray[np.uint8]]:
+    """Return ids and mask with each placeholder as often as it stands for its image or sound; none carries loss.
+
+    Raises:
+        RejectedError: The text has other placeholders than the messages have images or sounds.
+    """
+    if not placeholders:
+        return ids, mask
+    repeats = np.ones(len(ids), np.int64)
+    mask = mask.copy()
+    for one in placeholders:
+        there, numbers = ids == one.id, counts.get(one.medium, ())
+        num = int(np.count_nonzero(there))
+        if num != len(numbers):
+            raise RejectedError(
+                "placeholders", f"its text has the token {one.token!r} {num} times, for {len(numbers)} of kind "
+                f"{one.medium!r}: the template leaves some out, or a text holds the name of the token"
+            )  # fmt: skip
+        if (there[1:] & there[:-1]).any():
+            raise RejectedError(
+                "touching", f"no token stands between two tokens {one.token!r}, so nobody can tell whose are whose; "
+                "put a text between them, or use a template that writes a token around each"
+            )  # fmt: skip
+        repeats[there], mask[there] = numbers, 0
+    return np.repeat(ids, repeats), np.repeat(mask, repeats)
 
 
 def _encoded(ids: Ids, mask: npt.NDArray[np.uint8] | None, ends: Ends) -> Encoded:

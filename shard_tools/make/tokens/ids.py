@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from shard_tools.make.tokens.chat import ChatTemplate
 from shard_tools.make.tokens.encode import Encoded, with_ends
+from shard_tools.make.tokens.media import Placeholder
 from shard_tools.make.tokens.messages import Conversation, RejectedError
 from shard_tools.make.tokens.tokenizer import Ends, TokenizerFile
 from streaming.build.decode import arrays
@@ -97,6 +98,11 @@ class IdEncoder:
     def template(self) -> ChatTemplate | None:
         """None, because a mask is given."""
         return None
+
+    @property
+    def placeholders(self) -> tuple[Placeholder, ...]:
+        """None, because ids are given."""
+        return ()
 
     def __call__(self, batch: Sequence[str | Conversation | TokenIds]) -> list[Encoded]:
         """Return the tokens of each document of a batch."""

@@ -16,10 +16,13 @@ from shard_tools.make.convert.base.identity import KnownInputs
 from shard_tools.make.convert.base.records import TEXT_UNITS, Skipped, Source
 from shard_tools.make.convert.pack import Destination, PackedTarget, PackingRun
 from shard_tools.make.convert.run import RecordOptions, check_columns
+from shard_tools.make.tokens.beside import FilesBeside
 from shard_tools.make.tokens.chat import ChatTemplate
 from shard_tools.make.tokens.documents import Reading, SetTally, Share, parse_shares
 from shard_tools.make.tokens.encode import DocumentEncoder, Encoder
 from shard_tools.make.tokens.ids import IdEncoder
+from shard_tools.make.tokens.media import MediaReader, Placeholder, find_placeholder
+from shard_tools.make.tokens.messages import MEDIA
 from shard_tools.make.tokens.source import (
     FIELDS_ALONE,
     POSITION_COLUMN,
@@ -80,6 +83,12 @@ class TokenizeOptions(RecordOptions):
             into ``train``.
         group_field: Split by the hash of this column; None: by that of the document.
         documents: The unit of text that is a document: ``"line"``, ``"blank-line"`` or ``"file"``.
+        image_token: The token that stands for the images of messages: a name, an id, or ``"none"``; None: the
+            tokenizer's own, if it has one.
+        image_tokens: How often it stands for one image: a number, or ``"module:function"`` of (width, height); None: 1.
+        audio_token: The token that stands for sounds, with the same values.
+        audio_tokens: How often it stands for one sound: a number, or ``"module:function"`` of (seconds); None: 1.
+        image_folder: Folder of the files that messages name; None: that of the file which holds the messages.
     """
 
     tokenizer: str | None = None
@@ -95,6 +104,11 @@ class TokenizeOptions(RecordOptions):
     split: tuple[str, ...] = ()
     group_field: str | None = None
     documents: str = "line"
+    image_token: str | None = None
+    image_tokens: str | None = None
+    audio_token: str | None = None
+    audio_tokens: str | None = None
+    image_folder: str | None = None
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other.
@@ -110,6 +124,7 @@ class TokenizeOptions(RecordOptions):
             )
         if self.tokenizer is None and self.tokens_field is None:
             raise ConfigError("text needs --tokenizer FILE; tokens that are ids already, --tokens-field FIELD")
+        self._check_media()
         if self.mask_field is not None and self.tokens_field is None:
             raise ConfigError("--mask-field is the mask of --tokens-field; conversations get one from their template")
         if self.chat_template is not None and self.messages_field is None:
@@ -119,6 +134,15 @@ class TokenizeOptions(RecordOptions):
         if self.documents not in TEXT_UNITS:
             raise ConfigError(f"--documents {self.documents!r}: expected one of {', '.join(TEXT_UNITS)}")
         check_kept((*self.keep, *(extension for _, extension in self.fields)))
+
+    def _check_media(self) -> None:
+        names = [*(f"{medium}_token{many}" for medium in MEDIA for many in ("", "s")), "image_folder"]
+        given = next((name for name in names if getattr(self, name) is not None), None)
+        if given is not None and self.messages_field is None:
+            raise ConfigError(
+                f"--{given.replace('_', '-')} is for images and sounds of messages; say where these are with "
+                "--messages-field"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +250,7 @@ def tokenize(
         DataError: A record gives no tokens, with ``on_error="raise"``; the message names file and line.
         StorageError: A store fails.
     """
-    started = time.monotonic()
-    storage = Storage(storage_options)
+    started, storage = time.monotonic(), Storage(storage_options)
     shares = parse_shares(options.split)
     if len(shares) > 1 and "{" in split_url(target)[1]:
         raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
@@ -235,6 +258,7 @@ def tokenize(
     allowance = options.leaving_out.allowance(reader, redact(source if isinstance(source, str) else ", ".join(source)))
     of_ids = options.tokens_field is not None
     encoder = open_id_encoder(options, reader, storage) if of_ids else open_encoder(options, storage, executor)
+    media = MediaReader.of(encoder.placeholders, FilesBeside.of(reader, storage, options.image_folder))
     progress = progress or NoProgress()
     tallies = [SetTally() for _ in shares]
     with contextlib.ExitStack() as stack:
@@ -243,7 +267,7 @@ def tokenize(
         for share, tally in zip(shares, tallies, strict=True):
             documents = TokenSource(
                 below=reader,
-                reading=reading_of(options, reader, share),
+                reading=reading_of(options, reader, share, media),
                 encoder=encoder,
                 executor=executor,
                 ahead=2 * options.workers + 2,
@@ -302,15 +326,29 @@ def open_encoder(options: TokenizeOptions, storage: Storage, executor: Executor 
     if not chat and ends.eos is None and options.eos is None:
         shown = redact(options.tokenizer or "")
         _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", shown)
-    template = _template(options, file, config, storage) if chat else None
+    placeholders = _placeholders(options, file, config) if chat else ()
+    template = _template(options, file, config, storage, placeholders) if chat else None
     if isinstance(executor, ProcessPoolExecutor) and is_local(file.url) and file.url != BYTES:
         file = replace(file, content=None)  # processes of this machine read it themselves, once
-    return Encoder(file=file, ends=ends, template=template)
+    return Encoder(file=file, ends=ends, template=template, placeholders=placeholders)
+
+
+def _placeholders(options: TokenizeOptions, file: TokenizerFile, config: dict[str, object]) -> tuple[Placeholder, ...]:
+    """Return the tokens that stand for images and sounds."""
+    given = {medium: (getattr(options, f"{medium}_token"), getattr(options, f"{medium}_tokens")) for medium in MEDIA}
+    found = [find_placeholder(medium, *named, file, config) for medium, named in given.items()]
+    placeholders = tuple(one for one in found if one is not None)
+    if len({one.id for one in placeholders}) < len(placeholders):
+        raise ConfigError(
+            f"--image-token and --audio-token: {placeholders[0].token!r} stands for both; name another one, or 'none'"
+        )
+    return placeholders
 
 
 def _template(
-    options: TokenizeOptions, file: TokenizerFile, config: dict[str, object], storage: Storage
-) -> ChatTemplate:
+    options: TokenizeOptions, file: TokenizerFile, config: dict[str, object], storage: Storage,
+    placeholders: Sequence[Placeholder],
+) -> ChatTemplate:  # fmt: skip
     source = config.get("chat_template")
     if options.chat_template is not None:
         try:
@@ -330,6 +368,7 @@ def _template(
         source=source,
         bos_token=token_name(config, "bos_token", bos) or "",
         eos_token=token_name(config, "eos_token", eos) or "",
+        tokens=tuple((one.medium, one.token) for one in placeholders),
     )
     template.check()
     return template
@@ -365,7 +404,7 @@ def open_reader(
     return reader
 
 
-def reading_of(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
+def reading_of(options: TokenizeOptions, reader: Source, share: Share, media: MediaReader | None = None) -> Reading:
     """Return how documents are found in the records of a source."""
     otherwise = (
         None if options.messages_field or options.tokens_field else "txt" if reader.kind in FIELDS_ALONE else "text"
@@ -377,6 +416,7 @@ def reading_of(options: TokenizeOptions, reader: Source, share: Share) -> Readin
         mask_field=options.mask_field,
         group_field=options.group_field,
         share=share,
+        media=media,
     )
 
 

@@ -15,11 +15,13 @@ from shard_tools.make.convert.base.rows import dump_json
 from shard_tools.make.convert.left_out import Allowance, OnError
 from shard_tools.make.tokens.documents import Content, Document, Reading, SetTally
 from shard_tools.make.tokens.encode import DocumentEncoder, Encoded
+from shard_tools.make.tokens.media import COLUMNS, Held
 from shard_tools.make.tokens.messages import Conversation, RejectedError
 from shard_tools.make.tokens.tokenizer import TokenizerFile
 from shard_tools.make.write.columns import follow
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
+from streaming.common.threads import map_threads
 from streaming.errors import ConfigError, DataError
 from streaming.shards.schema.value import SUPERVISED, Schema, SchemaField, TokenizerKey, TokenMeaning
 
@@ -28,6 +30,9 @@ FIELDS_ALONE = ("tars", "files")  # kinds whose records have fields, but no tabl
 TOKENS_COLUMN, POSITION_COLUMN, LABELS_COLUMN = "tokens", "document", SUPERVISED
 _BATCH_BYTES = 1 << 20  # text per call: a tokenizer takes some tenths of a second
 _BATCH_DOCUMENTS = 4096
+_BATCH_MEDIA_BYTES = 16 << 20  # images and sounds wait in this process while their text is encoded
+_READERS = 16
+_NOTHING = Held(fields={}, columns={})
 _log = logging.getLogger(__name__)
 
 
@@ -86,8 +91,10 @@ class TokenSource:
         return (*self.below.skipped, *self.tally.listed.values())
 
     @property
-    def fields(self) -> Mapping[str, bool]:
-        """The token fields of every document, and kept fields, which some documents may lack."""
+    def fields(self) -> Mapping[str, bool] | None:
+        """The token fields of every document, and kept fields, which some may lack; None with images and sounds."""
+        if self.encoder.placeholders:
+            return None
         rows = self.below.kind not in FIELDS_ALONE
         kept = (*self.fields_kept, *(("json",) if rows and self.keep else () if rows else self.keep))
         always = (TOKENS_FIELD, MASK_FIELD) if self.encoder.masked else (TOKENS_FIELD,)
@@ -112,7 +119,7 @@ class TokenSource:
             DataError: A record gives no tokens, and that is an error; or no record at all gives any.
         """
         with contextlib.closing(self.below.records(start)) as records:
-            for document, encoded in self._encoded(self._documents(records, start)):
+            for document, encoded in self._encoded(self._with_media(self._documents(records, start))):
                 if encoded.reason:
                     self._reject(document.number, document.record, encoded.reason, encoded.what)
                 else:
@@ -137,6 +144,19 @@ class TokenSource:
             if document is not None:
                 self._name_unused(document)
                 yield document
+
+    def _with_media(self, documents: Iterator[Document]) -> Iterator[Document]:
+        """Yield documents with their images and sounds, which threads read ahead."""
+        if not self.encoder.placeholders:
+            yield from map(self.reading.with_media, documents)
+            return
+        with contextlib.closing(map_threads(self.reading.with_media, documents, _READERS)) as read:
+            for document in read:
+                if document.problem is None:
+                    yield document
+                else:
+                    problem = document.problem
+                    self._reject(document.number, document.record, problem.reason, str(problem))
 
     def _name_unused(self, document: Document) -> None:
         """Log, once per key, unread keys of messages: they may have been meant to change what is learned."""
@@ -190,7 +210,8 @@ class TokenSource:
         self.tally.num_differing += encoded.differs
         self.tally.longest = max(self.tally.longest, num_tokens)
         record = document.record
-        fields = self._kept(record)
+        held = document.held or _NOTHING
+        fields = {**held.fields, **self._kept(record)}
         fields[TOKENS_FIELD] = encoded.tokens
         if encoded.mask is not None:
             fields[MASK_FIELD] = encoded.mask
@@ -201,9 +222,9 @@ class TokenSource:
         return Record(
             key=record.key,
             fields=fields,
-            metadata={**metadata, **counted},
+            metadata={**metadata, **held.columns, **counted},
             where=record.where,
-            remarks=record.remarks,
+            remarks=(*record.remarks, *held.remarks),
             left_out=tuple(self.tally.left_out_before(document.number)),
             origin=record.origin,
         )
@@ -217,8 +238,12 @@ class TokenSource:
 
 
 def columns_of(encoder: DocumentEncoder) -> tuple[str, ...]:
-    """Return the columns that sets of an encoder's documents have: with masks, also the number of tokens with loss."""
-    return (TOKENS_COLUMN, POSITION_COLUMN, *((LABELS_COLUMN,) if encoder.masked else ()))
+    """Return the columns that sets of an encoder's documents have.
+
+    With masks, also the number of tokens with loss; with images or sounds, also their numbers.
+    """
+    of_media = (name for one in encoder.placeholders for name in COLUMNS[one.medium])
+    return (TOKENS_COLUMN, POSITION_COLUMN, *((LABELS_COLUMN,) if encoder.masked else ()), *of_media)
 
 
 def check_kept(names: tuple[str, ...]) -> None:
@@ -234,13 +259,14 @@ def check_kept(names: tuple[str, ...]) -> None:
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
-    num_bytes = 0
+    num_bytes = media_bytes = 0
     for document in documents:
         batch.append(document)
         num_bytes += document.num_bytes
-        if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+        media_bytes += 0 if document.held is None else document.held.num_bytes
+        if num_bytes >= _BATCH_BYTES or media_bytes >= _BATCH_MEDIA_BYTES or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
-            batch, num_bytes = [], 0
+            batch, num_bytes, media_bytes = [], 0, 0
     if batch:
         yield batch
 
@@ -258,6 +284,7 @@ def describe(encoder: DocumentEncoder) -> dict[str, object]:
         "mask": MASK_FIELD if encoder.masked else None,
         "tokenizer": None if file is None else key_of(file),
         "chat_template": None if template is None else template.source,
+        "media": {one.medium: one.identity() for one in encoder.placeholders} or None,
     }
 
 
@@ -269,10 +296,11 @@ def key_of(file: TokenizerFile) -> dict[str, object]:
 def meaning_of(encoder: DocumentEncoder) -> Schema:
     """Return the meaning of the tokens, for the schema of a set."""
     template, file, ends = encoder.template, encoder.file, encoder.ends
+    standing = {one.medium: (one.id,) for one in encoder.placeholders}
     made = None if file is None else TokenizerKey(kind=file.kind, sha256=file.sha256, pattern=file.pattern or "")
     tokens = TokenMeaning(
         tokenizer=made, vocab_size=ends.vocab_size, bos=() if ends.bos is None else (ends.bos,),
         eos=() if ends.eos is None else (ends.eos,), mask=MASK_FIELD if encoder.masked else "", column=TOKENS_COLUMN,
-        chat_templates=() if template is None else (template.source,),
+        chat_templates=() if template is None else (template.source,), **standing,
     )  # fmt: skip
     return Schema(fields={TOKENS_FIELD: SchemaField(kind="tokens", dtype=ends.dtype, tokens=tokens)})

@@ -60,6 +60,7 @@ class ColumnDocument:
         num_shards: Number of shards that have values or NULLs.
         num_samples: Number of samples in these shards.
         num_missing: Number of samples without a value.
+        after: Identity of the transform after which the values, lengths, were measured; "": none.
     """
 
     name: str
@@ -69,10 +70,11 @@ class ColumnDocument:
     num_shards: int
     num_samples: int
     num_missing: int
+    after: str = ""
 
     def to_bytes(self) -> bytes:
         """Return JSON, with kind and version."""
-        return document_bytes(_KIND, asdict(self))
+        return document_bytes(_KIND, {name: one for name, one in asdict(self).items() if name != "after" or one})
 
     @classmethod
     def from_bytes(cls, data: ReadBuffer, source: str) -> ColumnDocument:
@@ -83,7 +85,7 @@ class ColumnDocument:
         """
         try:
             content = document_of_kind(data, _KIND)
-            document = cls(**{name: content[name] for name in cls.__dataclass_fields__})
+            document = cls(**{name: content[name] for name in cls.__dataclass_fields__ if name in content})
             type_named(document.type)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise IndexFormatError(

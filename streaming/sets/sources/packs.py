@@ -15,20 +15,22 @@ import numpy.typing as npt
 
 from infra import agent_store, is_first_process
 from streaming.build.batches.build import OnError, SourceRecipe
-from streaming.build.batches.draws import Chain
+from streaming.build.batches.draws import Chain, as_chain
 from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
 from streaming.build.batches.items.pieces import PieceItems
 from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields, with_raw
 from streaming.common.arrays import rows_by, sums
+from streaming.common.identities import identity_of
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.common.job.store import job_peers
 from streaming.common.threads import on_threads
-from streaming.errors import ConfigError, IndexMissingError
+from streaming.errors import ConfigError, IndexMissingError, shell_place, shell_word
 from streaming.order.packing.fit import Fit, fit, pack
 from streaming.order.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.order.packing.layout import PackRows
 from streaming.order.packing.rules import Overlong, PackRules, cut
 from streaming.order.plan.schedule import Schedule
+from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.lengths import UNKNOWN, Lengths, names_in
 from streaming.sets.filters.measures import Measures
 from streaming.sets.filters.select import late_columns_of
@@ -151,13 +153,11 @@ class PackedDocuments(PackedSource):
         _check_documents(documents, self.items)
         _check_widths(documents, self.items.raw)
         peers = job_peers(agent_store())
-        shards = documents.shards
         _check_names(documents, self.items, peers)
         self.budgets = _quantities(limits)
         columns = (column, *self.budgets.values(), *kinds)
         if lengths is None:
-            late = late_columns_of(documents.storage, shards, names_in(columns), peers)
-            lengths = Lengths(documents.storage, shards, columns, late)
+            lengths = _lengths_of(documents, columns, peers)
         read = _reading(documents, self.items)
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
         self.column, self.alike = column, kinds
@@ -548,6 +548,29 @@ def _check_longest(length: int, num_tokens: int) -> None:
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
     """Return the number of token positions in the packs of documents of these lengths, including padding."""
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
+
+
+def _lengths_of(documents: SampleSource, columns: tuple[str | Quantity, ...], peers: Peers | None) -> Lengths:
+    """Return the lengths of documents, and of what else limits a pack."""
+    late = late_columns_of(documents.storage, documents.shards, names_in(columns), peers)
+    _tell_of_other_transforms(late, documents.transform)
+    return Lengths(documents.storage, documents.shards, columns, late)
+
+
+def _tell_of_other_transforms(late: Mapping[str, LateColumn], transform: Transform | Chain | None) -> None:
+    """Log lengths that were measured after another transform than that of the documents."""
+    chain = as_chain(transform)
+    now = "" if chain is None else ", then ".join(map(identity_of, chain.functions))
+    for name, column in late.items():
+        for home, document in column.documents.items():
+            if document.after and document.after != now and is_first_process():
+                _log.warning(
+                    "Packed: column %r holds %s, which was %s, but samples go through %s: batches may be larger than "
+                    "length= says. If lengths differ now, measure them again: shard_tools column add %s %s --compute "
+                    "length --after MODULE:FUNCTION --overwrite",
+                    name, document.made_from, document.after, now or "no transform", shell_place(home),
+                    shell_word(name),
+                )  # fmt: skip
 
 
 def _check_widths(documents: SampleSource, fields: Sequence[str]) -> None:

@@ -245,6 +245,8 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "made_by": _sorted_union,
     "bos": _sorted_union,
     "eos": _sorted_union,
+    "image": _sorted_union,
+    "audio": _sorted_union,
     "chat_templates": _sorted_union,
     "vocab_size": max,
 }
@@ -261,6 +263,7 @@ def _facets_of_field(one: SchemaField) -> dict[str, Any]:
     return found | {
         "token type": one.dtype, "tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size, "bos": tokens.bos,
         "eos": tokens.eos, "mask": tokens.mask, "column": tokens.column, "chat_templates": tokens.chat_templates,
+        "image": tokens.image, "audio": tokens.audio,
     }  # fmt: skip
 
 

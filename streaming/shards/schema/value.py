@@ -61,6 +61,8 @@ class TokenMeaning:
         mask: Field that marks the ids that count; "": none.
         column: Column with the number of ids; "": none.
         chat_templates: Templates by which conversations became text.
+        image: Ids that stand for images, in the same form as ``bos``.
+        audio: Ids that stand for sounds.
     """
 
     tokenizer: TokenizerKey | None = None
@@ -70,6 +72,8 @@ class TokenMeaning:
     mask: str = ""
     column: str = ""
     chat_templates: tuple[str, ...] = ()
+    image: tuple[int, ...] = ()
+    audio: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +329,7 @@ def _tokens(said: Mapping[str, Any]) -> TokenMeaning:
     return TokenMeaning(
         tokenizer=tokenizer, vocab_size=size, bos=_ids(said, "bos"), eos=_ids(said, "eos"),
         mask=_text(said, "mask"), column=_text(said, "column"), chat_templates=_texts(said, "chat_templates"),
+        image=_ids(said, "image"), audio=_ids(said, "audio"),
     )  # fmt: skip
 
 

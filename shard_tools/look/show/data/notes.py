@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shard_tools.look.show.base.samples import SampleSet
 from shard_tools.look.show.base.subject import Subject
@@ -33,6 +35,7 @@ class Tokens:
         file: The tokenizer, if available.
         why: Why it is unavailable, in words.
         texts: The object that applies it.
+        standing: What ids stand for that are no text, ``image`` or ``audio``.
     """
 
     field: str
@@ -41,15 +44,23 @@ class Tokens:
     file: TokenizerFile | None
     why: str
     texts: TokenTexts | BytesTokenizer | None = None
+    standing: Mapping[int, str]
 
     @property
     def width(self) -> int:
         """Bytes per token."""
         return np.dtype(self.dtype).itemsize
 
+    def _ids(self, data: bytes) -> npt.NDArray[np.integer[Any]]:
+        return np.frombuffer(data[: len(data) // self.width * self.width], np.dtype(self.dtype).newbyteorder("<"))
+
+    def media(self, data: bytes) -> list[str]:
+        """Return what each token stands for that is no text; "": it is text."""
+        return [self.standing.get(one, "") for one in self._ids(data).tolist()]
+
     def pieces(self, data: bytes) -> tuple[list[str], str]:
         """Return the text of each token; if the tokenizer is unavailable or fails, its number, and the reason."""
-        ids = np.frombuffer(data[: len(data) // self.width * self.width], np.dtype(self.dtype).newbyteorder("<"))
+        ids = self._ids(data)
         why = self.why
         if self.texts is not None:
             try:
@@ -117,7 +128,11 @@ def _of_schema(subject: Subject, within: SampleSet, home: str, schema: meant.Sch
     for name, one in schema.tokens.items():
         meaning = one.tokens or meant.TokenMeaning()
         file, why = _at_hand(subject, within, home, meaning.tokenizer)
-        tokens = Tokens(field=name, dtype=one.dtype, mask=meaning.mask, file=file, why=why, texts=_texts(subject, file))
+        standing = dict.fromkeys(meaning.image, "image") | dict.fromkeys(meaning.audio, "audio")
+        tokens = Tokens(
+            field=name, dtype=one.dtype, mask=meaning.mask, file=file, why=why, texts=_texts(subject, file),
+            standing=standing,
+        )  # fmt: skip
         return Notes(classes=classes, tokens=tokens)
     return Notes(classes=classes)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from shard_tools.look.show.base.page import address
 from shard_tools.look.show.base.reading import Wanted, read_all
 from shard_tools.look.show.base.samples import SamplePlace, SampleSet
 from shard_tools.look.show.data.notes import Notes, Tokens, named
+from shard_tools.look.show.data.places import of_runs, placed
 from shard_tools.look.show.data.trees import Node, tree_of
 from shard_tools.look.show.data.turns import ChatTurn, turns_begun, turns_in
 from shard_tools.look.show.decoding.workers import MOST_BYTES, MOST_MEDIA_BYTES
 from shard_tools.look.stats.kinds import UNKNOWN, kind_of, kind_of_value
+from shard_tools.make.tokens.media import in_order
 from streaming.build.decode.values import unpacked_head
 from streaming.common.arguments import format_bytes, unpacked_name
 from streaming.shards.index.sample_table import SampleLocation
@@ -41,10 +44,21 @@ _SHORT: Final = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPiece:
-    """A token: its text, and whether the mask includes it."""
+    """A token, or a run of the token that stands for an image or a sound.
+
+    Attributes:
+        text: Its text.
+        counts: Whether the mask includes it.
+        medium: What it stands for: ``image`` or ``audio``; "": it is text.
+        num: Number of tokens of the run.
+        fields: The fields that hold what stands here; (): unknown.
+    """
 
     text: str
     counts: bool
+    medium: str = ""
+    num: int = 1
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +148,37 @@ def fields_of(
             )
             for name, span in located.fields.items()
         ]
+        listed = _with_places(listed)
         shown.append(tuple(sorted(listed, key=lambda one: (_ORDER.get(one.form, 9), one.name))))
     return shown
+
+
+def _with_places(fields: list[FieldShown]) -> list[FieldShown]:
+    """Return the fields of a sample, with its images and sounds in place in turns and tokens."""
+    media = {form: in_order(one.name for one in fields if one.form == form) for form in ("image", "audio", "video")}
+    return [
+        replace(one, turns=placed(one.turns, media))
+        if one.form == "turns"
+        else replace(one, tokens=_in_runs(one.tokens, media, is_cut=one.is_cut))
+        if one.form == "tokens"
+        else one
+        for one in fields
+    ]
+
+
+def _in_runs(
+    tokens: Sequence[TokenPiece], media: Mapping[str, Sequence[str]], *, is_cut: bool
+) -> tuple[TokenPiece, ...]:
+    """Return tokens, in which each run of a token that stands for an image or a sound is one piece, with its fields."""
+    pieces = list[TokenPiece]()
+    for key, run in itertools.groupby(tokens, key=lambda one: (one.medium, one.text) if one.medium else None):
+        first, *others = run
+        pieces += [first, *others] if key is None else [replace(first, num=1 + len(others))]
+    owners = {
+        medium: iter(of_runs([one.num for one in pieces if one.medium == medium], names, is_cut=is_cut))
+        for medium, names in media.items()
+    }
+    return tuple(replace(one, fields=next(owners[one.medium])) if one.medium else one for one in pieces)
 
 
 def _of(notes: Notes, within: SampleSet, place: SamplePlace) -> Notes:
@@ -222,7 +265,10 @@ _WHY: Final = {
 def _tokens(common: dict[str, Any], head: bytes, mask: bytes, tokens: Tokens, *, is_cut: bool) -> FieldShown:
     pieces, why = tokens.pieces(head)
     counts = [mask[number] != 0 if number < len(mask) else True for number in range(len(pieces))]
-    shown = tuple(TokenPiece(text=text, counts=one) for text, one in zip(pieces, counts, strict=True))
+    shown = tuple(
+        TokenPiece(text=text, counts=one, medium=medium)
+        for text, one, medium in zip(pieces, counts, tokens.media(head), strict=True)
+    )
     return FieldShown(
         **common, form="tokens", tokens=shown, text=(" " if why else "").join(pieces), is_cut=is_cut, note=why
     )

@@ -12,10 +12,31 @@ _LISTS: Final = ("messages", "conversations", "conversation", "turns")
 _ROLES: Final = ("role", "from", "speaker")
 _TEXTS: Final = ("content", "value", "text")
 _NAMES: Final = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+_MEDIA: Final = {"image": "image", "image_url": "image", "input_image": "image", "audio": "audio",
+                 "audio_url": "audio", "input_audio": "audio", "video": "video", "video_url": "video"}  # fmt: skip
+"""Forms of fields by the types of parts that they belong to."""
+_MARK: Final = re.compile("<(image|audio|video)>")
 _MOST_TURNS: Final = 200
 _BEGUN: Final = re.compile(rf'(?:^\s*|"(?:{"|".join(_LISTS)})"\s*:\s*)\[\s*(?=\{{)')
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _LONGEST_ESCAPE: Final = 13  # of a character in two parts, \ud83d\ude00, and one more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPart:
+    """A part of a turn: a text, or something else.
+
+    Attributes:
+        text: The text; of another part, its type.
+        medium: ``image``, ``audio`` or ``video``, which a field of the sample may hold; "": none.
+        is_text: Whether it is a text.
+        field: The field that holds it; "": none, or unknown.
+    """
+
+    text: str
+    medium: str = ""
+    is_text: bool = True
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +45,11 @@ class ChatTurn:
 
     Attributes:
         role: Who speaks, such as ``user``.
-        text: What is said, with its line breaks.
-        parts: Parts that are no text, such as ``image``.
+        parts: What is said and shown, in this order.
     """
 
     role: str
-    text: str
-    parts: tuple[str, ...] = ()
+    parts: tuple[TurnPart, ...] = ()
 
 
 def turns_in(content: object) -> tuple[ChatTurn, ...]:
@@ -82,6 +101,24 @@ def _cut_turn(text: str) -> ChatTurn | None:
     return None
 
 
+def with_marks(turns: Sequence[ChatTurn]) -> tuple[ChatTurn, ...]:
+    """Return the turns, with a part for each mark in their texts, such as ``<image>``."""
+
+    def split(part: TurnPart) -> Sequence[TurnPart]:
+        if not part.is_text:
+            return (part,)
+        pieces = _MARK.split(part.text)  # every second one is the name of a mark
+        parts = (
+            TurnPart(text=one, medium=one, is_text=False) if number % 2 else TurnPart(text=one)
+            for number, one in enumerate(pieces)
+        )
+        return [one for one in parts if one.text]
+
+    return tuple(
+        ChatTurn(role=turn.role, parts=tuple(one for part in turn.parts for one in split(part))) for turn in turns
+    )
+
+
 def _turn(one: object) -> ChatTurn | None:
     if not isinstance(one, Mapping):
         return None
@@ -90,20 +127,21 @@ def _turn(one: object) -> ChatTurn | None:
     if role is None or text is None:
         return None
     if isinstance(text, str):
-        return ChatTurn(role=_NAMES.get(role, role), text=text)
+        return ChatTurn(role=_NAMES.get(role, role), parts=(TurnPart(text=text),))
     return _of_parts(_NAMES.get(role, role), text)
 
 
 def _of_parts(role: str, parts: Sequence[Any]) -> ChatTurn | None:
     """Return a turn of parts: texts, and others by their type."""
-    texts, others = [], []
+    found = []
     for part in parts:
         if isinstance(part, str):
-            texts.append(part)
+            found.append(TurnPart(text=part))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+            found.append(TurnPart(text=part["text"]))
         elif isinstance(part, Mapping):
-            others.append(str(part.get("type", "part"))[:40])
+            kind = str(part.get("type", "part"))
+            found.append(TurnPart(text=kind[:40], medium=_MEDIA.get(kind, ""), is_text=False))
         else:
             return None
-    return ChatTurn(role=role, text="\n".join(texts), parts=tuple(others))
+    return ChatTurn(role=role, parts=tuple(found))
