@@ -511,15 +511,6 @@ def log_fill(
     )  # fmt: skip
 
 
-def _reading(documents: SampleSource, fields: tuple[str, ...]) -> SampleSource:
-    """Return documents of which only these fields are read, as bytes; (): as they are."""
-    read = copy.copy(documents)
-    if fields:
-        read.fields, read.decoders = fields, RawFields()
-        read.late = tuple(one for one in read.late if one.name in fields)
-    return read
-
-
 def _quantities(limits: Mapping[str, tuple[str | None, int]]) -> dict[str, Quantity | str]:
     """Return what each budget counts: a column, or arithmetic over columns.
 
