@@ -39,6 +39,7 @@ from streaming.sets.sources.fetch_units import FetchBytes, check_can_be_cut, fit
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.sources.units import Unit, Weighing
 from streaming.sets.sources.windows import WindowSource
+from streaming.sets.windows.order import order_of_windows
 from streaming.shards.catalog.cut import Cut, cut_tables
 from streaming.shards.catalog.joined import JoinedSource
 from streaming.shards.catalog.source import ChunkSource
@@ -318,6 +319,10 @@ class MixedSource(JoinedSource):
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
+        if any(isinstance(one, WindowSource) for one in self.leaves.values()):
+            found = order_of_windows(
+                found, self.shuffle_config, self.chunk_samples, self.chunk_bytes, global_batch_size
+            )
         return self.deal.settings(found, global_batch_size) if self.shuffle_config.lanes is None else found
 
     # --- shares, and the ledger of a run ---

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from infra import agent_store, is_first_process
-from streaming.build.batches.build import OnError, RowKind, SourceRecipe
+from streaming.build.batches.build import OnError, RowKind
 from streaming.build.batches.draws import Chain, as_chain
 from streaming.build.batches.items.windows import MOMENT, WindowFields, WindowRows, indices_of
 from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields, decode_field, of_shard
@@ -24,9 +24,11 @@ from streaming.common.job.shared_results import Peers, framed, part_of, shared_p
 from streaming.common.job.store import job_peers
 from streaming.common.threads import on_threads
 from streaming.errors import ConfigError, IndexMissingError, StorageError
+from streaming.order.plan.order import OrderSettings
 from streaming.sets.sources.keys import KeysOfShards
 from streaming.sets.sources.own import SampleRows
 from streaming.sets.sources.samples import SampleSource
+from streaming.sets.windows.order import order_of_windows
 from streaming.sets.windows.reader import WindowReader
 from streaming.sets.windows.shard import LeftOut, ShardWindows, Units
 from streaming.sets.windows.spec import WindowSpec
@@ -34,7 +36,7 @@ from streaming.shards.catalog.open import check_fields, digest_of
 from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
-from streaming.shards.late.fields import LateField
+from streaming.shards.late.fields import LateField, late_names
 from streaming.storage import ActiveRequest, Checked
 from streaming.types import Int64Array, Sample, Transform, override
 
@@ -57,7 +59,6 @@ class WindowSource(SampleRows):
 
     has_gaps = can_be_cut = False
     why_whole = "a Windows reads groups of pictures, and its groups= says how many at once"
-    is_local = False
     in_place = read_distant = slices = None
     decode: DecodeSpec
     decoders: FieldDecoder
@@ -73,7 +74,9 @@ class WindowSource(SampleRows):
         self.transform = as_chain(transform)
         self._take_over()
         peers = job_peers(agent_store())
-        check_fields(self.storage, recordings.shards, (*(one.field for one in spec.video), *spec.tables), peers)
+        late = late_names(recordings.shards.schemas)
+        named = [name for name in (*(one.field for one in spec.video), *spec.tables) if name not in late]
+        check_fields(self.storage, recordings.shards, named, peers)
         self.reader = WindowReader(recordings, spec, peers)
         self._units, self.left_out, self._digests = self._of_all(peers)
         self._tell()
@@ -160,6 +163,11 @@ class WindowSource(SampleRows):
         """See ``Source``: the version of the recordings that the state names."""
         return self.recordings.where_is("", numbers)
 
+    @override
+    def order_settings(self, global_batch_size: int) -> OrderSettings:
+        found = super().order_settings(global_batch_size)
+        return order_of_windows(found, self.shuffle_config, self.chunk_samples, self.chunk_bytes, global_batch_size)
+
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
         """See ``Source``: smaller frames, or smaller units."""
         cures = []
@@ -224,11 +232,6 @@ class WindowSource(SampleRows):
                 sample[name] = decode_field(decoder, given, url=url, key=key, field=name)
         return self.items.assembled(sample)
 
-    @override
-    def mapped(self, function: Transform) -> Self:
-        made = super().mapped(function)
-        return made
-
     def speaking(self, classes: Mapping[str, tuple[str, ...]]) -> Self:
         """Return the same windows with the class numbers of carried fields translated."""
         made = copy.copy(self)
@@ -252,12 +255,6 @@ class WindowSource(SampleRows):
         return WindowRows()
 
     @property
-    @override
-    def recipe_parts(self) -> tuple[SourceRecipe, ...]:
-        (part,) = super().recipe_parts
-        return (part,)
-
-    @property
     def late(self) -> tuple[LateField, ...]:
         """See ``ChunkSource``: units are not cut, so what follows from late fields does not matter."""
         return ()
@@ -266,6 +263,11 @@ class WindowSource(SampleRows):
     def num_ranges(self) -> int:
         """See ``ChunkSource``: one for each stream, and one for the tables."""
         return len(self.spec.video) + bool(self.spec.tables)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are files of this machine."""
+        return self.recordings.is_local
 
     @property
     def urls(self) -> Sequence[str]:

@@ -20,6 +20,7 @@ from streaming.sets.windows.spec import WindowSpec
 from streaming.sets.windows.tables import StepShape, Table, check_step, table_of
 from streaming.sets.windows.unit import GroupFrames, carried_of, fill_rows
 from streaming.shards.catalog.build import place_in_index
+from streaming.shards.catalog.open import digest_of
 from streaming.shards.catalog.source import REMOTE_GAP_BYTES, ChunkSource
 from streaming.shards.fetch import read as fetching
 from streaming.shards.fetch.layout import UnitLayout
@@ -120,7 +121,7 @@ class WindowReader:
         """
         if not self._spec.columns:
             return ()
-        name = f"{self._recordings.fingerprint}/{json.dumps(self._spec.plain)}"
+        name = digest_of([self._recordings.fingerprint, self._spec.plain])
 
         def look() -> bytes:
             found = self._first_tables()

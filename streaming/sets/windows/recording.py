@@ -171,7 +171,7 @@ class _Touched(NamedTuple):
     """Groups of pictures of a stream that rows need, as pairs; int64 [n] each.
 
     Attributes:
-        ranks: The group of the first stream at the moment, counted among those that have rows.
+        ranks: The group of the first stream by which a row belongs to a unit, counted among those that have rows.
         groups: The group of this stream.
         sizes: Bytes of each group of this stream.
     """
@@ -197,25 +197,28 @@ def group_sizes(stream: VideoStream) -> Int64Array:
 
 
 def cut_units(
-    spec: WindowSpec, streams: tuple[VideoStream, ...], moments: Float64Array, frames: Int64Array, *,
-    frame_bytes: Sequence[int], table_bytes: int,
+    spec: WindowSpec, streams: tuple[VideoStream, ...], moments: Float64Array, *, frame_bytes: Sequence[int],
+    table_bytes: int,
 ) -> Int64Array:  # fmt: skip
     """Return the first row of each unit of a recording, and the end: int64 [U + 1].
 
-    A unit is a run of the groups of pictures of the first stream at whose moments there are rows, and holds what these
-    rows need of all streams. It has as few groups as make all units together read little more than each group once.
+    A unit is a run of groups of pictures of the first stream, with the rows whose earliest frames lie in them, and holds
+    what these rows need of all streams. So the last rows need the first frames of the group behind, which take little
+    time to decode; counted by moments, the first ones would need the last frames of the group before, and all of it
+    would be decoded. A unit has as few groups as make all units together read little more than each group once.
 
     Args:
         spec: The options.
         streams: The streams.
         moments: float64 [M].
-        frames: int64 [M].
         frame_bytes: Bytes of a decoded frame of each stream.
         table_bytes: Bytes of tables that each unit reads.
     """
     if not len(moments):
         return np.zeros(1, np.int64)
-    _, ranks = np.unique(streams[0].groups_of(frames), return_inverse=True)
+    earliest = min(offset for entry in spec.video for offset in entry.offsets)
+    first = shown(streams[0], moments + min(earliest, 0.0)).numbers
+    _, ranks = np.unique(streams[0].groups_of(first), return_inverse=True)
     ranks = ranks.astype(np.int64)
     touched, decoded = [], np.zeros(int(ranks[-1]) + 1, np.int64)
     for number, (entry, stream) in enumerate(zip(spec.video, streams, strict=True)):

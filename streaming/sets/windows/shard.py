@@ -193,7 +193,7 @@ def _recording(spec: WindowSpec, facts: ShardFacts, sample: int, streams: tuple[
     one = Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
     frame_bytes = [int(np.prod(frame_shape(one, spec, number))) for number in range(len(streams))]
     borders = cut_units(
-        spec, streams, moments, frames, frame_bytes=frame_bytes,
+        spec, streams, moments, frame_bytes=frame_bytes,
         table_bytes=facts.table_bytes(sample) if spec.tables else 0,
     )  # fmt: skip
     return Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=borders)

@@ -123,6 +123,8 @@ def _array(field: str, column: str, data: Mapping[str, bytes], where: str) -> tu
         raise DecodeError(f"{where}: {field!r}: {error}") from error
     if found.ndim < 1 or not len(found):
         raise DecodeError(f"{where}: {field!r}: expected steps along the first axis, got {list(found.shape)}")
+    if found.dtype.kind not in "biufc":
+        raise DecodeError(f"{where}: {field!r}: expected numbers, got {found.dtype}")
     return np.ascontiguousarray(found, found.dtype.newbyteorder("=")), rate
 
 

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,10 @@ class Model:
         self.options = options
         self.rows: list[Row] = []
         self.places: list[tuple[int, int]] = []
-        decoder = Video(details=True, size=options.get("size"))
         for number, one in enumerate(recordings):
             if any(name not in one.members for name in options["video"]):
                 continue
-            videos = {name: decoder(one.members[name]) for name in options["video"]}
+            videos = {name: decoded(one.members[name], options.get("size")) for name in options["video"]}
             for place, row in enumerate(self._rows(one, videos)):
                 self.rows.append(row)
                 self.places.append((number, place))
@@ -155,6 +155,12 @@ class Model:
         if steps:
             row["__valid_steps__"] = np.array(steps)
         return row
+
+
+@cache
+def decoded(data: bytes, size: tuple[int, int] | None) -> Any:
+    """All frames of a video, and their times."""
+    return Video(details=True, size=size)(data)
 
 
 def shown(times: Any, moment: float) -> tuple[int, bool]:
