@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from streaming.errors import ChecksumError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError, shell_place
+from streaming.errors import (
+    ChecksumError,
+    IndexMismatchError,
+    IndexMissingError,
+    NotFoundError,
+    StorageError,
+    shell_place,
+)
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import video_directory, video_path

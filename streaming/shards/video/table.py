@@ -127,7 +127,7 @@ class VideoStream:
             IndexError: There is no such frame.
         """
         numbers = np.asarray(frames, np.int64)
-        if numbers.size and not (0 <= numbers.min() and numbers.max() < self.num_frames):
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.num_frames):
             raise IndexError(f"frames {numbers.min()} to {numbers.max()} of a stream of {self.num_frames}")
         return np.searchsorted(self.groups.stop_frame, numbers, "right").astype(np.int64)
 
@@ -304,7 +304,9 @@ def _streams(
     for sample, form, num, num_base, den_base, first_pts, last_ticks, num_rate, den_rate in rows:
         if not last < sample < shard.num_samples or not 0 <= form < len(formats):
             raise ValueError(f"a stream of sample {sample} of format {form}")
-        if any(type(value) is not int for value in (num_base, den_base, first_pts, last_ticks, num_rate, den_rate, num)):
+        if any(
+            type(value) is not int for value in (num_base, den_base, first_pts, last_ticks, num_rate, den_rate, num)
+        ):
             raise ValueError(f"a stream of sample {sample} with facts that are no whole numbers")
         if min(num_base, den_base, num_rate, den_rate, num) < 1 or last_ticks < 0 or num > len(columns["pts"]) - at:
             raise ValueError(f"a stream of {num} packets, time base {num_base}/{den_base}, rate {num_rate}/{den_rate}")
@@ -332,7 +334,7 @@ def _check_packets(shard: ShardInfo, streams: Sequence[VideoStream], columns: Ma
     start, size, pts = columns["byte_start"], columns["num_bytes"], columns["pts"]
     if len(start) and (
         start.min() < 0 or size.min() < 1 or start.max() > _MOST or size.max() > _MOST
-        or (start + size).max() > shard.size_bytes or np.abs(pts).max() > _MOST
+        or (start + size).max() > shard.size_bytes or pts.max() > _MOST or pts.min() < -_MOST
     ):  # fmt: skip
         raise ValueError("a packet outside of the shard")
     for one in streams:

@@ -200,7 +200,7 @@ def decoded_packets(
             for number, data in packets:
                 packet = av.Packet(len(data))  # with the padding behind it that decoders read
                 packet.update(data)
-                packet.pts, packet.is_keyframe = number, False  # so that each frame says which packet holds it
+                packet.pts = number  # so that each frame says which packet holds it
                 yield from _frames(decoder.decode(packet), max_pixels)
             yield from _frames(decoder.decode(None), max_pixels)
     except av.FFmpegError as error:

@@ -133,7 +133,9 @@ class _Finder:
         if packet.pts is None:
             raise ValueError(f"packet {number} states no time")
         if any(map(packet.has_sidedata, _CHANGES)):
-            raise ValueError(f"from packet {number} on, its packets need more than their bytes: it changes, or is secret")
+            raise ValueError(
+                f"from packet {number} on, its packets need more than their bytes: it changes, or is secret"
+            )
         view = memoryview(packet)
         is_key = packet.is_keyframe
         if self._picture is None and (is_key or self._is_begun):
@@ -221,5 +223,7 @@ def _format_before(context: Any, extradata: bytes) -> VideoFormat:
         codec=context.name, extradata=extradata, width=context.width, height=context.height, orientation=1,
         coded_size=(context.width, context.height), tag=tag, pix_fmt=context.pix_fmt or "",
         bits=context.bits_per_coded_sample, reorder_depth=context.reorder_depth,
-        color=(context.color_range, context.color_primaries, context.color_trc, context.colorspace),
+        color=(
+            int(context.color_range), int(context.color_primaries), int(context.color_trc), int(context.colorspace),
+        ),
     )  # fmt: skip
