@@ -1,4 +1,4 @@
-"""Index the videos of shards: where their packets lie, when frames are shown, groups of pictures and their checksums."""
+"""Index the videos of shards: the places of packets, the times of frames, groups of pictures and their checksums."""
 
 from __future__ import annotations
 
