@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -15,6 +16,7 @@ from streaming.common.job.shared_results import Peers, shared
 from streaming.common.lru_cache import LruCache
 from streaming.errors import ChecksumError, ConfigError, DataError, DecodeError, IndexMissingError
 from streaming.sets.windows.recording import Recording
+from streaming.sets.windows.rescue import Summed, intact
 from streaming.sets.windows.shard import ShardFacts, ShardWindows, windows_of
 from streaming.sets.windows.spec import WindowSpec
 from streaming.sets.windows.tables import StepShape, Table, check_step, table_of
@@ -23,10 +25,11 @@ from streaming.shards.catalog.build import place_in_index
 from streaming.shards.catalog.open import digest_of
 from streaming.shards.catalog.source import REMOTE_GAP_BYTES, ChunkSource
 from streaming.shards.fetch import read as fetching
+from streaming.shards.fetch.checksums import sums_of
 from streaming.shards.fetch.layout import UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.video.read import read_video_index
-from streaming.shards.video.table import VideoStream
+from streaming.shards.video.table import VideoIndex, VideoStream
 from streaming.storage import redact
 from streaming.types import Int64Array
 
@@ -34,6 +37,8 @@ _KEPT_BYTES = 128 << 20
 """Bytes of the windows of shards that are kept: the packets of about 20 hours of one stream at 30 frames a second."""
 _TABLES_BYTES = 32 << 20
 """Bytes of tables that are kept, for units of one recording that are read one after another."""
+_TRIED = 32
+"""Recordings that are read, at most, to see what the steps of tables are; the first that is intact says it."""
 _RUN_BYTES = 8 << 20
 """Groups of pictures that touch are read by one request of at most this size."""
 
@@ -71,18 +76,20 @@ class WindowReader:
         return self.shard(shard).place_of(row)[0].sample
 
     def _windows_of(self, shard: int) -> ShardWindows:
-        recordings, shards = self._recordings, self._recordings.shards
-        home, _ = place_in_index(shards.urls[shard], shards.index)
-        fields = dict.fromkeys(one.field for one in self._spec.video)
-        index = read_video_index(recordings.storage, home, shards.chunks.of_shard(shard), fields)
         return windows_of(
             self._spec,
             ShardFacts(
-                shard=shard, samples=self._samples_of(shard), index=index, shapes=self._shapes,
+                shard=shard, samples=self._samples_of(shard), index=self._index_of(shard), shapes=self._shapes,
                 carried_bytes=partial(self._field_bytes, shard, tuple(field for _, field in self._spec.carry)),
                 table_bytes=partial(self._read_bytes, shard),
             ),
         )  # fmt: skip
+
+    def _index_of(self, shard: int) -> VideoIndex:
+        recordings, shards = self._recordings, self._recordings.shards
+        home, _ = place_in_index(shards.urls[shard], shards.index)
+        fields = dict.fromkeys(one.field for one in self._spec.video)
+        return read_video_index(recordings.storage, home, shards.chunks.of_shard(shard), fields)
 
     def _samples_of(self, shard: int) -> Int64Array:
         """Return the numbers in a shard of the recordings that the dataset delivers."""
@@ -134,16 +141,16 @@ class WindowReader:
 
     def _first_tables(self) -> list[StepShape]:
         failure: DataError | None = None
-        for shard in range(len(self._recordings.urls)):
-            for sample in self._samples_of(shard)[:8].tolist():
-                try:
-                    tables, _ = self._read_tables(shard, sample, check=False)
-                except DataError as error:
-                    failure = failure or error
-                else:
-                    return [one.shape for one in tables]
-            if failure is not None:
-                break
+        first = (
+            (shard, sample) for shard in range(len(self._recordings.urls)) for sample in self._samples_of(shard)[:4].tolist()
+        )
+        for shard, sample in islice(first, _TRIED):
+            try:
+                tables, _ = self._read_tables(shard, sample, check=False)
+            except DataError as error:
+                failure = failure or error
+            else:
+                return [one.shape for one in tables]
         raise ConfigError(f"Windows: columns: none of the first recordings can be read: {failure}") from failure
 
     # --- reading ---
@@ -208,6 +215,44 @@ class WindowReader:
         Raises:
             DataError: They are damaged.
         """
+        try:
+            return self._read_fields(shard, sample)
+        except ChecksumError:
+            found = self._beside_damage(shard, sample)
+            if found is None:
+                raise
+            return found
+
+    def _beside_damage(self, shard: int, sample: int) -> dict[str, bytes] | None:
+        """Return the same fields if only groups of pictures beside them are damaged; None: that is not known."""
+        recordings, names = self._recordings, self._spec.tables
+        table = recordings.samples_at(recordings.urls[shard])
+        if table is None or self._tables.late:
+            return None
+        low, high, _ = table.widened(sample, sample + 1)
+        index = self._index_of(shard)
+        groups = [
+            Summed(group.byte_start, group.byte_end, group.crc32c)
+            for name in index.fields for number, stream in index.streams(name).items() if low <= number < high
+            for group in stream.groups
+        ]  # fmt: skip
+        there = intact(
+            sums_of(table, low, high, names), partial(recordings.storage.read, recordings.urls[shard]), groups
+        )
+        if there is None:
+            return None
+        found: dict[str, bytes] = {}
+        for name in names:
+            starts, sizes = table.fields.get(name, (None, None))
+            if starts is None or starts[sample] < 0:
+                continue
+            start, stop = int(starts[sample]), int(starts[sample] + sizes[sample])
+            first = max(one for one in there if one <= start)
+            found[name] = bytes(there[first][start - first : stop - first])
+        return found
+
+    def _read_fields(self, shard: int, sample: int) -> dict[str, bytes]:
+        """Return the bytes of these fields, as the dataset reads them."""
         source = self._tables
         chunk = source.chunk_with(shard, sample)
         assert chunk is not None, "a recording has a chunk"  # noqa: S101
