@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from functools import cache
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,8 @@ def test_resume_is_exact_at_every_batch(folder: Path) -> None:
     windows = windows_of(folder, GRID["two cameras"], seed=3)
     with loader_of(windows) as loader:
         whole = [names_of(rows_in(batch)) for batch in loader]
-    states = []
     with loader_of(windows) as loader:
-        for _ in loader:
-            states.append(loader.state_dict())
+        states = [loader.state_dict() for _ in loader]
     for at in (0, 5, len(states) - 2):
         for world in (1, 2):
             found = []
@@ -135,7 +133,7 @@ def test_resume_is_exact_at_every_batch(folder: Path) -> None:
                 with loader_of(windows_of(folder, GRID["two cameras"]), rank, world) as loader:
                     loader.load_state_dict(states[at])
                     found.append([names_of(rows_in(batch)) for batch in loader])
-            assert [sum(each, []) for each in zip(*found, strict=True)] == whole[at + 1 :]
+            assert [[name for part in each for name in part] for each in zip(*found, strict=True)] == whole[at + 1 :]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -258,7 +256,9 @@ def test_only_the_groups_of_rows_are_read(tmp_path: Path) -> None:
         "front.mp4": streams.video("mp4", 160, size=(96, 128), gop=10, grain=60),
         "action.npy": recordings.npy(np.arange(160.0)),
     }
-    folder = recordings.write(tmp_path / "set", [recordings.Recorded(key=f"{n:04d}", members=members) for n in range(2)])
+    folder = recordings.write(
+        tmp_path / "set", [recordings.Recorded(key=f"{n:04d}", members=members) for n in range(2)]
+    )
     for options, most in (
         ({"video": {"front.mp4": [0.0]}}, 1.02),
         ({"video": {"front.mp4": [-0.2, 0.0]}, "columns": {"action.npy": (0, 4)}}, 1.3),
@@ -358,7 +358,8 @@ def test_tables_that_end_early_are_masked_or_bad(tmp_path: Path) -> None:
     one = recordings.recorded(0)
     short = np.load(io.BytesIO(one.members["action.npy"]))[:-4]
     folder = recordings.write(
-        tmp_path / "set", [recordings.Recorded(key="0000", members={**one.members, "action.npy": recordings.npy(short)})]
+        tmp_path / "set",
+        [recordings.Recorded(key="0000", members={**one.members, "action.npy": recordings.npy(short)})],
     )
     windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}})
     assert [bool(row["__valid_steps__"].all()) for row in windows] == [True] * (len(windows) - 4) + [False] * 4

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -30,7 +31,7 @@ from streaming.sets.sources.own import SampleRows
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.windows.order import order_of_windows
 from streaming.sets.windows.reader import WindowReader
-from streaming.sets.windows.shard import LeftOut, ShardWindows, Units
+from streaming.sets.windows.shard import LeftOut, WindowUnits
 from streaming.sets.windows.spec import WindowSpec
 from streaming.shards.catalog.open import check_fields, digest_of
 from streaming.shards.fetch.layout import Fetched, UnitLayout
@@ -96,20 +97,20 @@ class WindowSource(SampleRows):
 
     # --- which windows there are ---
 
-    def _of_all(self, peers: Peers | None) -> tuple[Units, LeftOut, tuple[str, ...]]:
+    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, tuple[str, ...]]:
         """Return the units of all shards; with peers, each rank computes those of a range of shards.
 
         Raises:
             ConfigError: There is no window.
         """
         name = digest_of([self.recordings.fingerprint, self.spec.plain, self.spec.sizes])
-        digests, left_out, found = list[str](), LeftOut(), list[Units]()
+        digests, left_out, found = list[str](), LeftOut(), list[WindowUnits]()
         for part in shared_parts(peers, f"windows/{name}", self._part):
             head, start = unframed(part)
             digests += head["digests"]
             left_out += LeftOut(**head["left_out"])
-            found.append(Units.from_bytes(memoryview(part)[start:]))
-        units = Units.joined(found)
+            found.append(WindowUnits.from_bytes(memoryview(part)[start:]))
+        units = WindowUnits.joined(found)
         if not len(units.rows):
             raise ConfigError(f"Windows: no window: {left_out.words(self.spec) or 'the set has no recordings'}")
         return units, left_out, tuple(digests)
@@ -121,7 +122,7 @@ class WindowSource(SampleRows):
         for one in found:
             left_out += one.left_out
         head = {"digests": [one.digest for one in found], "left_out": left_out.plain}
-        return framed(head, Units.joined([one.units for one in found]).to_bytes())
+        return framed(head, WindowUnits.joined([one.units for one in found]).to_bytes())
 
     def _tell(self) -> None:
         """Log how many windows there are, and which recordings have none."""
@@ -168,8 +169,8 @@ class WindowSource(SampleRows):
         found = super().order_settings(global_batch_size)
         return order_of_windows(found, self.shuffle_config, self.chunk_samples, self.chunk_bytes, global_batch_size)
 
+    @override
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
-        """See ``Source``: smaller frames, or smaller units."""
         cures = []
         if any(size is None for size in self.spec.sizes):
             cures.append("frames scaled down, Windows(…, size=(224, 224))")
@@ -215,7 +216,7 @@ class WindowSource(SampleRows):
     def scan(self, source: str = "") -> Iterator[Sample]:
         """Yield all windows in storage order, as :meth:`read` returns them, reading unit by unit."""
         starts = sums(self.chunk_samples).tolist()
-        for first, stop in zip(starts, starts[1:], strict=False):
+        for first, stop in pairwise(starts):
             yield from self.read(np.arange(first, stop), [source] * (stop - first))
 
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
@@ -294,10 +295,6 @@ class WindowSource(SampleRows):
         """See ``Source``: all of them."""
         return self.chunk_bytes[chunk_ids]
 
-    def reads_whole(self, wanted: FetchRange) -> bool:  # noqa: ARG002  as sources have it
-        """Return whether :meth:`fetch_unit` fills all of a range."""
-        return True
-
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Return the URL of the shard of each unit, as shown in samples and messages."""
         urls: list[str] = self.recordings.shards.shown_urls[self._units.shards[chunk_ids]].tolist()
@@ -322,10 +319,6 @@ class WindowSource(SampleRows):
         rows = np.arange(wanted.first_sample, wanted.first_sample + wanted.num_samples)
         layout = self.reader.fill(self.recordings.shards.numbers[wanted.url], rows, out)
         return Fetched(checked=None if layout.damage else Checked.comparing(layout.num_bytes, ()), found=layout)
-
-    def apart(self, wanted: FetchRange) -> UnitLayout:
-        """See ``InPlace``: units do not lie anywhere in this form."""
-        raise AssertionError(f"{wanted.shown_url}: windows are not mapped")
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location in its shard of the recording of a window."""
@@ -363,7 +356,7 @@ class WindowKeys:
 
     known: KeysOfShards
     reader: WindowReader
-    units: Units
+    units: WindowUnits
 
     @property
     def home(self) -> object:

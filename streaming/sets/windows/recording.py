@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recording:
+class CutRecording:
     """One sample of a shard whose streams are cut into rows.
 
     Attributes:
@@ -202,10 +202,10 @@ def cut_units(
 ) -> Int64Array:  # fmt: skip
     """Return the first row of each unit of a recording, and the end: int64 [U + 1].
 
-    A unit is a run of groups of pictures of the first stream, with the rows whose earliest frames lie in them, and holds
-    what these rows need of all streams. So the last rows need the first frames of the group behind, which take little
-    time to decode; counted by moments, the first ones would need the last frames of the group before, and all of it
-    would be decoded. A unit has as few groups as make all units together read little more than each group once.
+    A unit is a run of groups of pictures of the first stream, with the rows whose earliest frames lie in them, and
+    holds what these rows need of all streams. So the last rows need the first frames of the group behind, which take
+    little time to decode; counted by moments, the first ones would need the last frames of the group before, and all of
+    it would be decoded. A unit has as few groups as make all units together read little more than each group once.
 
     Args:
         spec: The options.
@@ -278,11 +278,9 @@ class NeededFrames:
         return np.where(self.at < 0, ~self.at, self.at)
 
 
-def needed_frames(recording: Recording, video: Sequence[VideoEntry], rows: Int64Array) -> list[NeededFrames]:
+def needed_frames(recording: CutRecording, video: Sequence[VideoEntry], rows: Int64Array) -> list[NeededFrames]:
     """Return the frames of each stream that rows of a recording need."""
-    return [
-        NeededFrames.of(recording.frames_of(number, entry.offsets, rows)) for number, entry in enumerate(video)
-    ]
+    return [NeededFrames.of(recording.frames_of(number, entry.offsets, rows)) for number, entry in enumerate(video)]
 
 
 def frames_per_unit(entry: VideoEntry, stream: VideoStream, moments: Float64Array, borders: Int64Array) -> Int64Array:
@@ -294,7 +292,7 @@ def frames_per_unit(entry: VideoEntry, stream: VideoStream, moments: Float64Arra
     return np.bincount(pairs // count, minlength=num_units)
 
 
-def most_steps(entry: ColumnEntry, recording: Recording, rate: float | None, width: int) -> Int64Array:
+def most_steps(entry: ColumnEntry, recording: CutRecording, rate: float | None, width: int) -> Int64Array:
     """Return an upper bound on the distinct steps of a table that each unit needs, int64 [U].
 
     Args:

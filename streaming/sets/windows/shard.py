@@ -12,7 +12,7 @@ import numpy as np
 
 from streaming.common.arguments import counted
 from streaming.common.arrays import sums
-from streaming.sets.windows.recording import Recording, cut_units, frames_per_unit, most_steps, rows_of
+from streaming.sets.windows.recording import CutRecording, cut_units, frames_per_unit, most_steps, rows_of
 from streaming.sets.windows.spec import WindowSpec
 from streaming.sets.windows.tables import StepShape
 from streaming.sets.windows.unit import aligned, frame_shape, heads_bytes, room_of, rows_room
@@ -23,8 +23,8 @@ _COLUMNS = ("shards", "firsts", "rows", "sizes")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Units:
-    """Units of windows, in the order of shards; int64 [U] each.
+class WindowUnits:
+    """WindowUnits of windows, in the order of shards; int64 [U] each.
 
     Attributes:
         shards: The shard of each.
@@ -39,7 +39,7 @@ class Units:
     sizes: Int64Array
 
     @classmethod
-    def joined(cls, parts: Sequence[Units]) -> Units:
+    def joined(cls, parts: Sequence[WindowUnits]) -> WindowUnits:
         """Return the units of several parts, in order."""
         nothing = np.empty(0, np.int64)
         return cls(**{name: np.concatenate([nothing, *(getattr(one, name) for one in parts)]) for name in _COLUMNS})
@@ -115,9 +115,9 @@ class ShardWindows:
         digest: Identifies the windows and units, as hex digits.
     """
 
-    recordings: tuple[Recording, ...]
+    recordings: tuple[CutRecording, ...]
     starts: Int64Array
-    units: Units
+    units: WindowUnits
     left_out: LeftOut
     digest: str
 
@@ -127,14 +127,14 @@ class ShardWindows:
         streams = sum(60 * stream.num_packets for one in self.recordings for stream in one.streams)
         return streams + sum(one.num_bytes for one in self.recordings) + 32 * len(self.units.rows)
 
-    def place_of(self, row: int) -> tuple[Recording, int]:
+    def place_of(self, row: int) -> tuple[CutRecording, int]:
         """Return the recording of a window of the shard, and the number of the window in it."""
         number = int(np.searchsorted(self.starts, row, side="right")) - 1
         return self.recordings[number], row - int(self.starts[number])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ShardFacts:
+class WindowFacts:
     """What the windows of a shard follow from.
 
     Attributes:
@@ -154,10 +154,10 @@ class ShardFacts:
     table_bytes: Callable[[int], int]
 
 
-def windows_of(spec: WindowSpec, facts: ShardFacts) -> ShardWindows:
+def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
     """Return the windows of a shard."""
     by_field = [facts.index.streams(entry.field) for entry in spec.video]
-    recordings, rooms, left_out = list[Recording](), list[Int64Array](), LeftOut()
+    recordings, rooms, left_out = list[CutRecording](), list[Int64Array](), LeftOut()
     for sample in facts.samples.tolist():
         streams = [one.get(sample) for one in by_field]
         whole = tuple(one for one in streams if one is not None and one.num_frames)
@@ -188,20 +188,20 @@ def _why(spec: WindowSpec, index: VideoIndex, sample: int, streams: Sequence[Vid
     return LeftOut(damaged={field_: 1}, example=(field_, damage.key, damage.reason))
 
 
-def _recording(spec: WindowSpec, facts: ShardFacts, sample: int, streams: tuple[VideoStream, ...]) -> Recording:
+def _recording(spec: WindowSpec, facts: WindowFacts, sample: int, streams: tuple[VideoStream, ...]) -> CutRecording:
     moments, frames = rows_of(spec, streams)
-    one = Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
+    one = CutRecording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
     frame_bytes = [int(np.prod(frame_shape(one, spec, number))) for number in range(len(streams))]
     borders = cut_units(
         spec, streams, moments, frame_bytes=frame_bytes,
         table_bytes=facts.table_bytes(sample) if spec.tables else 0,
     )  # fmt: skip
-    return Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=borders)
+    return CutRecording(sample=sample, streams=streams, moments=moments, frames=frames, borders=borders)
 
 
-def _rooms(spec: WindowSpec, facts: ShardFacts, one: Recording) -> Int64Array:
+def _rooms(spec: WindowSpec, facts: WindowFacts, one: CutRecording) -> Int64Array:
     """Return the memory of each unit of a recording, int64 [U]: what ``fill_rows`` takes at most."""
-    rows, head = np.diff(one.borders), heads_bytes(spec, facts.shapes)
+    rows, head = np.diff(one.borders), heads_bytes(facts.shapes)
     widths = [shape.width_of(entry) for entry, shape in zip(spec.columns, facts.shapes, strict=True)]
     found = rows_room(spec, rows, widths) + aligned(facts.carried_bytes(one.sample)) + 64 * len(spec.carry)
     for number, (entry, stream) in enumerate(zip(spec.video, one.streams, strict=True)):
@@ -213,18 +213,18 @@ def _rooms(spec: WindowSpec, facts: ShardFacts, one: Recording) -> Int64Array:
 
 
 def _units(
-    shard: int, recordings: Sequence[Recording], starts: Int64Array, rooms: Sequence[Int64Array]
-) -> Units:
+    shard: int, recordings: Sequence[CutRecording], starts: Int64Array, rooms: Sequence[Int64Array]
+) -> WindowUnits:
     firsts = [start + one.borders[:-1] for start, one in zip(starts.tolist(), recordings, strict=False)]
     nothing = np.empty(0, np.int64)
     rows = np.concatenate([nothing, *(np.diff(one.borders) for one in recordings)])
-    return Units(
+    return WindowUnits(
         shards=np.full(len(rows), shard, np.int64), firsts=np.concatenate([nothing, *firsts]), rows=rows,
         sizes=np.concatenate([nothing, *rooms]),
     )  # fmt: skip
 
 
-def _digest(recordings: Sequence[Recording]) -> str:
+def _digest(recordings: Sequence[CutRecording]) -> str:
     """Identify windows and units: what an order and its states depend on."""
     digest = hashlib.blake2b(digest_size=16)
     for one in recordings:
