@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class WindowSource(SampleRows):
         named = [name for name in (*(one.field for one in spec.video), *spec.tables) if name not in late]
         check_fields(self.storage, recordings.shards, named, peers)
         self.reader = WindowReader(recordings, spec, peers)
-        self._units, self.left_out, self._digests = self._of_all(peers)
+        self._units, self.left_out, self._digests, self._once_bytes = self._of_all(peers)
         self._tell()
 
     def _take_over(self) -> None:
@@ -97,23 +97,24 @@ class WindowSource(SampleRows):
 
     # --- which windows there are ---
 
-    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, tuple[str, ...]]:
+    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, tuple[str, ...], int]:
         """Return the units of all shards; with peers, each rank computes those of a range of shards.
 
         Raises:
             ConfigError: There is no window.
         """
         name = digest_of([self.recordings.fingerprint, self.spec.plain, self.spec.sizes])
-        digests, left_out, found = list[str](), LeftOut(), list[WindowUnits]()
+        digests, left_out, found, once_bytes = list[str](), LeftOut(), list[WindowUnits](), 0
         for part in shared_parts(peers, f"windows/{name}", self._part):
             head, start = unframed(part)
             digests += head["digests"]
+            once_bytes += head["once_bytes"]
             left_out += LeftOut(**head["left_out"])
             found.append(WindowUnits.from_bytes(memoryview(part)[start:]))
         units = WindowUnits.joined(found)
         if not len(units.rows):
             raise ConfigError(f"Windows: no window: {left_out.words(self.spec) or 'the set has no recordings'}")
-        return units, left_out, tuple(digests)
+        return units, left_out, tuple(digests), once_bytes
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self.urls), rank, world_size)
@@ -121,7 +122,8 @@ class WindowSource(SampleRows):
         left_out = LeftOut()
         for one in found:
             left_out += one.left_out
-        head = {"digests": [one.digest for one in found], "left_out": left_out.plain}
+        once_bytes = sum(one.once_bytes for one in found)
+        head = {"digests": [one.digest for one in found], "left_out": left_out.plain, "once_bytes": once_bytes}
         return framed(head, WindowUnits.joined([one.units for one in found]).to_bytes())
 
     def _tell(self) -> None:
@@ -285,6 +287,13 @@ class WindowSource(SampleRows):
         """int64 [C], memory of each unit: decoded frames and steps."""
         return self._units.sizes
 
+    @property
+    def reads(self) -> UnitReads:
+        """The bytes that units read, for plans."""
+        return UnitReads(
+            num_bytes=self._units.read_bytes, num_requests=self._units.requests, once_bytes=self._once_bytes
+        )
+
     @cached_property
     def byte_starts(self) -> Int64Array:
         """int64 [C], where each unit would begin if those of its shard lay end to end, decoded."""
@@ -342,6 +351,20 @@ class WindowSource(SampleRows):
     def in_flight(self) -> list[ActiveRequest]:
         """Return the storage requests in progress, oldest first."""
         return self.recordings.in_flight()
+
+
+class UnitReads(NamedTuple):
+    """Reads of units, whose memory is decoded.
+
+    Attributes:
+        num_bytes: int64 [C], bytes that each reads.
+        num_requests: int64 [C], requests that this takes.
+        once_bytes: All bytes that are read, each counted once.
+    """
+
+    num_bytes: Int64Array
+    num_requests: Int64Array
+    once_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,13 +283,42 @@ def needed_frames(recording: CutRecording, video: Sequence[VideoEntry], rows: In
     return [NeededFrames.of(recording.frames_of(number, entry.offsets, rows)) for number, entry in enumerate(video)]
 
 
-def frames_per_unit(entry: VideoEntry, stream: VideoStream, moments: Float64Array, borders: Int64Array) -> Int64Array:
-    """Return the number of distinct frames of a stream that each unit needs, int64 [U]."""
+class UnitNeeds(NamedTuple):
+    """What the units of a recording need of one stream; int64 [U] each.
+
+    Attributes:
+        frames: Number of distinct frames.
+        num_bytes: Bytes of their groups of pictures.
+        requests: Runs of groups whose bytes follow each other.
+    """
+
+    frames: Int64Array
+    num_bytes: Int64Array
+    requests: Int64Array
+
+
+def needs_per_unit(entry: VideoEntry, stream: VideoStream, moments: Float64Array, borders: Int64Array) -> UnitNeeds:
+    """Return what each unit of a recording needs of a stream."""
     count, num_units = len(stream.times), len(borders) - 1
     units = np.arange(num_units).repeat(np.diff(borders))
     numbers = shown(stream, moments[:, None] + np.asarray(entry.offsets)).numbers
-    pairs = np.unique(units[:, None] * count + numbers)
-    return np.bincount(pairs // count, minlength=num_units)
+    of_frame, frames = np.divmod(np.unique(units[:, None] * count + numbers), count)
+    num_groups = len(stream.groups)
+    of_group, groups = np.divmod(np.unique(of_frame * num_groups + stream.groups_of(frames)), num_groups)
+    starts, ends = stream.groups.byte_start[groups], stream.groups.byte_end[groups]
+    goes_on = (np.diff(of_group) == 0) & (np.diff(groups) == 1) & (ends[:-1] == starts[1:])
+    begins = np.concatenate(([True], ~goes_on))[: len(groups)]
+    return UnitNeeds(
+        frames=np.bincount(of_frame, minlength=num_units),
+        num_bytes=np.bincount(of_group, ends - starts, minlength=num_units).astype(np.int64),
+        requests=np.bincount(of_group, begins, minlength=num_units).astype(np.int64),
+    )  # fmt: skip
+
+
+def touched_bytes(entry: VideoEntry, stream: VideoStream, moments: Float64Array) -> int:
+    """Return the bytes of all groups of pictures that rows of a recording need of a stream, each counted once."""
+    numbers = np.unique(shown(stream, moments[:, None] + np.asarray(entry.offsets)).numbers)
+    return int(group_sizes(stream)[np.unique(stream.groups_of(numbers))].sum())
 
 
 def most_steps(entry: ColumnEntry, recording: CutRecording, rate: float | None, width: int) -> Int64Array:
