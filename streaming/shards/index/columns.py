@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from streaming.errors import ConfigError, IndexFormatError
-from streaming.shards.index.chunk_table import ShardInfo, shard_rows, shards_of_rows
-from streaming.shards.index.files import ADD_AGAIN, COLUMN_KIND, read_table, write_table
+from streaming.shards.index.chunk_table import ShardInfo, numbers, shard_rows, shards_of_rows
+from streaming.shards.index.files import ADD_AGAIN, COLUMN_KIND, content_errors, read_table, write_table
 from streaming.shards.index.keys import key_array
 from streaming.shards.index.sample_table import KIND as SAMPLES
 from streaming.shards.index.sample_table import SampleTable
@@ -525,6 +525,31 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
     if problem:
         raise IndexFormatError(f"{source}: damaged column file ({problem}); {ADD_AGAIN}")
     return values, facts
+
+
+def write_numbers(columns: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any], *, repeating: list[str]) -> bytes:
+    """Return columns of numbers of equal length as an index file. The same input gives the same bytes.
+
+    Args:
+        columns: The columns.
+        facts: The file's facts, with its ``kind``.
+        repeating: Columns of few distinct numbers.
+    """
+    table = pa.table({name: pa.array(values) for name, values in columns.items()})
+    return write_table(table, facts, plain=[name for name in columns if name not in repeating])
+
+
+def read_numbers(
+    buffer: Any, kind: str, source: str, dtypes: Mapping[str, Any], cure: str
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """Return the columns of an index file (:func:`write_numbers`), read-only, and its facts.
+
+    Raises:
+        IndexFormatError: The bytes are damaged, or not such a file.
+    """
+    rows, facts = read_table(buffer, kind, source)
+    with content_errors(source, "columns of another kind", cure):
+        return {name: numbers(rows.column(name), dtype) for name, dtype in dtypes.items()}, facts
 
 
 def type_named(name: str) -> pa.DataType:
