@@ -89,10 +89,9 @@ class WindowSource(SampleRows):
         self.on_error, self.max_bad_samples = recordings.on_error, recordings.max_bad_samples
         self.bad_samples_file = recordings.bad_samples_file
         self.decode = recordings.decode
-        blocks = [one.name for one in (*spec.video, *spec.columns)]
-        self.fields = (MOMENT, *spec.names, *map(indices_of, blocks))
+        self.fields = (MOMENT, *spec.names, *map(indices_of, spec.blocks))
         self.decoders = WindowFields(
-            blocks=frozenset(blocks), carried=spec.carry, wraps=recordings.decoders if spec.carry else RawFields()
+            blocks=frozenset(spec.blocks), carried=spec.carry, wraps=recordings.decoders if spec.carry else RawFields()
         )
 
     # --- which windows there are ---
@@ -225,7 +224,8 @@ class WindowSource(SampleRows):
         if row in layout.damage:
             raise layout.damage[row]
         (url,) = self.urls_of(np.array([chunk]))
-        key, sample = layout.keys[row], {"__key__": layout.keys[row], "__url__": url}
+        key = layout.keys[row]
+        sample: Sample = {"__key__": key, "__url__": url}
         for column, name in enumerate(layout.fields):
             start, size = int(layout.starts[row, column]), int(layout.sizes[row, column])
             if start >= 0:
@@ -389,7 +389,8 @@ class WindowKeys:
     @property
     def filled(self) -> list[int]:
         """See ``KeysOfShards``."""
-        return np.unique(self.units.shards).tolist()
+        found: list[int] = np.unique(self.units.shards).tolist()
+        return found
 
     @property
     def num_threads(self) -> int:

@@ -37,6 +37,7 @@ _KEPT_BYTES = 128 << 20
 """Bytes of the windows of shards that are kept: the packets of about 20 hours of one stream at 30 frames a second."""
 _TABLES_BYTES = 32 << 20
 """Bytes of tables that are kept, for units of one recording that are read one after another."""
+_LACKING = np.empty(0, np.int64)
 _TRIED = 32
 """Recordings that are read, at most, to see what the steps of tables are; the first that is intact says it."""
 _RUN_BYTES = 8 << 20
@@ -240,15 +241,14 @@ class WindowReader:
             for name in index.fields for number, stream in index.streams(name).items() if low <= number < high
             for group in stream.groups
         ]  # fmt: skip
-        there = intact(
-            sums_of(table, low, high, names), partial(recordings.storage.read, recordings.urls[shard]), groups
-        )
+        read = partial(recordings.storage.read, recordings.urls[shard])
+        there = intact(sums_of(table, low, high, names), lambda start, stop: bytes(read(start, stop)), groups)
         if there is None:
             return None
         found: dict[str, bytes] = {}
         for name in names:
-            starts, sizes = table.fields.get(name, (None, None))
-            if starts is None or starts[sample] < 0:
+            starts, sizes = table.fields.get(name, (_LACKING, _LACKING))
+            if starts is _LACKING or starts[sample] < 0:
                 continue
             start, stop = int(starts[sample]), int(starts[sample] + sizes[sample])
             first = max(one for one in there if one <= start)

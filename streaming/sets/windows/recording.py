@@ -125,7 +125,8 @@ def rows_of(spec: WindowSpec, streams: tuple[VideoStream, ...]) -> tuple[Float64
         moments, frames = np.asarray(first.times, np.float64), np.arange(len(first.times))
     else:
         begin, last = float(first.times[0]), float(first.times[-1])
-        moments = begin + spec.every * np.arange(int((max(last, first.end_s) - begin) / spec.every) + 2)
+        count = int((max(last, first.end_s) - begin) / spec.every) + 2
+        moments = begin + spec.every * np.arange(count, dtype=np.float64)
         placed = shown(first, moments)
         moments, frames = moments[placed.valid], placed.numbers[placed.valid]
     if spec.edge == "drop":
@@ -338,4 +339,5 @@ def most_steps(entry: ColumnEntry, recording: CutRecording, rate: float | None, 
     if rate is None and entry.seconds is not None:
         count = len(recording.streams[0].times)
         low, high = np.clip(low, -1, count), np.clip(high, -1, count)
-    return np.minimum(each, high.max(axis=1) - low.min(axis=1) + 1)
+    found: Int64Array = np.minimum(each, high.max(axis=1) - low.min(axis=1) + 1)
+    return found

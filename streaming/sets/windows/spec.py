@@ -116,7 +116,12 @@ class WindowSpec:
     @property
     def names(self) -> tuple[str, ...]:
         """The names in rows, in their order."""
-        return (*(one.name for one in (*self.video, *self.columns)), *(name for name, _ in self.carry))
+        return (*self.blocks, *(name for name, _ in self.carry))
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names in rows of streams and tables."""
+        return (*(one.name for one in self.video), *(one.name for one in self.columns))
 
     @property
     def plain(self) -> list[Any]:
@@ -139,7 +144,8 @@ def checked_spec(
     tables = _checked_columns(columns, _checked_clocks(clocks, columns), renamed)
     carried = _checked_carry(carry, renamed)
     check_choice("edge", edge, get_args(Edge))
-    _check_distinct([one.name for one in (*streams, *tables)] + [name for name, _ in carried], renamed)
+    found = [*(one.name for one in streams), *(one.name for one in tables), *(name for name, _ in carried)]
+    _check_distinct(found, renamed)
     known = {*(one.field for one in streams), *(one.given for one in tables), *(field for _, field in carried)}
     if unknown := sorted(renamed.keys() - known):
         raise ConfigError(f"names: {unknown[0]!r} is not in a row; name one of {', '.join(map(repr, sorted(known)))}")

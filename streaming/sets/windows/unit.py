@@ -118,11 +118,11 @@ def fill_rows(
         damage |= _reaching_out(spec, steps, tables, where)
     there = [one.at >= 0 for one in frames], [one.at >= 0 for one in steps]
     memory.add_each(MOMENT, moments(recording.moments[rows], *there))
-    for entry, needed, table in zip(spec.columns, steps, tables, strict=True):
-        memory.add_each(indices_of(entry.name), needed.at)
+    for column, needed, table in zip(spec.columns, steps, tables, strict=True):
+        memory.add_each(indices_of(column.name), needed.at)
         data, start, size = memory.block((len(needed.frames), *table.steps.shape[1:]), table.steps.dtype, headed=True)
         data[...] = table.steps[needed.frames]
-        memory.add(entry.name, start, size, len(rows))
+        memory.add(column.name, start, size, len(rows))
     for number, (entry, needed) in enumerate(zip(spec.video, frames, strict=True)):
         memory.add_each(indices_of(entry.name), needed.at)
         data, start, size = memory.block(

@@ -141,12 +141,13 @@ class WindowRows(Samples):
 
     @override
     def assembled(self, sample: Sample) -> Sample:
-        time, frames, steps = sample.pop(MOMENT)
+        given: dict[str, Any] = dict(sample)
+        time, frames, steps = given.pop(MOMENT)
         made: Sample = {}
-        for name, value in sample.items():
+        for name, value in given.items():
             if name.endswith(_INDICES):
                 continue
-            at = sample.get(indices_of(name))
+            at = given.get(indices_of(name))
             made[name] = value if at is None else np.take(value, at, axis=0)
         made["__time__"], made["__valid_frames__"] = time, frames
         if len(steps):
