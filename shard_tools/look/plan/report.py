@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -236,7 +236,7 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        apart = {"loads", "warnings", "shares", "packs"}
+        apart = {"loads", "warnings", "shares", "packs", "windows"}
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in apart}
         counted = (
             "num_samples",
@@ -263,6 +263,7 @@ class PlanReport:
                 name: {"min": spread.least, "mean": spread.mean, "max": spread.most} for name, spread in spreads.items()
             },
             **({} if self.packs is None else {"packs": self.packs.as_dict()}),
+            **({} if self.windows is None else {"windows": asdict(self.windows)}),
             **({} if self.shares is None else {"shares": self.shares.as_dict()}),
             "data_ranks": [load.as_dict() for load in self.loads],
             "warnings": list(self.warnings),

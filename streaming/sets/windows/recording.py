@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from streaming.build.decode.video import SAME_S
 from streaming.sets.windows.spec import ColumnEntry, VideoEntry, WindowSpec
 from streaming.shards.video.table import VideoStream
 from streaming.types import Int64Array
@@ -21,8 +22,6 @@ MOST_READ_TWICE = 1.25
 the unit before or behind, which both read. Longer units share less."""
 MOST_UNIT_BYTES = 256 << 20
 """Decoded bytes beyond which a unit is not made longer to read less twice."""
-_SAME_S = 1e-6
-"""Tolerance for equal times, in seconds: times of frames are fractions, offsets of users are floats."""
 
 
 class Placed(NamedTuple):
@@ -99,7 +98,7 @@ def shown(stream: VideoStream, seconds: Float64Array) -> Placed:
     flat = np.ravel(seconds)
     found = stream.frames_at(flat)
     valid = found >= 0
-    nearest = np.where(flat + _SAME_S < stream.times[0], 0, len(stream.times) - 1)
+    nearest = np.where(flat + SAME_S < stream.times[0], 0, len(stream.times) - 1)
     numbers = np.where(valid, found, nearest)
     return Placed(numbers.reshape(seconds.shape), valid.reshape(seconds.shape))
 
@@ -111,8 +110,8 @@ def clipped(steps: Int64Array, count: int) -> Placed:
 
 def _steps_at(clock: float | Float64Array, times: Float64Array) -> Int64Array:
     if isinstance(clock, float):
-        return np.floor((times + _SAME_S) * clock).astype(np.int64)
-    return np.searchsorted(clock, times + _SAME_S, side="right").astype(np.int64) - 1
+        return np.floor((times + SAME_S) * clock).astype(np.int64)
+    return np.searchsorted(clock, times + SAME_S, side="right").astype(np.int64) - 1
 
 
 # --- rows ---
@@ -159,7 +158,7 @@ def _edges(column: ColumnEntry) -> tuple[float, ...]:
     if column.seconds is not None:
         return min(column.seconds), max(column.seconds)
     if column.span is not None:
-        return column.span[0], column.span[1] - 2 * _SAME_S
+        return column.span[0], column.span[1] - 2 * SAME_S
     if isinstance(column.clock, float) and column.steps is not None:
         return min(column.steps) / column.clock, max(column.steps) / column.clock
     return ()
