@@ -39,6 +39,7 @@ GRID: dict[str, dict[str, Any]] = {
     "frames": {"video": {"front.mp4": [0.0]}},
     "two cameras": {"video": PAIR, "columns": STEPS},
     "dropped edges": {"video": PAIR, "columns": STEPS, "edge": "drop"},
+    "dropped steps": {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": (-3, 0)}, "edge": "drop"},
     "every 0.25 s": {"video": {"wrist.mp4": [-0.1, 0.0, 0.3]}, "every": 0.25},
     "every 0.1 s, dropped": {"video": PAIR, "every": 0.1, "edge": "drop", "columns": {"action.npy": [-0.1, 0.0]}},
     "smaller": {"video": PAIR, "size": (16, 20)},

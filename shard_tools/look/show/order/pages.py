@@ -171,8 +171,8 @@ class StepPage:
 
     def sample(self, row: RowShown) -> str:
         """Return the address of a row's sample; of a window, that of its recording."""
-        leaf = dict(self.step.at.run.sets.each).get(row.leaf)
-        number = leaf.recording_of(row.sample) if hasattr(leaf, "recording_of") else row.sample
+        recording_of = getattr(dict(self.step.at.run.sets.each).get(row.leaf), "recording_of", None)
+        number = row.sample if recording_of is None else recording_of(row.sample)
         return self._sample(self.set_name(row), number)
 
     @cached_property
