@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from infra import DeviceMesh
+from shard_tools import ShardWriter
+from shard_tools.change.columns.video import index_video
 from streaming import (
     Balanced,
     Curriculum,
@@ -28,7 +30,10 @@ from streaming import (
 )
 from streaming.errors import ConfigError, DataError, IndexMissingError, MemoryLimitError, TooManyBadSamplesError
 from streaming.run.replicas.batch_codec import decode, encode
+from streaming.storage import Storage
 from streaming.testing.values import same
+from tests.support.processes.thread_peers import ThreadPeers, on_ranks
+from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets import recordings
 from tests.support.sources import streams
 from tests.support.tiers import first_here
@@ -451,3 +456,47 @@ def test_a_run_goes_on_in_another_world(folder: Path) -> None:
             next(batches)
         loader.remesh(dp_rank=0, dp_size=1, at=2)
         assert [names_of(rows_in(batch)) for batch in loader] == whole[2:]
+
+
+def test_windows_of_a_bucket_equal_those_of_a_folder(folder: Path) -> None:
+    options = GRID["two cameras"]
+    expected = windows_of(folder, options)
+    with MiniS3Server(buckets=("robots",)) as server:
+        storage = Storage(server.storage_options)
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                storage.put(f"s3://robots/set/{path.relative_to(folder)}", path.read_bytes())
+        dataset = StreamingDataset("s3://robots/set/", storage_options=server.storage_options)
+        windows = Windows(dataset, **options)
+        assert windows.fingerprint == expected.fingerprint
+        with loader_of(windows) as loader, loader_of(expected) as others:
+            for batch, other in zip(loader, others, strict=True):
+                assert same(batch | {"__url__": ""}, other | {"__url__": ""})
+
+
+def test_ranks_share_the_work_of_opening(folder: Path, join_job: Any) -> None:
+    options = GRID["two cameras"]
+    alone = windows_of(folder, options)
+    join_job(ThreadPeers(3))
+    for one in on_ranks(lambda: windows_of(folder, options), 3):
+        assert one.fingerprint == alone.fingerprint
+        assert np.array_equal(one.source.chunk_bytes, alone.source.chunk_bytes)
+        assert names_of(one[[3, 60]]) == names_of(alone[[3, 60]])
+
+
+def test_a_run_goes_on_when_shards_were_added(tmp_path: Path, written: list[recordings.Recorded]) -> None:
+    options, folder = GRID["frames"], recordings.write(tmp_path / "set", written[:4], each=2)
+    before = Mixture({"a": windows_of(folder, options)}, weights={"a": 1})
+    with loader_of(before, epoch_size=400) as loader:
+        for _ in zip(range(3), loader, strict=False):
+            state = loader.state_dict()
+    with ShardWriter(
+        str(folder / "{:03d}.tar"), append=True, columns={"number": lambda one: int(one["__key__"])}
+    ) as more:
+        more.write({"__key__": written[4].key, **written[4].members})
+    index_video([str(folder)], storage=Storage(None), workers=1)
+    after = Mixture({"a": windows_of(folder, options)}, weights={"a": 1})
+    assert after.sizes["a"] > before.sizes["a"]
+    with loader_of(after, epoch_size=400) as loader:
+        loader.load_state_dict(state)
+        assert "0004" in {row["__key__"] for batch in loader for row in rows_in(batch)}
