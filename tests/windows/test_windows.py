@@ -500,3 +500,28 @@ def test_a_run_goes_on_when_shards_were_added(tmp_path: Path, written: list[reco
     with loader_of(after, epoch_size=400) as loader:
         loader.load_state_dict(state)
         assert "0004" in {row["__key__"] for batch in loader for row in rows_in(batch)}
+
+
+def test_recordings_of_unlike_sizes_are_lists_or_scaled(tmp_path: Path) -> None:
+    made = [recordings.recorded(0, num_frames=20), recordings.recorded(1, num_frames=20, size=(48, 32))]
+    folder = recordings.write(tmp_path / "set", made)
+    plain: dict[str, Any] = {"video": {"front.mp4": [0.0]}}
+    with loader_of(windows_of(folder, plain), size=40) as loader:
+        (batch,) = loader
+    assert {tuple(one.shape) for one in batch["front.mp4"]} == {(1, 32, 48, 3), (1, 48, 32, 3)}
+    with loader_of(windows_of(folder, plain | {"size": (16, 24)}), size=40) as loader:
+        (batch,) = loader
+    assert batch["front.mp4"].shape == (40, 1, 16, 24, 3)
+
+
+def test_tables_of_unlike_types_are_bad_samples(tmp_path: Path) -> None:
+    made = [recordings.recorded(number, num_frames=20) for number in range(2)]
+    wide = recordings.npy(np.zeros((20, 3), np.float64))
+    other = recordings.Recorded(key="0001", members={**made[1].members, "action.npy": wide})
+    folder = recordings.write(tmp_path / "set", [made[0], other])
+    windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}}, max_bad_samples=1.0)
+    with pytest.raises(DataError, match=r"'0001': 'action.npy' has steps of float64\[3\].*float32\[2\]"):
+        windows[25]
+    with loader_of(windows) as loader:
+        assert {key for batch in loader for key in batch["__key__"]} == {"0000"}
+        assert loader.metrics()["bad_samples"] == 20
