@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from streaming.errors import ConfigError, IndexFormatError
 from streaming.shards.index.chunk_table import ShardInfo, numbers, shard_rows, shards_of_rows
@@ -593,3 +594,28 @@ def type_named(name: str) -> pa.DataType:
 def no_values(num_rows: int) -> pa.Array:
     """Return a column without any value, which replaces one that only other shards have."""
     return pa.nulls(num_rows)
+
+
+def number_column(data: bytes, name: str) -> np.ndarray[Any, Any]:
+    """Return a column of a Parquet file of other people: numbers, or lists of numbers of one length; [rows, …].
+
+    Raises:
+        ValueError: The file lacks the column, or it holds something else.
+        pyarrow.ArrowException: It is no Parquet file, or damaged.
+    """
+    file = pq.ParquetFile(pa.BufferReader(data))
+    if name not in file.schema_arrow.names:
+        raise ValueError(f"it has no column {name!r}, only {', '.join(map(repr, file.schema_arrow.names))}")
+    found = file.read(columns=[name]).column(0).combine_chunks()
+    shape = [len(found)]
+    while pa.types.is_list(found.type) or pa.types.is_large_list(found.type) or pa.types.is_fixed_size_list(found.type):
+        count = len(found)
+        lengths = pc.unique(pc.list_value_length(found)).to_pylist()
+        if found.null_count or len(lengths) > 1:
+            raise ValueError(f"column {name!r}: its lists differ in length, or some are missing")
+        found = found.flatten()
+        shape.append(len(found) // max(count, 1))
+    kind = found.type
+    if found.null_count or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise ValueError(f"column {name!r}: expected numbers without gaps, or lists of them, got {kind}")
+    return np.asarray(found.to_numpy(zero_copy_only=False)).reshape(shape)

@@ -175,8 +175,10 @@ class StepPage:
         return address("/sample", source=name, number=str(number), **kept)
 
     def sample(self, row: RowShown) -> str:
-        """Return the address of a row's sample."""
-        return self._sample(self.set_name(row), row.sample)
+        """Return the address of a row's sample; of a window, that of its recording."""
+        recording_of = getattr(dict(self.step.at.run.sets.each).get(row.leaf), "recording_of", None)
+        number = row.sample if recording_of is None else recording_of(row.sample)
+        return self._sample(self.set_name(row), number)
 
     @cached_property
     def _numbers(self) -> dict[tuple[str, int, int], int]:
