@@ -194,7 +194,7 @@ def test_metadata_is_written_once_and_others_are_kept(to: str, data: Path) -> No
     assert export([f"{data}/"], str(data), to=to, options=ExportOptions(overwrite=True)).num_written == 1
 
 
-@pytest.mark.parametrize("to", [name for name, chosen in FORMATS.items() if chosen.parquet is None])
+@pytest.mark.parametrize("to", [name for name, chosen in FORMATS.items() if not chosen.takes])
 @pytest.mark.parametrize("options", [{"where": "n > 3"}, {"view": "some"}, {"fields": ("cls",)}, {"columns": ("n",)}])
 def test_tars_are_read_whole(to: str, options: dict[str, Any], data: Path) -> None:
     with pytest.raises(ConfigError, match="writes about the tars as they are"):

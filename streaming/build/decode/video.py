@@ -174,7 +174,7 @@ class Video:
         return self._decoded(data, FIRST_SHARE)
 
     def _decoded(self, data: Encoded, share: float) -> npt.NDArray[np.uint8] | dict[str, Any]:
-        with opened(data) as file, closing(_opened_container(file, self.max_pixels)) as container:
+        with opened(data) as file, closing(opened_video(file, self.max_pixels)) as container:
             video = _Reader(container, self.max_pixels)
             with _claims():
                 found = self._found(video, share)
@@ -260,12 +260,12 @@ def measured(data: Encoded, max_pixels: int = MAX_PIXELS) -> tuple[float, float,
         ValueError: It is no video that :class:`Video` reads.
         Exception: Errors of FFmpeg.
     """
-    with opened(data) as file, closing(_opened_container(file, max_pixels)) as container:
+    with opened(data) as file, closing(opened_video(file, max_pixels)) as container:
         reader = _Reader(container, max_pixels)
         return reader.lasts_s(), reader.rate, *reader.size
 
 
-def _opened_container(file: WatchedFile, max_pixels: int) -> Any:
+def opened_video(file: WatchedFile, max_pixels: int) -> Any:
     """Open a file of a known kind.
 
     Raises:
