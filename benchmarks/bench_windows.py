@@ -26,8 +26,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import made_once
 from shard_tools.change.columns.video import index_video
+
+from benchmarks.common import made_once
 from shard_tools.make.convert import convert
 from tests.support.sources.robot_sets import RobotSet
 
@@ -135,9 +136,14 @@ measured(torch.utils.data.DataLoader(Rows(), %d, shuffle=True), most)
 
 def make_lerobot(folder: str, episodes: int, seconds: int) -> None:
     """Write the set: the videos of all episodes in one file for each camera, as LeRobot does up to 200 MB."""
-    codec = ("libx264", {"g": str(2 * FPS), "bf": "0", "preset": "veryfast", "keyint_min": str(2 * FPS), "sc_threshold": "0"})
+    codec = (
+        "libx264",
+        {"g": str(2 * FPS), "bf": "0", "preset": "veryfast", "keyint_min": str(2 * FPS), "sc_threshold": "0"},
+    )
     lengths = [seconds * FPS] * episodes
-    RobotSet(lengths=lengths, cameras=CAMERAS, per_video=episodes, per_table=episodes, fps=FPS, codec=codec).write(Path(folder))
+    RobotSet(lengths=lengths, cameras=CAMERAS, per_video=episodes, per_table=episodes, fps=FPS, codec=codec).write(
+        Path(folder)
+    )
 
 
 def run(python: str, program: str, folder: str, most: int, how: str) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import av
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from shard_tools.change.columns.video import index_video
 from torch import nn
 
 from shard_tools import ShardWriter
-from shard_tools.change.columns.video import index_video
 from streaming import DataLoader, Mixture, StreamingDataset, Windows
 
 STEPS = 6
@@ -131,9 +131,12 @@ def main(folder: Path, epochs: int, count: int) -> None:
                 optimizer.step()
                 losses.append(loss.item())
             for robot in ROBOTS:
-                with torch.inference_mode(), DataLoader(
-                    windows(folder / f"{robot}-held-out", robot), 64, shuffle=False, last_batch="partial"
-                ) as held_out:
+                with (
+                    torch.inference_mode(),
+                    DataLoader(
+                        windows(folder / f"{robot}-held-out", robot), 64, shuffle=False, last_batch="partial"
+                    ) as held_out,
+                ):
                     errors.append(float(np.mean([loss_of(policy, one).item() for one in held_out])))
             print(f"epoch {epoch}: loss {losses[-1]:.3f}, error {errors[-2]:.3f} and {errors[-1]:.3f}", flush=True)
 
@@ -141,7 +144,9 @@ def main(folder: Path, epochs: int, count: int) -> None:
     curve, strip = figure.subplots(2, 1, height_ratios=(3, 1))
     curve.plot(losses)
     for number, robot in enumerate(ROBOTS):
-        curve.plot(np.arange(1, epochs + 1) * len(losses) / epochs, errors[number::2], "o-", label=f"robot {robot}, held out")
+        curve.plot(
+            np.arange(1, epochs + 1) * len(losses) / epochs, errors[number::2], "o-", label=f"robot {robot}, held out"
+        )
     curve.legend()
     strip.imshow(np.hstack([*batch["scene"][0].numpy(), *batch["near"][0].numpy()]))
     strip.set(title="a window: the scene 0.2 s ago and now, and the hand's camera", xticks=[], yticks=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
-from shard_tools.make.convert.robots.cut import cut_video
+from shard_tools.make.convert.robots.cut import CutVideo, cut_video
 from shard_tools.make.convert.robots.lerobot import HIDDEN, SURPLUS, TOO_SHORT
 from streaming import StreamingDataset
 from streaming.build.decode.video import Video
@@ -41,7 +42,9 @@ SETS: dict[str, RobotSet] = {
     "three episodes a file": RobotSet(lengths=LENGTHS, cameras=TWO, per_video=3),
     "all in one file": RobotSet(lengths=LENGTHS, per_video=5, per_table=9, per_group=False),
     "pictures between": RobotSet(lengths=LENGTHS, per_video=3, codec=gop("libx264", 2, 30)),
-    "hevc": RobotSet(lengths=LENGTHS, per_video=3, codec=("libx265", {"x265-params": "log-level=none:bframes=3"})),
+    "hevc": RobotSet(  # its encoder aborts the process below 64 x 64
+        lengths=LENGTHS, per_video=3, codec=("libx265", {"x265-params": "log-level=none:bframes=3"}), cameras={FRONT: (64, 64)}
+    ),
     "mpeg4": RobotSet(lengths=LENGTHS, per_video=2, codec=("mpeg4", {"g": "3"})),
     "images": RobotSet(lengths=LENGTHS, cameras={}, images=("observation.image",)),
     "v2.1": RobotSet(lengths=LENGTHS, cameras=TWO, version="v2.1"),
@@ -92,6 +95,16 @@ def test_each_number_text_and_frame_is_that_of_the_set(name: str, tmp_path: Path
                 assert data == own, "a file of one episode is stored as it is"
 
 
+REFUSED = "frames depend on frames that follow|no key frame|depends on earlier ones"
+
+
+def cut_or_refused(data: bytes, begin_s: float, num: int) -> tuple[CutVideo | None, str]:
+    try:
+        return cut_video(data, begin_s, num), ""
+    except ValueError as error:
+        return None, str(error)
+
+
 @pytest.mark.parametrize("number", first_here(range(3 * len(KINDS)), 4))
 def test_a_cut_holds_the_packets_and_decodes_to_the_frames_of_the_whole(number: int) -> None:
     words, data = drawn_video(number, seed=5)
@@ -102,10 +115,9 @@ def test_a_cut_holds_the_packets_and_decodes_to_the_frames_of_the_whole(number: 
     num_cut = 0
     for _ in range(6):
         first, stop = sorted(int(one) for one in rng.choice(len(times) + 1, 2, replace=False))
-        try:
-            found = cut_video(data, float(times[first]), stop - first)
-        except ValueError as error:
-            assert any(word in str(error) for word in ("depend on", "depends on", "key frame")), (words, error)
+        found, refusal = cut_or_refused(data, float(times[first]), stop - first)
+        if found is None:
+            assert re.search(REFUSED if "mp4" in words else "only these are cut", refusal), (words, refusal)
             continue
         num_cut += 1
         made = Video(details=True)(found.data)
@@ -114,7 +126,7 @@ def test_a_cut_holds_the_packets_and_decodes_to_the_frames_of_the_whole(number: 
         np.testing.assert_allclose(made["times"], times[first:stop] - times[first], atol=2e-3)
         assert {content for _, content in packets(found.data)} <= known, words
         assert found.num_hidden >= 0
-    assert num_cut or "refreshed" in words or "open" in words or "0 between" not in words, words
+    assert num_cut or not re.search("h264 in mp4.* 0 between", words), words
 
 
 def test_an_episode_between_key_frames_keeps_its_frames_and_hides_those_before(tmp_path: Path) -> None:
@@ -202,7 +214,7 @@ WHOLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "an attribute of Python's": (changed_info(data_path="{chunk_index.__class__}"), "not filled in"),
     "an unknown place": (changed_info(data_path="data/{user}.parquet"), "user"),
     "a camera that leads out": (features(**{"../up": {"dtype": "video", "shape": [1]}}), "no '/' in names"),
-    "two features of one field": (features(**{"Action": {"dtype": "float32", "shape": [1]}}), "both become the field"),
+    "two features of one field": (features(Action={"dtype": "float32", "shape": [1]}), "both become the field"),
     "no version": (changed_info(codebase_version=None), "codebase_version None"),
     "a version to come": (changed_info(codebase_version="v4.0"), "v3.0 are read here"),
     "no steps a second": (changed_info(fps=0), "fps 0"),

@@ -260,7 +260,7 @@ def test_in_a_bucket_by_the_command(sound: Path, mini_s3: MiniS3Server, s3_bucke
     copy(str(sound), url, target_options=options)
     storage = Storage(options)
     given = [f"--storage-option={name}={value}" for name, value in options.items()]
-    for to in FORMATS:
+    for to in FORMATS.keys() - {"lerobot"}:  # which takes sets of episodes: test_export_lerobot.py
         target = url if to != "hf" else f"{url}-hf"
         done = CliRunner().invoke(cli, ["export", f"{url}/", target, "--to", to, "--json", "--overwrite", *given])
         assert done.exit_code == 0, done.output

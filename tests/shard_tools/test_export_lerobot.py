@@ -40,7 +40,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    return list(StreamingDataset(f"{folder}/", shuffle=False, decode=None))
+    found = list(StreamingDataset(f"{folder}/", shuffle=False, decode=None))
+    return [{name: value for name, value in one.items() if name != "__url__"} for one in found]
 
 
 def stored(made: RobotSet, folder: Path, name: str = "set", **options: Any) -> Path:
@@ -143,7 +144,7 @@ def test_unlike_sets_are_not_one(other: RobotSet, message: str, sound: Path, tmp
         export([f"{sound}/", f"{second}/"], f"{tmp_path}/back", to="lerobot")
 
 
-@pytest.mark.parametrize("most", first_here([9, *range(1, 24, 2)], 1))
+@pytest.mark.parametrize("most", first_here([9, *range(1, 20, 2)], 1))
 def test_stopped_anywhere_it_goes_on_to_the_same_files(
     most: int, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +190,7 @@ def test_what_is_no_set_of_lerobot_is_refused(sound: Path, tmp_path: Path) -> No
     for options, name in ((ExportOptions(fields=("json",)), "--fields"), (ExportOptions(columns=("n",)), "--columns")):
         with pytest.raises(ConfigError, match=f"{name}: --to lerobot writes whole episodes"):
             export([f"{sound}/"], f"{tmp_path}/out", to="lerobot", options=options)
-    with pytest.raises(ConfigError, match="no sample is left"):
+    with pytest.raises(ConfigError, match="keeps none of the 5 samples"):
         export([f"{sound}/"], f"{tmp_path}/out", to="lerobot", options=ExportOptions(where="length > 99"))
 
 

@@ -252,7 +252,13 @@ class _Export:
             info = said[NOTE]["info"]
             features = features_of(info["features"], f"sample {record.key!r}")
             texts = {kind: {int(number): text for number, text in one.items()} for kind, one in said["texts"].items()}
-            said = {**said, "texts": texts, "tasks": [*said["tasks"]], _INDEX: int(said[_INDEX]), "fps": float(info["fps"])}
+            said = {
+                **said,
+                "texts": texts,
+                "tasks": [*said["tasks"]],
+                _INDEX: int(said[_INDEX]),
+                "fps": float(info["fps"]),
+            }
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"sample {record.key!r}: its json does not say what a LeRobot set needs ({error!r}); sets that `shard_tools "
@@ -302,7 +308,9 @@ class _Export:
             except (ValueError, KeyError, pa.ArrowException) as error:
                 raise DataError(f"{what}: {error}; leave the sample out, with --where") from error
         if len({len(column) for column in columns.values()}) != 1:
-            raise DataError(f"sample {record.key!r}: its fields have unlike numbers of steps; leave it out, with --where")
+            raise DataError(
+                f"sample {record.key!r}: its fields have unlike numbers of steps; leave it out, with --where"
+            )
         return pa.table(columns)
 
     def _renumbered(

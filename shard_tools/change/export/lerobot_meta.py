@@ -104,7 +104,7 @@ def info_of(content: Mapping[str, Any], *, num_episodes: int, num_steps: int, nu
     return found | {
         "codebase_version": VERSION, "total_episodes": num_episodes, "total_frames": num_steps,
         "total_tasks": num_tasks, "splits": content["splits"] if whole else {"train": f"0:{num_episodes}"},
-        "data_path": DATA, "video_path": VIDEO if has_videos else None,
+        "data_path": DATA, "video_path": VIDEO if has_videos or content.get("video_path") == VIDEO else None,
         "chunks_size": content.get("chunks_size", 1000),
         "data_files_size_in_mb": content.get("data_files_size_in_mb", 100),
         "video_files_size_in_mb": content.get("video_files_size_in_mb", 200),
@@ -137,7 +137,8 @@ def check_features(names: Iterable[str]) -> None:
     Raises:
         ConfigError: One is missing.
     """
-    lacks = [name for name in SERIAL if name not in {*names}]
+    there = {*names}
+    lacks = [name for name in SERIAL if name not in there]
     if lacks:
         raise ConfigError(f"--to lerobot: the episodes have no feature {lacks[0]!r}, which every LeRobot set has")
 

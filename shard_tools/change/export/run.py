@@ -84,9 +84,7 @@ def export(
         raise ConfigError(f"--to {to!r}: expected one of {', '.join(FORMATS)}")
     for name in (one for one in options.of_samples if one not in chosen.takes):
         what = "writes whole episodes" if chosen.takes else "writes about the tars as they are, with all their samples"
-        raise ConfigError(
-            f"{name}: --to {to} {what}; write other shards first, with `shard_tools reshard … {name} …`"
-        )
+        raise ConfigError(f"{name}: --to {to} {what}; write other shards first, with `shard_tools reshard … {name} …`")
     storage = Storage(storage_options)
     opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished, meets=False)
     met({redact(home): schema for home, schema in stored_schemas(opened, storage).items()}, cure=RESHARD)

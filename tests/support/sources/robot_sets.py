@@ -93,9 +93,7 @@ class RobotSet:
         """The steps of an episode, with the types of LeRobot's files."""
         columns = {}
         for name, values in self.steps(index).items():
-            if isinstance(values, list):
-                columns[name] = pa.array(values)
-            elif values.ndim == 1:
+            if isinstance(values, list) or values.ndim == 1:
                 columns[name] = pa.array(values)
             elif values.ndim == 2:
                 columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
@@ -274,8 +272,6 @@ def robots(folder: Path, count: int) -> Path:
     return RobotSet(lengths=[3 + number % 4 for number in range(count)]).write(folder)
 
 
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReadEpisode:
     """An episode as LeRobot's published layout (v3.0) gives it: its row, its steps, the frames of its cameras."""
@@ -290,7 +286,9 @@ def read_set(folder: Path) -> list[ReadEpisode]:
     """Read a set of v3.0 by its layout alone, with pyarrow and PyAV, as LeRobot's reader finds steps and frames."""
     info = json.loads((folder / "meta/info.json").read_text())
     rows = [
-        row for path in sorted(folder.glob("meta/episodes/*/*.parquet")) for row in pq.ParquetFile(path).read().to_pylist()
+        row
+        for path in sorted(folder.glob("meta/episodes/*/*.parquet"))
+        for row in pq.ParquetFile(path).read().to_pylist()
     ]
     tables = [pq.ParquetFile(path).read() for path in sorted(folder.glob("data/*/*.parquet"))]
     steps = pa.concat_tables([table.replace_schema_metadata(None) for table in tables])

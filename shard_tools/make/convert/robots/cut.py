@@ -55,6 +55,8 @@ def cut_video(data: Encoded, begin_s: float, num: int) -> CutVideo:
         Exception: Other errors of FFmpeg, and of reading.
     """
     with opened(data) as file, closing(opened_video(file, MAX_PIXELS)) as source:
+        if "mp4" not in source.format.name:
+            raise ValueError("it is no MP4, and only these are cut; bring it into MP4, without encoding it again")
         stream = _video_of(source)
         first, packets = _packets_of(source, stream, begin_s, num)
         hidden = sum(packet.pts < first for packet in packets)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from shard_tools.make.convert.base.arrow import open_parquet, told
 from shard_tools.make.convert.base.files import SourceFile
 from shard_tools.make.convert.base.records import Skipped
-from shard_tools.make.convert.base.arrow import open_parquet, told
 from shard_tools.make.convert.robots.layout import (
     INFO,
     OF_EPISODE,
@@ -192,7 +192,11 @@ def read_episodes(there: SetFiles, info: Info) -> tuple[list[Episode], list[Skip
             continue
         found.append(
             Episode(
-                index=index, length=length, tasks=_tasks_of(row, where), noted_in=noted_in, notes=_notes_of(row),
+                index=index,
+                length=length,
+                tasks=_tasks_of(row, where),
+                noted_in=noted_in,
+                notes=_notes_of(row),
                 data=there.files[places[""][0]],
                 videos={
                     key: Footage(file=there.files[name], begin_s=begin) for key, (name, begin) in places.items() if key

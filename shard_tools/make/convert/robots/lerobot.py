@@ -157,7 +157,9 @@ class LeRobotSet:
             try:
                 fields[feature.field] = dump_array(array_of(column, feature))
             except DataError as error:
-                raise DataError(f"{where}: {error}; correct it, or leave the episode out with --on-error skip") from error
+                raise DataError(
+                    f"{where}: {error}; correct it, or leave the episode out with --on-error skip"
+                ) from error
             remarks += [OTHER_TYPE] if type_differs(column, feature) else []
         for feature in self._info.videos:
             data, remark = self._video(episode, episode.videos[feature.name], where)
@@ -216,7 +218,9 @@ class LeRobotSet:
     def _said(self, episode: Episode, table: pa.Table) -> dict[str, Any]:
         """Return the content of ``json``."""
         numbers = {
-            kind: {str(one): names[one] for one in sorted(set(table.column(f"{kind}_index").to_pylist())) if one in names}
+            kind: {
+                str(one): names[one] for one in sorted(set(table.column(f"{kind}_index").to_pylist())) if one in names
+            }
             for kind, names in self._texts.items()
             if f"{kind}_index" in table.schema.names
         }

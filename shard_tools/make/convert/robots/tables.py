@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shard_tools.make.convert.base.files import SourceFile
 from shard_tools.make.convert.base.arrow import open_parquet, told
+from shard_tools.make.convert.base.files import SourceFile
 from shard_tools.make.convert.robots.layout import Feature
 from streaming.common.lru_cache import LruCache
 from streaming.errors import DataError
