@@ -1,17 +1,19 @@
 """Windows of robot episodes: rows per CPU second, bytes and memory, beside LeRobot's own readers of the same set.
 
-Run: ``python benchmarks/bench_windows.py [--rounds 3] [--lerobot /path/to/its/python]``, over data that it makes: 3 cameras, H.264,
-a key frame every two seconds.
+Run: ``python -m benchmarks.bench_windows [--rounds 3] [--lerobot /path/to/its/python]``, over data that it makes: 3
+cameras, H.264, a key frame every two seconds.
 
-A row has three frames of one camera (0.2 and 0.1 s ago, and now), one of each other, and 16 actions. The contestants are processes
-that take turns; each delivers rows to Python as batches of 32, without workers, on the threads that it has by default.
+A row has three frames of one camera (0.2 and 0.1 s ago, and now), one of each other, and 16 actions. The contestants
+are processes that take turns; each delivers rows to Python as batches of 32, without workers, on the threads that it
+has by default.
 
 1. Rows per CPU second, user and system, all threads, from the first batch on.
 2. Bytes read of an epoch, over the bytes of all groups of pictures and tables.
 3. The most memory that a process took.
 
-``--lerobot`` is a Python that has lerobot and torchcodec or PyAV (an environment of its own, since it asks for other releases);
-without it, the reader of tables is made again here: rows by pyarrow, frames by PyAV at the place that the table says.
+``--lerobot`` is a Python that has lerobot, and torchcodec or torchvision (an environment of its own, since it asks for
+other releases). The reader of tables is also made again here: rows by pyarrow, frames by PyAV at the place that the
+table says.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ MEASURED = """
 import json, resource, sys, time
 
 def used():
-    return sum(one.ru_utime + one.ru_stime for one in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in both)
 
 def measured(batches, most, **more):
     rows, start = 0, None
@@ -59,7 +62,8 @@ from streaming import DataLoader, StreamingDataset, Windows
 
 folder, most, front, side, wrist, threads = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6], sys.argv[6]
 windows = Windows(
-    StreamingDataset(folder, seed=1), video={f"{front}.mp4": [-0.2, -0.1, 0.0], f"{side}.mp4": [0.0], f"{wrist}.mp4": [0.0]},
+    StreamingDataset(folder, seed=1),
+    video={f"{front}.mp4": [-0.2, -0.1, 0.0], f"{side}.mp4": [0.0], f"{wrist}.mp4": [0.0]},
     columns={"action.npy": (0, %d)}, names={"action.npy": "action"},
 )
 with DataLoader(windows, %d) as loader:

@@ -2,14 +2,15 @@
 
     python examples/train_policy.py
 
-1. Each sample of the shards is an episode, as ``shard_tools convert --from lerobot`` writes them: an MP4 of each camera, and
-   ``action.npy`` with a row for each frame. One robot has the cameras ``front`` and ``wrist`` at 10 frames a second; the
-   other has ``top`` and ``hand``, larger, at 15.
+1. Each sample of the shards is an episode, as ``shard_tools convert --from lerobot`` writes them: an MP4 of each
+   camera, and ``action.npy`` with a row for each frame. One robot has the cameras ``front`` and ``wrist`` at 10 frames
+   a second; the other has ``top`` and ``hand`` at 15.
 2. ``index_video`` (``shard_tools index --video``) writes where the frames are.
-3. ``Windows`` makes a row of each frame: two frames of the scene, one of the hand, and the next six actions. ``names=`` and ``size=``
-   bring both robots to one form, so that ``Mixture`` can deal from both.
+3. ``Windows`` makes a row of each frame: two frames of the scene, one of the hand's camera, and the next six actions.
+   ``names=`` and ``size=`` bring both robots to one form, so that ``Mixture`` can deal from both.
 
-The recordings are made: a hand (blue) moves to a thing (red); its camera sees what lies around it. An action is a step of the hand.
+The recordings are made: a hand (blue) moves to a thing (red), and its camera sees what lies around it. An action is a
+step of the hand.
 """
 
 import argparse

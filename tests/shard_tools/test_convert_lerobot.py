@@ -43,7 +43,10 @@ SETS: dict[str, RobotSet] = {
     "all in one file": RobotSet(lengths=LENGTHS, per_video=5, per_table=9, per_group=False),
     "pictures between": RobotSet(lengths=LENGTHS, per_video=3, codec=gop("libx264", 2, 30)),
     "hevc": RobotSet(  # its encoder aborts the process below 64 x 64
-        lengths=LENGTHS, per_video=3, codec=("libx265", {"x265-params": "log-level=none:bframes=3"}), cameras={FRONT: (64, 64)}
+        lengths=LENGTHS,
+        per_video=3,
+        codec=("libx265", {"x265-params": "log-level=none:bframes=3"}),
+        cameras={FRONT: (64, 64)},
     ),
     "mpeg4": RobotSet(lengths=LENGTHS, per_video=2, codec=("mpeg4", {"g": "3"})),
     "images": RobotSet(lengths=LENGTHS, cameras={}, images=("observation.image",)),
@@ -290,5 +293,5 @@ def test_columns_of_the_sample_table_select_episodes(sound_set: Path, tmp_path: 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("a")
-    with pytest.raises(NotFoundError, match="no meta/info.json there"):
+    with pytest.raises(NotFoundError, match=r"no meta/info\.json there"):
         convert(f"{tmp_path}/in", f"{tmp_path}/out", options=ConvertOptions(kind="lerobot"))

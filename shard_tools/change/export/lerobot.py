@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from shard_tools.change.export.job import ExportJob, Written
 from shard_tools.change.export.lerobot_meta import (
-    Texts,
+    TaskNumbers,
     check_features,
     episode_table,
     info_of,
@@ -150,8 +150,8 @@ class _Export:
     _group: _Group = field(default_factory=_Group)
     _stats: list[dict[str, Any]] = field(default_factory=list)  # of each group
     _same_stats: bool = True
-    _tasks: Texts = field(default_factory=lambda: Texts("task"))
-    _subtasks: Texts = field(default_factory=lambda: Texts("subtask"))
+    _tasks: TaskNumbers = field(default_factory=lambda: TaskNumbers("task"))
+    _subtasks: TaskNumbers = field(default_factory=lambda: TaskNumbers("subtask"))
 
     # -------------------------------------------------------------------------------------------- what is there
 
@@ -204,7 +204,7 @@ class _Export:
                 return  # it is written again
             self._first, self._first_key, self._same_stats = state["first"], state["first_key"], state["same_stats"]
             self._features = features_of(self._first["info"]["features"], INFO)
-            self._tasks, self._subtasks = Texts("task", state["tasks"]), Texts("subtask", state["subtasks"])
+            self._tasks, self._subtasks = TaskNumbers("task", state["tasks"]), TaskNumbers("subtask", state["subtasks"])
             self._num_steps, self._num_renumbered = state["num_steps"], state["num_renumbered"]
             self._stats.append(state["stats"])
             for number in range(self.num_episodes, state["num_episodes"]):
@@ -261,8 +261,8 @@ class _Export:
             }
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"sample {record.key!r}: its json does not say what a LeRobot set needs ({error!r}); sets that `shard_tools "
-                "convert SOURCE TARGET --from lerobot` has written can be exported"
+                f"sample {record.key!r}: its json does not say what a LeRobot set needs ({error!r}); sets that "
+                "`shard_tools convert SOURCE TARGET --from lerobot` has written can be exported"
             ) from error
         if self._first is None:
             check_features(one.name for one in features)
@@ -271,8 +271,8 @@ class _Export:
             difference = unlike(self._first["info"], info)
             if difference:
                 raise ConfigError(
-                    f"samples {self._first_key!r} and {record.key!r} cannot be in one LeRobot set: {difference}; export "
-                    "them apart, with --where"
+                    f"samples {self._first_key!r} and {record.key!r} cannot be in one LeRobot set: {difference}; "
+                    "export them apart, with --where"
                 )
             self._same_stats = False
         return said
@@ -369,7 +369,7 @@ class _Export:
         """Write the last group, and the descriptions of the whole set; ``info.json`` last."""
         if self._group.rows:
             self._end_group()
-        assert self._first is not None, "there is at least one episode"
+        assert self._first is not None, "there is at least one episode"  # noqa: S101
         content = self._first["info"]
         is_whole = (
             self._same_stats and not self._num_renumbered and content.get("total_episodes") == self.num_episodes

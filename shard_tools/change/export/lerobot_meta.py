@@ -46,8 +46,8 @@ def _lists_of(item: pa.DataType, value: object) -> pa.DataType:
     return pa.list_(_lists_of(item, value[0] if value else None)) if isinstance(value, list) else item
 
 
-class Texts:
-    """The texts of tasks, or of subtasks, by their numbers. Texts keep their numbers where no other has them.
+class TaskNumbers:
+    """The texts of tasks, or of subtasks, by their numbers. TaskNumbers keep their numbers where no other has them.
 
     Attributes:
         numbers: The number of each text.

@@ -21,6 +21,7 @@ from tests.support.sources import streams
 
 TASKS = ("pick the cube", "pour the tea", "stack the blocks")
 STATE = 3
+_OLD_NAME = "chunk-{episode_chunk:03d}/episode_{episode_index:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +148,8 @@ class RobotSet:
             "total_frames": sum(self.lengths), "total_tasks": len(TASKS), "chunks_size": 1000, "fps": self.fps,
             "data_files_size_in_mb": 100, "video_files_size_in_mb": 200,
             "splits": {"train": f"0:{len(self.lengths)}"}, "features": self.features,
-            "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet" if old else DATA,
-            "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4" if old else VIDEO,
+            "data_path": f"data/{_OLD_NAME}.parquet" if old else DATA,
+            "video_path": f"videos/{_OLD_NAME}.mp4".replace("/episode", "/{video_key}/episode") if old else VIDEO,
         }  # fmt: skip
         each = [self.statistics(index) for index in range(len(self.lengths))]
         (folder / "meta").mkdir(parents=True, exist_ok=True)

@@ -201,7 +201,7 @@ def read_episodes(there: SetFiles, info: Info) -> tuple[list[Episode], list[Skip
                 videos={
                     key: Footage(file=there.files[name], begin_s=begin) for key, (name, begin) in places.items() if key
                 },
-            )  # fmt: skip
+            )
         )
     stated = info.content.get("total_episodes", len(seen))
     if stated != len(seen):

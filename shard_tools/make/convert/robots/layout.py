@@ -177,8 +177,8 @@ def filled(template: str, values: Mapping[str, str | int], where: str) -> str:
     rest = _PLACE.sub("", template)
     if unknown or "{" in rest or "}" in rest:
         raise DataError(
-            f"{where}: the template {template!r} has {', '.join(unknown) or 'braces'}, which are not filled in; expected "
-            f"{', '.join(f'{{{name}}}' for name in values)}"
+            f"{where}: the template {template!r} has {', '.join(unknown) or 'braces'}, which are not filled in; "
+            f"expected {', '.join(f'{{{name}}}' for name in values)}"
         )
     path = _PLACE.sub(lambda one: str(values[one[1]]).zfill(int(one[2] or 0)), template)
     if "\\" in path or any(part in {"", ".", ".."} for part in path.split("/")):

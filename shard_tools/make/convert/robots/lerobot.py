@@ -197,23 +197,26 @@ class LeRobotSet:
             DataError: It is damaged, or cannot be cut.
         """
         try:
-            if footage.num_episodes == 1:
-                data = read_file(footage.file, self._storage)
-                num = num_frames(data)
-                if num <= episode.length:
-                    return data, TOO_SHORT if num < episode.length else ""
-                return cut_video(data, footage.begin_s, episode.length).data, SURPLUS
-            with open_stored(footage.file, self._storage, unzip=False) as stream:
-                found = cut_video(stream, footage.begin_s, episode.length)
-            return found.data, HIDDEN if found.num_hidden else ""
+            return self._whole_or_cut(footage, episode.length)
         except ShardstreamError:
             raise
         except Exception as error:
             raise DataError(
-                f"{where}: {footage.file.shown_url} from second {footage.begin_s:.3f} on: {error}; fetch the file again, "
-                "encode it with a key frame at the beginning of each episode, or leave the episode out with --on-error "
-                "skip"
+                f"{where}: {footage.file.shown_url} from second {footage.begin_s:.3f} on: {error}; fetch the file "
+                "again, encode it with a key frame at the beginning of each episode, or leave the episode out with "
+                "--on-error skip"
             ) from error
+
+    def _whole_or_cut(self, footage: Footage, length: int) -> tuple[bytes, str]:
+        if footage.num_episodes > 1:
+            with open_stored(footage.file, self._storage, unzip=False) as stream:
+                found = cut_video(stream, footage.begin_s, length)
+            return found.data, HIDDEN if found.num_hidden else ""
+        data = read_file(footage.file, self._storage)
+        num = num_frames(data)
+        if num > length:
+            return cut_video(data, footage.begin_s, length).data, SURPLUS
+        return data, TOO_SHORT if num < length else ""
 
     def _said(self, episode: Episode, table: pa.Table) -> dict[str, Any]:
         """Return the content of ``json``."""
