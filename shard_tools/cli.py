@@ -19,6 +19,7 @@ from shard_tools.change.check.recheck import RecheckReport, recheck, show_rechec
 from shard_tools.change.check.verify import VerifyReport, show_verify, verify
 from shard_tools.change.columns.lift import lift_all
 from shard_tools.change.columns.target import AddReport
+from shard_tools.change.columns.video import VideoReport, index_video, show_video
 from shard_tools.change.sets.bad_list import load_bad_list, records_of
 from shard_tools.change.sets.copied import CHECKS
 from shard_tools.change.sets.copy import copy, show_copy
@@ -262,11 +263,19 @@ def convert_command(
     metavar="PATH,...",
     help="Afterwards add late columns with values from the samples, such as json.similarity.",
 )
+@click.option(
+    "--video",
+    type=names,
+    is_flag=False,
+    flag_value="",
+    metavar="[FIELD,...]",
+    help="Afterwards index the packets, frames and groups of pictures of videos; default: all of them.",
+)
 @duplicates_option
 @on_shards
 def index_command(
     urls: tuple[str, ...], *, storage: Storage, index_url: str | None, engine: str, workers: int | None,
-    columns: tuple[str, ...], allow_unfinished: bool, as_json: bool, **arguments: Any,
+    columns: tuple[str, ...], video: tuple[str, ...] | None, allow_unfinished: bool, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Build the index of existing shards, beside them or at --index. A run that was stopped can be continued.
 
@@ -277,6 +286,7 @@ def index_command(
       shard_tools index 's3://bucket/train/{000000..000099}.tar'
       shard_tools index https://host/public/train/ --index ./train-index/
       shard_tools index s3://bucket/laion/ --columns json.similarity,json.width
+      shard_tools index robots/ --video
     """
     workers = workers or DEFAULT_WORKERS[engine]
     place: dict[str, Any] = {"storage": storage, "index_url": index_url, "allow_unfinished": allow_unfinished}
@@ -285,16 +295,26 @@ def index_command(
         report = index(urls, executor=executor, progress=progress, **place, **arguments)
     if not as_json:  # whose columns are part of it
         emit(report, as_json=False, for_people=show_index)
-    engine = engine if columns else "local"
-    with open_engine(engine, workers) as executor, progress_bar("columns", "shards") as progress:
+    with (
+        open_engine(engine if columns else "local", workers) as executor,
+        progress_bar("columns", "shards") as progress,
+    ):
         added = tuple(lift_all(urls, columns, executor=executor, progress=progress, **place))
-    emit(replace(report, columns=added), as_json=as_json, for_people=lambda _: _show_columns(added))
-    finish(failed=bool(report.findings))
+    videos = None
+    if video is not None:
+        with open_engine(engine, workers) as executor, progress_bar("videos", "shards") as progress:
+            videos = index_video(
+                urls, video, executor=executor, progress=progress, force=bool(arguments["force"]), **place
+            )
+    emit(replace(report, columns=added, video=videos), as_json=as_json, for_people=lambda _: _show_added(added, videos))
+    finish(failed=bool(report.findings or (videos is not None and videos.findings)))
 
 
-def _show_columns(added: Sequence[AddReport]) -> None:
-    for one in added:
+def _show_added(columns: Sequence[AddReport], videos: VideoReport | None) -> None:
+    for one in columns:
         show_added(one)
+    if videos is not None:
+        show_video(videos)
 
 
 @cli.command("verify")

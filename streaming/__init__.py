@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from streaming.sets.datasets.mixture import Mixture
     from streaming.sets.datasets.packed import Packed
     from streaming.sets.datasets.table_file import TableDataset
+    from streaming.sets.datasets.windows import Windows
     from streaming.torch_view import TorchIterable
     from streaming.wrappers import as_torch, one_behind
 
@@ -84,6 +85,7 @@ _HOMES = {
     "Tickets": "streaming.run.tickets.tickets",
     "TorchIterable": "streaming.torch_view",
     "Video": "streaming.build.decode.video",
+    "Windows": "streaming.sets.datasets.windows",
     "as_torch": "streaming.wrappers",
     "one_behind": "streaming.wrappers",
 }
@@ -114,6 +116,7 @@ __all__ = [
     "Tickets",
     "TorchIterable",
     "Video",
+    "Windows",
     "as_torch",
     "one_behind",
 ]

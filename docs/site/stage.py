@@ -36,6 +36,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         "docs/stores",
         "docs/text",
         "docs/sound-and-video",
+        "docs/windows",
         "docs/packing",
         "docs/mixing",
         "docs/filters",

@@ -27,7 +27,7 @@ class Made:
 
 DESCRIBED: dict[str, Any] = {
     **{name: getattr(streaming, name) for name in ("StreamingDataset", "DataLoader", "ShuffleConfig")},
-    **{name: getattr(streaming, name) for name in ("Mixture", "Packed", "Curriculum", "Balanced")},
+    **{name: getattr(streaming, name) for name in ("Mixture", "Packed", "Windows", "Curriculum", "Balanced")},
     **{f"Schedule.{name}": getattr(streaming.Schedule, name) for name in ("linear", "root", "cosine", "steps")},
     **{name: getattr(streaming, name) for name in ("DevicePrefetcher", "SequenceSlice", "StageFields", "Broadcast")},
     **{name: getattr(streaming, name) for name in ("Sound", "Video")},

@@ -92,6 +92,11 @@ described_options = together(
         help='Further options of Packed, such as \'{"column": "frames", "field": null}\'.',
     ),
     click.option(
+        "--windows",
+        type=OBJECT,
+        help='As Windows with these options, such as \'{"video": {"front.mp4": [-0.2, 0.0]}, "every": 0.5}\'.',
+    ),
+    click.option(
         "--balanced",
         type=OBJECT,
         metavar="COLUMN|JSON",
@@ -259,7 +264,7 @@ def take_description(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: Options of packs contradict each other.
     """
-    names = ("where", "view", "version", "subset", "exclude", "balanced", "curriculum", "classes")
+    names = ("where", "view", "version", "subset", "exclude", "windows", "balanced", "curriculum", "classes")
     described = {name: arguments.pop(name) for name in names}
     trusted = arguments.pop("trust")
     described["trust"] = True if "all" in trusted else trusted or None

@@ -14,11 +14,13 @@ import lmdb
 import numpy as np
 import pyarrow as pa
 
+from streaming.build.decode.groups.decode import VideoFormat
 from streaming.order.plan.order import OrderSettings
 from streaming.order.plan.state import LoaderState
-from streaming.shards.index.chunk_table import ChunkTable
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.tar.headers import member_header, padding
+from streaming.shards.video.table import DamagedStream, VideoStream, VideoTable
 from tests.support.sets.tars import tar_bytes
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
@@ -105,7 +107,28 @@ def tables() -> dict[str, bytes]:
         columns={"lang": pa.array(["en", None, "de"] * 2)},
     )
     both = ChunkTable.concat([table.chunks])
-    return {"samples.parquet": table.to_parquet(), "chunks.parquet": both.to_parquet()}
+    return {"samples.parquet": table.to_parquet(), "chunks.parquet": both.to_parquet(), "videos.parquet": videos()}
+
+
+def videos() -> bytes:
+    """The index of two streams, one with leading pictures, and a damaged one."""
+    form = VideoFormat(
+        codec="h264", extradata=b"\1head", width=64, height=48, orientation=6, coded_size=(64, 48), tag="avc1",
+        pix_fmt="yuv420p", bits=24, reorder_depth=2, color=(0, 2, 2, 2),
+    )  # fmt: skip
+    pts = np.array([0, 2, 1, 5, 3, 4, 6], np.int64)
+    is_key, is_shown = np.array([1, 0, 0, 1, 0, 0, 0], np.bool_), np.array([1, 1, 1, 1, 1, 1, 0], np.bool_)
+    streams = tuple(
+        VideoStream(
+            sample=sample, field="mp4", format=form, time_base=(1, 30), first_pts=0, last_ticks=1, rate=(30, 1),
+            pts=pts, byte_start=512 + 2000 * sample + 100 * np.arange(7), num_bytes=np.full(7, 90), is_key=is_key,
+            is_shown=is_shown, crc32c=is_key * np.int64(7),
+        )
+        for sample in (0, 2)
+    )  # fmt: skip
+    damaged = (DamagedStream(1, "k1", "not a video"),)
+    shard = ShardInfo(name="a.tar", size_bytes=9000, num_samples=3)
+    return VideoTable(field="mp4", shard=shard, fingerprint="f", streams=streams, damaged=damaged).to_parquet()
 
 
 def others() -> dict[str, dict[str, bytes]]:

@@ -32,6 +32,7 @@ from streaming.shards.tar import TarScanner, iter_samples, parse_chunk
 from streaming.shards.tar import fast as fast_reader
 from streaming.shards.tar.blocks import Members, Origin, as_array, parse_pax
 from streaming.shards.tar.walk import walk_members
+from streaming.shards.video.table import VideoTable
 from streaming.storage import Storage, redact
 from streaming.storage.base.urls import join_url, local_path, scheme_of, split_url
 
@@ -191,6 +192,15 @@ def _tables(data: bytes) -> None:
                     raise Disagreement(f"sample {number} leaves its record")
     with contextlib.suppress(DataError):
         chunk_rows_from_footer(data)
+    with contextlib.suppress(DataError):
+        videos = VideoTable.from_parquet(data, "v")
+        for stream in videos.streams:
+            for group in stream.groups:
+                if not 0 <= group.byte_start < group.byte_end <= videos.shard.size_bytes:
+                    raise Disagreement(f"a group of sample {stream.sample} leaves its shard")
+            if sum(group.stop_frame - group.first_frame for group in stream.groups) != stream.num_frames:
+                raise Disagreement(f"groups of sample {stream.sample} have other frames")
+            stream.frames_at(stream.times)
 
 
 # --- what users pass on ----------------------------------------------------------------------------------------------

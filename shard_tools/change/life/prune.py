@@ -21,6 +21,7 @@ from streaming.shards.index.layout import (
     samples_directory,
     samples_path,
     version_path,
+    video_directory,
 )
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import KeptVersion, kept_versions
@@ -212,14 +213,16 @@ def _remove(
     storage: Storage, home: str, names: Collection[str], there: Collection[str], held: Collection[str],
     waits: Collection[str],
 ) -> None:  # fmt: skip
-    """Delete shards, then their sample tables and columns, then lists of inputs that no version names."""
-    inputs, columns = join_url(home, INPUTS_DIRECTORY, ""), join_url(home, columns_directory(), "")
+    """Delete shards, then their sample tables, columns and indexes of videos, then lists of inputs that no version names."""
+    inputs = join_url(home, INPUTS_DIRECTORY, "")
+    beside = tuple(join_url(home, one, "") for one in (columns_directory(), video_directory()))
     tables = {join_url(home, samples_path(name)) for name in names}
     shards = {join_url(home, name) for name in names}
 
     def is_gone(url: str) -> bool:
-        if url.startswith(columns):
-            return url.removeprefix(columns).partition("/")[2].removesuffix(".parquet") in names
+        for folder in beside:
+            if url.startswith(folder):
+                return url.removeprefix(folder).partition("/")[2].removesuffix(".parquet") in names
         name = url.removeprefix(inputs).removesuffix(".parquet")
         return url in tables or (url.startswith(inputs) and name not in held and name not in waits)
 

@@ -49,6 +49,7 @@ from streaming.shards.catalog.build import (
     home_of,
     in_order,
     load_tables,
+    place_in_index,
     read_chunks,
     read_schema,
     samples_url,
@@ -57,12 +58,13 @@ from streaming.shards.catalog.build import (
 from streaming.shards.fetch.read import FetchRange, fetch_range
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
-from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path
+from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path, video_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import kept_versions
 from streaming.shards.versions.publish import change_schema, read_table, write_index
+from streaming.shards.video.read import list_videos, read_video_table
 from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 
 _log = logging.getLogger(__name__)
@@ -253,6 +255,9 @@ def _delete(gone: Sequence[str], here: Storage, note: CopyNote) -> None:
         directory, name = split_url(url)
         here.delete(url)
         here.delete(join_url(directory, samples_path(name)))
+        for one in list_videos(here, directory):
+            if one.shard == name:
+                here.delete(one.url)
     note.forget(gone)
 
 
@@ -285,7 +290,7 @@ def _copy_index(
     shards: Sequence[_Shard], meanings: Mapping[str, Schema], there: Storage, here: Storage, index_url: str | None,
     calls: Calls, *, former: Collection[str],
 ) -> int:  # fmt: skip
-    """Write sample tables, schemas, and chunk tables without the ``former`` shards.
+    """Write sample tables, indexes of videos, schemas, and chunk tables without the ``former`` shards.
 
     Return the number of shards without a sample table.
     """
@@ -293,6 +298,8 @@ def _copy_index(
     shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
     num_without = len(shards) - sum(small.map(partial(_copy_samples, there, here, index_url), shards, shared=shared))
     homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
+    videos = _videos_of(shards, there, index_url)
+    list(small.map(partial(_copy_videos, there, here, index_url), videos, shared=shared))
     for home, directory in homes.items():
         if meanings[directory]:
             change_schema(here, directory, meanings[directory])
@@ -514,6 +521,36 @@ def _copy_samples(there: Storage, here: Storage, index_url: str | None, shard: _
         )
     here.put(join_url(split_url(shard.target)[0], samples_path(info.name)), body)
     return True
+
+
+def _videos_of(shards: Sequence[_Shard], there: Storage, index_url: str | None) -> list[tuple[_Shard, list[str]]]:
+    """Return the shards whose videos are indexed, each with the fields."""
+    places = {place_in_index(shard.source, index_url): shard for shard in shards}
+    found: dict[str, tuple[_Shard, list[str]]] = {}
+    for home in dict.fromkeys(home for home, _ in places):
+        for one in list_videos(there, home):
+            shard = places.get((home, one.shard))
+            if shard is not None:
+                found.setdefault(shard.source, (shard, []))[1].append(one.field)
+    return [*found.values()]
+
+
+def _copy_videos(
+    there: Storage, here: Storage, index_url: str | None, one: tuple[_Shard, list[str]], _: Progress
+) -> None:  # fmt: skip
+    """Copy the index of the videos of a shard. One that is damaged, or of another content, is left out."""
+    shard, fields = one
+    home, name = place_in_index(shard.source, index_url)
+    info = shard.chunks.shards[0]
+    rows = replace(shard.chunks, shards=(replace(info, name=name),))
+    for field in fields:
+        try:
+            table = read_video_table(there, home, rows, field)
+        except DataError as error:
+            _log.warning("%s; the copy is without it", error)
+            continue
+        table = replace(table, shard=info, fingerprint=shard.chunks.fingerprint)
+        here.put(join_url(split_url(shard.target)[0], video_path(field, info.name)), table.to_parquet())
 
 
 def _write_chunk_tables(shards: Sequence[_Shard], here: Storage, former: Collection[str]) -> None:

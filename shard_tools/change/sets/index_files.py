@@ -12,10 +12,18 @@ from shard_tools.change.sets.open_set import load_samples
 from shard_tools.make.convert.journal import NAME, SOURCES, load_journal, load_sources
 from shard_tools.running.report import Finding, Report
 from streaming.common.threads import map_threads
-from streaming.errors import AccessDeniedError, DataError, IndexFormatError, NotFoundError, StorageError
+from streaming.errors import (
+    AccessDeniedError,
+    DataError,
+    IndexFormatError,
+    IndexMismatchError,
+    IndexMissingError,
+    NotFoundError,
+    StorageError,
+)
 from streaming.sets.filters.late_columns import ColumnDocument, LateColumn, read_values
 from streaming.sets.filters.views import View
-from streaming.shards.catalog.build import home_of, read_schema
+from streaming.shards.catalog.build import home_of, read_schema, shard_name
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import (
@@ -23,8 +31,10 @@ from streaming.shards.index.layout import (
     column_document_path,
     column_of_document_path,
     columns_directory,
+    video_path,
     views_directory,
 )
+from streaming.shards.video.read import list_videos, read_video_table
 from streaming.storage import Storage, join_url, redact, split_url
 
 _SUFFIX = ".json"  # of webshart's index, beside a tar of the same name
@@ -52,6 +62,7 @@ def check_beside(
     for home in homes:
         mine = {url: rows for url, rows in rows_of.items() if home_of(url, index_url) == home}
         checks += [one for name in _columns(storage, home) for one in _values(storage, home, name, mine, index_url)]
+        checks += _videos(storage, home, mine, index_url)
 
     def found(one: tuple[str, _Check]) -> Finding | None:
         url, check = one
@@ -105,6 +116,24 @@ def _values(
         return [(url, partial(_fail, error))]
     column = LateColumn(name=name, documents={home: document})
     return [(shard, partial(read_values, storage, shard, index_url, rows, column)) for shard, rows in rows_of.items()]
+
+
+def _videos(
+    storage: Storage, home: str, rows_of: Mapping[str, ChunkTable], index_url: str | None
+) -> list[tuple[str, _Check]]:  # fmt: skip
+    """Return the checks of the index of videos, of each shard, for each field that some shard of the set has."""
+    fields = dict.fromkeys(one.field for one in list_videos(storage, home))
+    return [
+        (join_url(home, video_path(name, shard_name(url, index_url))), partial(_check_video, storage, home, rows, name))
+        for url, rows in rows_of.items() for name in fields
+    ]  # fmt: skip
+
+
+def _check_video(storage: Storage, home: str, rows: ChunkTable, name: str) -> None:
+    try:
+        read_video_table(storage, home, rows, name)
+    except IndexMissingError as error:  # the shard came after the others were indexed
+        raise IndexMismatchError(str(error)) from error
 
 
 def _fail(error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
@@ -41,11 +42,12 @@ from streaming.errors import (
 )
 from streaming.sets.filters.select import late_names
 from streaming.sets.filters.views import View, list_views
-from streaming.shards.catalog.build import home_of, read_chunks, read_schema
+from streaming.shards.catalog.build import home_of, place_in_index, read_chunks, read_schema
 from streaming.shards.index.columns import Values
 from streaming.shards.index.sample_table import SampleLocation, SampleTable
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.kinds import kind_by_name
+from streaming.shards.video.read import list_videos
 from streaming.storage import Storage, redact, split_url
 from streaming.types import Int64Array
 
@@ -111,6 +113,7 @@ class DataSetInfo:
         fields: Every field, by name.
         columns: Columns of the sample tables, and late columns.
         views: Saved views.
+        videos: Fields with an index of videos, each with the number of shards that have it.
         index: Location of the index, or a note that there is none.
         has_index: Whether there is a stored index.
         fingerprint: The index's fingerprint.
@@ -127,6 +130,7 @@ class DataSetInfo:
     index: str
     has_index: bool
     fingerprint: str
+    videos: Mapping[str, int] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -257,6 +261,7 @@ def info(
         fields=tuple(fields[name] for name in sorted(fields)),
         columns=(*columns.values(), *late),
         views=tuple(views),
+        videos=_videos(shards, storage),
         index=_where(shards, urls),
         has_index=shards.scanned is None,
         fingerprint=chunks.fingerprint,
@@ -310,6 +315,17 @@ def _beside(shards: OpenSet, storage: Storage) -> tuple[list[ColumnInfo], list[V
         except StorageError:  # the store cannot list
             continue
     return columns, views, findings
+
+
+def _videos(shards: OpenSet, storage: Storage) -> dict[str, int]:
+    """Return the fields whose videos are indexed, each with the number of shards."""
+    if shards.scanned is not None:
+        return {}
+    there = {place_in_index(url, shards.index_url) for url in shards.urls}
+    found = Counter(
+        one.field for home in shards.homes for one in list_videos(storage, home) if (home, one.shard) in there
+    )
+    return dict(sorted(found.items()))
 
 
 def shards_unlike_index(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
@@ -551,6 +567,8 @@ def show_info(report: DataSetInfo) -> None:
     click.echo(f"index     {report.index}")
     if report.fingerprint:
         click.echo(f"print     {report.fingerprint}")
+    for name, num_shards in report.videos.items():
+        click.echo(f"videos    {plain(name)}: indexed in {num_shards:,} of {counted(report.num_shards, 'shard')}")
     for view in report.views:
         click.echo(f"view      {plain(view.name)}: {view.num_kept:,} of {counted(view.num_samples, 'sample')}")
     if report.columns:

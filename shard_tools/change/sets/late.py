@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shard_tools.change.sets.open_set import OpenSet
@@ -16,6 +16,7 @@ from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
 from streaming.shards.schema.value import Schema
+from streaming.shards.video.read import list_videos
 from streaming.storage import Storage, join_url, redact
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def stored_schemas(shards: OpenSet, storage: Storage) -> dict[str, Schema]:
     """
     schemas = shards.schemas(storage)
     tell_left_out(schemas)
+    tell_videos_left_out(shards.homes, storage)
     return {home: schema.without_late_fields() for home, schema in schemas.items()}
 
 
@@ -62,6 +64,17 @@ def tell_left_out(schemas: Mapping[str, Schema]) -> None:
             _log.warning(
                 "%s: the late fields %s are left out, which lie beside the shards; add them to the new set: %s",
                 redact(home), some_names(sorted(schema.late_fields)), cure,
+            )  # fmt: skip
+
+
+def tell_videos_left_out(homes: Iterable[str], storage: Storage) -> None:
+    """Log which indexes of videos are left out of what is written: their places would be others there."""
+    for home in homes:
+        fields = sorted({one.field for one in list_videos(storage, home)})
+        if fields:
+            _log.warning(
+                "%s: the index of the videos %s is left out; a set of tars gets it by: shard_tools index TARGET --video",
+                redact(home), some_names(fields),
             )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ from streaming.shards.schema.meeting import RESHARD, met
 from streaming.shards.schema.value import Schema
 from streaming.shards.tar.passed_over import PassedOver
 from streaming.shards.versions.publish import write_index
+from streaming.shards.video.read import list_videos
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys, Int64Array
 
@@ -74,6 +75,7 @@ class IndexReport(Report):
         num_passed_over: Number of files that belong to no sample, in the shards that this run read.
         first_passed_over: The first of them, each with its shard and the reason.
         columns: Late columns that were added afterwards.
+        video: What was indexed of videos afterwards; None: nothing.
         webshart: Indexes of webshart beside the shards, if this run read some: their number, and what is wrong in them.
         findings: Damaged files of the index that cannot be rebuilt from shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
@@ -98,6 +100,7 @@ class IndexReport(Report):
     num_passed_over: int = 0
     first_passed_over: tuple[str, ...] = ()
     columns: tuple[Report, ...] = ()
+    video: Report | None = None
     webshart: Webshart = field(default_factory=Webshart)
 
     def as_dict(self) -> dict[str, object]:
@@ -131,7 +134,7 @@ class _ScanTally:
             self.passed_over += found  # each scanned shard reports once, from any thread
 
 
-def _where(
+def scanning_on(
     executor: Executor | None, workers: int, total_bytes: int
 ) -> contextlib.AbstractContextManager[Executor | None]:
     """Return a context manager of the executor on which to scan; of None for threads."""
@@ -184,7 +187,7 @@ def index(
     total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     tally = _ScanTally(progress)
-    with _where(executor, min(workers or num_cores(), len(shards)), total_bytes) as scanning:
+    with scanning_on(executor, min(workers or num_cores(), len(shards)), total_bytes) as scanning:
         table = index_shards(
             storage,
             shards,
@@ -323,6 +326,9 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
         left = [shard.name for shard in table.shards if shard.name not in set(gone)]
         for name in gone:  # before the chunk table that lists them, so that the next run can continue after a kill
             storage.delete(join_url(home, samples_path(name)))
+        for one in list_videos(storage, home):
+            if one.shard in {*gone}:
+                storage.delete(one.url)
         write_index(storage, home, table.select(left), table)
     return len(gone)
 

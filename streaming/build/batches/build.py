@@ -227,6 +227,10 @@ class RowKind(ABC):
 
     # --- batches ---
 
+    def assembled(self, sample: Sample) -> Sample:
+        """Return the sample of a row, given its decoded fields, before ``transform``."""
+        return sample
+
     @abstractmethod
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         """Return the batch of ``rows``; ``valid`` masks the rows of the batch that count.
@@ -769,6 +773,7 @@ class BatchBuilder:
                 raise _Bad("fetch", error) from error
             except DecodeError as error:
                 raise _Bad("decode", error) from error
+        sample = self.recipe.items.assembled(sample)
         functions = as_chain(part.transform)
         return sample if functions is None else self._transformed(functions, sample)
 

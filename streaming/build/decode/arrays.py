@@ -97,14 +97,22 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
     Raises:
         ValueError: The header is damaged or describes objects (pickle), or the payload has another length.
     """
+    return npy_view(data).copy(order="K")
+
+
+def npy_view(data: ReadBuffer) -> npt.NDArray[Any]:
+    """Return the array of one ``.npy`` file as a view of ``data``.
+
+    Raises:
+        ValueError: As for :func:`npy`.
+    """
     view = memoryview(data)
     dtype, fortran_order, shape, stop = _npy_head(view)
     expected, got = math.prod(shape) * dtype.itemsize, len(view) - stop
     if expected != got:
         raise ValueError(f".npy: {shape} of {dtype} should be {expected} bytes, but the payload has {got}")
     flat = np.frombuffer(view[stop:], dtype) if got else np.empty(0, dtype)
-    result = flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
-    return result.copy(order="K")
+    return flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
 
 
 def npy_dtype(head: ReadBuffer) -> np.dtype[Any]:

@@ -447,6 +447,9 @@ def runs_code_of_user(decoders: FieldDecoder) -> bool:
             runs_code_of_user(one) if isinstance(one, FieldDecoder) else not is_ours(one)
             for one in (*decoders.given.values(), decoders.image)
         )
+    inner = getattr(decoders, "wraps", None)  # ours, around those of the user
+    if isinstance(inner, FieldDecoder):
+        return runs_code_of_user(inner)
     return not isinstance(decoders, RawFields)
 
 

@@ -60,7 +60,7 @@ _BEFORE_S: Final = 3600
 """A time before all frames, relative to the first."""
 _INTRA: Final = 1
 """PyAV's number for pictures that do not depend on others."""
-_SAME_S: Final = 1e-6
+SAME_S: Final = 1e-6
 """Tolerance for equal times, in seconds: times of frames are fractions, times of users are floats."""
 _DURATION: Final = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _ORIENTATIONS: Final = {  # EXIF orientation by the signs of the matrix a b / c d
@@ -174,15 +174,15 @@ class Video:
         return self._decoded(data, FIRST_SHARE)
 
     def _decoded(self, data: Encoded, share: float) -> npt.NDArray[np.uint8] | dict[str, Any]:
-        with opened(data) as file, closing(opened_video(file, self.max_pixels)) as container:
-            video = _Reader(container, self.max_pixels)
-            with _claims():
+        with opened(data) as file, closing(opened_container(file, self.max_pixels)) as container:
+            video = VideoReader(container, self.max_pixels)
+            with claims():
                 found = self._found(video, share)
             if not found:
                 raise ValueError("it has no frames")
             return self._made(found, video.rate)
 
-    def _found(self, video: _Reader, share: float) -> list[_Timed]:
+    def _found(self, video: VideoReader, share: float) -> list[_Timed]:
         """Return the wanted frames that exist, with their times."""
         start, wanted = self._start, self._wanted
         if wanted is None or start not in ("random", "center"):
@@ -203,7 +203,7 @@ class Video:
     def _every(self) -> int:
         return 1 if self.every is None else self.every
 
-    def _clip(self, video: _Reader, begin: float) -> list[_Timed]:
+    def _clip(self, video: VideoReader, begin: float) -> list[_Timed]:
         """Return the frames from the one shown at ``begin`` on, up to the wanted number or the end."""
         wanted, found, num_bytes = self._wanted, [], 0
         shown: Any = None
@@ -212,7 +212,7 @@ class Video:
         for time, frame in frames:
             if frame is not shown:
                 orientation = orientation or (orientation_of(frame) if self.upright else 1)
-                shown, pixels = frame, self._pixels(frame, orientation)
+                shown, pixels = frame, pixels_of(frame, self.size, orientation)
             num_bytes += pixels.nbytes
             check_bytes(pixels.nbytes * wanted if wanted else num_bytes, self.max_bytes, "the frames")
             found.append((time, pixels))
@@ -235,13 +235,14 @@ class Video:
             return made
         return {"frames": made, "length": len(found), "times": times, "rate": rate}
 
-    def _pixels(self, frame: Any, orientation: int) -> npt.NDArray[np.uint8]:
-        """Return a frame as uint8 [H, W, 3], upright."""
-        height, width = self.size or (frame.height, frame.width)
-        if self.size is not None and orientation > 4:  # the size is that of the upright frame
-            height, width = width, height
-        pixels = frame.to_ndarray(format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1)
-        return turned(pixels, orientation)
+
+def pixels_of(frame: Any, size: tuple[int, int] | None, orientation: int) -> npt.NDArray[np.uint8]:
+    """Return a frame as uint8 [H, W, 3], upright; ``size``: (height, width) to scale the upright frame to."""
+    height, width = size or (frame.height, frame.width)
+    if size is not None and orientation > 4:  # the size is that of the upright frame
+        height, width = width, height
+    pixels = frame.to_ndarray(format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1)
+    return turned(pixels, orientation)
 
 
 def orientation_of(frame: Any) -> int:
@@ -260,12 +261,12 @@ def measured(data: Encoded, max_pixels: int = MAX_PIXELS) -> tuple[float, float,
         ValueError: It is no video that :class:`Video` reads.
         Exception: Errors of FFmpeg.
     """
-    with opened(data) as file, closing(opened_video(file, max_pixels)) as container:
-        reader = _Reader(container, max_pixels)
+    with opened(data) as file, closing(opened_container(file, max_pixels)) as container:
+        reader = VideoReader(container, max_pixels)
         return reader.lasts_s(), reader.rate, *reader.size
 
 
-def opened_video(file: WatchedFile, max_pixels: int) -> Any:
+def opened_container(file: WatchedFile, max_pixels: int) -> Any:
     """Open a file of a known kind.
 
     Raises:
@@ -282,12 +283,12 @@ def opened_video(file: WatchedFile, max_pixels: int) -> Any:
         raise ValueError(f"not an MP4, MOV, Matroska or WebM file: it starts with {head[:8]!r}")
     av = require("av", extra="video")
     options = _OPTIONS | {"max_pixels": str(max_pixels)}
-    with _claims():
+    with claims():
         return av.open(file, "r", format=kind, options=options, metadata_errors="replace", io_open=_refused)
 
 
 @contextmanager
-def _claims() -> Iterator[None]:
+def claims() -> Iterator[None]:
     """Report a failed allocation of a size that a file claims as damage, because a ``MemoryError`` would end the run.
 
     Raises:
@@ -337,12 +338,31 @@ def _check_boxes(file: WatchedFile) -> None:
             raise ValueError(f"its header states {at} bytes, and it has {file.num_bytes}: truncated")
 
 
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuse frames that are too large.
+
+    Raises:
+        ValueError: They are.
+    """
+    if width * height > max_pixels:
+        raise ValueError(
+            f"frames of {height} x {width} pixels, more than the {max_pixels} allowed; raise the limit with max_pixels="
+        )
+
+
 def _refused(url: str, flags: object, options: object) -> NoReturn:  # noqa: ARG001  as PyAV calls it
     raise ValueError(f"it refers to {url!r}, which is not opened")
 
 
-class _Reader:
-    """The best video stream of an open container."""
+class VideoReader:
+    """The best video stream of an open container.
+
+    Attributes:
+        stream: PyAV's stream.
+        base: The unit of its times, in seconds.
+        first: The time of second 0.
+        rate: Mean number of frames per second.
+    """
 
     def __init__(self, container: Any, max_pixels: int) -> None:
         self._container, self._max_pixels = container, max_pixels
@@ -353,28 +373,21 @@ class _Reader:
             raise ValueError(
                 f"codec {stream.codec_context.name!r} is not read; expected one of {' '.join(sorted(_CODECS))}"
             )
-        self._check_size(stream.codec_context.width, stream.codec_context.height)
+        check_size(stream.codec_context.width, stream.codec_context.height, max_pixels)
         stream.codec_context.options = {"max_pixels": str(max_pixels)}
         stream.thread_count, stream.thread_type = 1, "NONE"
         for other in container.streams:
             if other is not stream:
                 other.discard = _DISCARD_ALL
-        self._stream, self._left, self._is_fresh = stream, _MAX_DECODED, True
-        self._base: Fraction = stream.time_base
-        self._first = stream.start_time or 0
+        self.stream, self._left, self._is_fresh = stream, _MAX_DECODED, True
+        self.base: Fraction = stream.time_base
+        self.first: int = stream.start_time or 0
         self.rate = float(stream.average_rate or stream.guessed_rate or 25)
-
-    def _check_size(self, width: int, height: int) -> None:
-        if width * height > self._max_pixels:
-            raise ValueError(
-                f"frames of {height} x {width} pixels, more than the {self._max_pixels} allowed; raise the limit with "
-                "max_pixels="
-            )
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of its frames, as stored."""
-        return self._stream.codec_context.width, self._stream.codec_context.height
+        return self.stream.codec_context.width, self.stream.codec_context.height
 
     def lasts_s(self) -> float:
         """Return the length of the stream in seconds."""
@@ -386,42 +399,42 @@ class _Reader:
 
     def _stated_s(self) -> float | None:
         """Return the length of the stream that the file states, in seconds."""
-        stream = self._stream
+        stream = self.stream
         if stream.duration:
-            return float(stream.duration * self._base)
+            return float(stream.duration * self.base)
         tag = next((text for name, text in stream.metadata.items() if name.upper().startswith("DURATION")), "")
         found = _DURATION.match(tag)
         if found is not None:
             hours, minutes, seconds = found.groups()
-            return 3600 * int(hours) + 60 * int(minutes) + float(seconds) - float(self._first * self._base)
+            return 3600 * int(hours) + 60 * int(minutes) + float(seconds) - float(self.first * self.base)
         return self._container.duration / 1e6 if self._container.duration else None
 
     def all_times(self) -> list[float]:
         """Return the time of each frame, in order, by reading all packets without decoding them."""
         self._seek(0)
         self._is_fresh = False
-        found = [p.pts for p in self._container.demux(self._stream) if p.pts is not None and not p.is_discard]
-        return [self._time(pts) for pts in sorted(found) if pts >= self._first]
+        found = [p.pts for p in self._container.demux(self.stream) if p.pts is not None and not p.is_discard]
+        return [self._time(pts) for pts in sorted(found) if pts >= self.first]
 
     def _time(self, pts: int) -> float:
-        return float((pts - self._first) * self._base)
+        return float((pts - self.first) * self.base)
 
     def _seek(self, time: float) -> None:
         """Seek to the last key frame before a time, or to the first one."""
         # FFmpeg seeks by decoding time: that of the second key frame may precede the time at which the first picture is
         # shown.
-        ticks = math.floor((time if time > 0 else -_BEFORE_S) / self._base)
-        self._container.seek(self._first + ticks, stream=self._stream)
+        ticks = math.floor((time if time > 0 else -_BEFORE_S) / self.base)
+        self._container.seek(self.first + ticks, stream=self.stream)
 
     def shown_at(self, begin: float, step: float) -> Iterator[tuple[float, Any]]:
         """Yield (time, frame shown then) at ``begin``, ``begin + step``, …, up to the end."""
         number, shown, until = 0, None, 0.0
         for time, frame in self._from(begin):
-            while shown is not None and begin + number * step < time - _SAME_S:
+            while shown is not None and begin + number * step < time - SAME_S:
                 yield shown
                 number += 1
-            shown, until = (time, frame), time + (float((frame.duration or 0) * self._base) or 1 / self.rate)
-        while shown is not None and begin + number * step < until - _SAME_S:
+            shown, until = (time, frame), time + (float((frame.duration or 0) * self.base) or 1 / self.rate)
+        while shown is not None and begin + number * step < until - SAME_S:
             yield shown
             number += 1
 
@@ -429,7 +442,7 @@ class _Reader:
         """Yield (time, frame) of every ``every``-th frame from the one shown at ``begin``, up to the end."""
         number, shown = 0, None
         for one in self._from(begin):
-            if one[0] <= begin + _SAME_S:  # shown at begin, unless the next one is
+            if one[0] <= begin + SAME_S:  # shown at begin, unless the next one is
                 shown = one
                 continue
             if shown is not None:
@@ -449,7 +462,7 @@ class _Reader:
                 self._seek(max(0.0, begin - back))
             frames = self._decoded()
             first = next(frames, None)
-            if back > begin or (first is not None and first[0] <= begin + _SAME_S and first[1].pict_type == _INTRA):
+            if back > begin or (first is not None and first[0] <= begin + SAME_S and first[1].pict_type == _INTRA):
                 break
             # Either the key frame is shown later than frames that follow it, or there is none, only pictures refreshed
             # in parts (H.264), which FFmpeg returns unfinished near the end.
@@ -461,11 +474,11 @@ class _Reader:
     def _decoded(self) -> Iterator[tuple[float, Any]]:
         """Yield (time, frame) of all frames from the current position on."""
         last, self._is_fresh = -math.inf, False
-        for packet in self._container.demux(self._stream):
+        for packet in self._container.demux(self.stream):
             if packet.is_corrupt:
                 raise ValueError(f"the data after second {max(last, 0):.3f} is damaged or cut off")
             for frame in packet.decode():
-                self._check_size(frame.width, frame.height)
+                check_size(frame.width, frame.height, self._max_pixels)
                 self._left -= frame.width * frame.height
                 if self._left < 0:
                     raise ValueError(
@@ -476,15 +489,15 @@ class _Reader:
                 last = self._time(frame.pts)
                 yield last, frame
         if last >= 0:
-            self._check_end(last)
+            self.check_end(last)
 
-    def _check_end(self, last: float) -> None:
+    def check_end(self, last: float) -> None:
         """Refuse a Matroska file that ends early, which FFmpeg reads as a shorter one.
 
         Raises:
             ValueError: The file ends early.
         """
-        tag = any(name.upper().startswith("DURATION") for name in self._stream.metadata)
+        tag = any(name.upper().startswith("DURATION") for name in self.stream.metadata)
         stated = self._stated_s()
         if (
             tag

@@ -11,6 +11,7 @@ from streaming.sets.datasets.dataset import StreamingDataset
 from streaming.sets.datasets.face import reading
 from streaming.sets.datasets.mixture import MixedSet
 from streaming.sets.datasets.packed import Packed
+from streaming.sets.datasets.windows import Windows
 from streaming.sets.sources.grouped import GroupedSource
 from streaming.types import Transform
 
@@ -79,6 +80,12 @@ def check_dataset(dataset: Any, owner: str) -> None:
             'documents; or pack parts of them, chosen by where=, and mix these: Mixture({"easy": '
             'Packed(StreamingDataset(…, where="tokens <= 512"), length=…), "hard": …}, weights=…), whose weights= '
             "also takes a Schedule"
+        )
+    if isinstance(dataset, Windows):
+        raise ConfigError(
+            f"{owner}: expected a StreamingDataset, got a Windows, whose units hold rows of one recording. Cut parts of "
+            'the recordings, chosen by where=, and mix these: Mixture({"easy": Windows(StreamingDataset(…, '
+            'where="level <= 2"), …), "hard": …}, weights=…), whose weights= also takes a Schedule'
         )
     if not isinstance(dataset, StreamingDataset):
         hint = "; write StreamingDataset(…)" if isinstance(dataset, str) else ""

@@ -37,6 +37,7 @@ _ELSEWHERE = {
     "batch_size": "it belongs to the loader; write DataLoader(mixture, batch_size=…)",
     "global_batch_size": "it belongs to the loader; write DataLoader(mixture, global_batch_size=…)",
     "packed": "pack each source: Mixture({…: Packed(…, length=…)})",
+    "windows": "cut each source: Mixture({…: Windows(…, video={…})})",
 }  # fmt: skip
 _SLASH = 'a slash separates the names of a mixture within a mixture, as in "web/en"'
 
@@ -126,7 +127,7 @@ class Mixture(MixedSet[MixedSource]):
     A field that only some samples of a batch have becomes a list, with None for the others.
 
     Args:
-        sources: ``StreamingDataset``s (with an index), ``Packed`` sets and other mixtures, by name. The order and
+        sources: ``StreamingDataset``s (with an index), ``Packed`` or ``Windows`` sets and other mixtures, by name. The order and
             checkpoints depend on the names, not on the order of the dict. Sources of a nested mixture are called
             ``"web/en"``.
         weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
@@ -204,7 +205,7 @@ class Mixture(MixedSet[MixedSource]):
         """Make the mixture described by a JSON file; ``shard_tools plan`` reads the same files.
 
         The file holds the arguments of this class and, for each source, those of ``StreamingDataset``, with ``url`` for
-        the first one, and of ``Packed``, ``Balanced`` or ``Curriculum`` under that name. A source may also be just a
+        the first one, and of ``Packed``, ``Windows``, ``Balanced`` or ``Curriculum`` under that name. A source may also be just a
         URL, or have ``sources`` of its own, which makes it a nested mixture (docs/mixing.md)::
 
             {"sources": {"web": {"url": "s3://bucket/web/", "packed": {"length": 8192}},
@@ -292,7 +293,7 @@ def _check_sources(sources: Any) -> None:
             raise ConfigError(f"sources: expected names without a slash, got {name!r}; {_SLASH}")
         if not isinstance(one, DataSet):
             raise ConfigError(
-                f"sources: {name!r}: expected a StreamingDataset, a Packed or a Mixture, got {one!r}"
+                f"sources: {name!r}: expected a StreamingDataset, a Packed, a Windows or a Mixture, got {one!r}"
                 + ("; write StreamingDataset(…)" if isinstance(one, (str, PathLike)) else "")
             )
         if not isinstance(one, MixedSet) and not one.source.chunk_samples.sum():  # raises if there is no index

@@ -13,6 +13,7 @@ from streaming.order.plan.schedule import Schedule
 from streaming.sets.datasets.dataset import StreamingDataset
 from streaming.sets.datasets.face import DataSet, Numbers, reading
 from streaming.sets.sources.packs import PackCounts, PackedDocuments
+from streaming.sets.sources.windows import WindowSource
 from streaming.types import Sample, Transform
 
 _AT_THE_DOCUMENTS = "it belongs to the documents; write Packed(StreamingDataset(…, {}=…), …)"
@@ -227,6 +228,11 @@ def _check_documents(documents: Any) -> None:
     """
     if isinstance(documents, StreamingDataset):
         return
+    if isinstance(documents.source if isinstance(documents, DataSet) else None, WindowSource):
+        raise ConfigError(
+            "Packed: expected a StreamingDataset, got a Windows, whose rows are all of one size; give it to the "
+            "DataLoader as it is"
+        )
     if isinstance(documents, DataSet):
         raise ConfigError(
             f"Packed: expected a StreamingDataset, got a {type(documents).__name__}; pack each data set, and mix the "

@@ -24,8 +24,9 @@ from streaming.order.plan.schedule import WeightSchedule
 from streaming.order.plan.state import NO_VERSIONS, Versions
 from streaming.sets.sources.packs import PackedDocuments
 from streaming.sets.sources.samples import SampleSource
+from streaming.sets.sources.windows import WindowSource
 
-Leaf: TypeAlias = SampleSource | PackedDocuments
+Leaf: TypeAlias = SampleSource | PackedDocuments | WindowSource
 """A source of a mixture that holds samples itself."""
 _MOST_LAID = 2**12
 """Maximum count of numbers that a state records about sources without weight: one per lane and source, about 30 KB of

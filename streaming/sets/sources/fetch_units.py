@@ -16,6 +16,7 @@ from streaming.types import SPAN_BYTES
 if TYPE_CHECKING:  # they import torch, and ``shard_tools`` takes only the arithmetic
     from streaming.sets.sources.packs import PackedDocuments
     from streaming.sets.sources.samples import SampleSource
+    from streaming.sets.sources.windows import WindowSource
 
 FetchBytes: TypeAlias = int | str | Mapping[str, int | str]
 LEAST_UNIT_BYTES = SPAN_BYTES
@@ -23,7 +24,7 @@ LEAST_UNIT_BYTES = SPAN_BYTES
 _UNITS_HELD = 6
 
 
-def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocuments], blend: Blend) -> dict[str, int]:
+def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], blend: Blend) -> dict[str, int]:
     """Return the size of the units of each source that is cut, in bytes.
 
     Args:
@@ -84,7 +85,7 @@ def _checked(size: int | str, name: str) -> int:
     return found
 
 
-def check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure: str) -> None:
+def check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], cure: str) -> None:
     """Check that sources can be cut; ``cure`` says what helps if one cannot.
 
     Raises:
@@ -92,7 +93,7 @@ def check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure:
     """
     for name, one in leaves.items():
         if not one.can_be_cut:
-            what = "a Packed reads whole groups of chunks" if one.is_packed else "it is a group of samples"
+            what = one.why_whole
             if one.late:
                 names = some_names([late.name for late in one.late])
                 what = (
@@ -101,7 +102,7 @@ def check_can_be_cut(leaves: Mapping[str, SampleSource | PackedDocuments], cure:
             raise ConfigError(f"fetch_bytes: the source {name!r} cannot be cut: {what}; {cure}")
 
 
-def _byte_shares(leaves: Mapping[str, SampleSource | PackedDocuments], blend: Blend) -> dict[str, float]:
+def _byte_shares(leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], blend: Blend) -> dict[str, float]:
     """Return the largest share that each source ever has of the bytes read."""
     found = dict.fromkeys(sorted(leaves), 0.0)
     mean_bytes = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in leaves.items()}

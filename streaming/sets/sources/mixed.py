@@ -38,6 +38,8 @@ from streaming.sets.sources.drawing import Drawing, Leaf
 from streaming.sets.sources.fetch_units import FetchBytes, check_can_be_cut, fitting_total, shown_total, unit_sizes
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.sources.units import Unit, Weighing
+from streaming.sets.sources.windows import WindowSource
+from streaming.sets.windows.order import order_of_windows
 from streaming.shards.catalog.cut import Cut, cut_tables
 from streaming.shards.catalog.joined import JoinedSource
 from streaming.shards.catalog.source import ChunkSource
@@ -317,6 +319,10 @@ class MixedSource(JoinedSource):
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
+        if any(isinstance(one, WindowSource) for one in self.leaves.values()):
+            found = order_of_windows(
+                found, self.shuffle_config, self.chunk_samples, self.chunk_bytes, global_batch_size
+            )
         return self.deal.settings(found, global_batch_size) if self.shuffle_config.lanes is None else found
 
     # --- shares, and the ledger of a run ---
@@ -479,6 +485,7 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
     Raises:
         ConfigError: The sources cannot be combined.
     """
+    _check_windows(leaves)
     packed = {name: one.items.options for name, one in leaves.items() if one.items.options}
     if not packed:
         return
@@ -498,6 +505,21 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
                     + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
                        "the width" if option == "dtype" else "give both the same")
                 )  # fmt: skip
+
+
+def _check_windows(leaves: Mapping[str, Leaf]) -> None:
+    """Refuse windows beside samples or packs: a row of a batch is made in one way.
+
+    Raises:
+        ConfigError: Some sources are windows, and others are not.
+    """
+    cut = sorted(name for name, one in leaves.items() if isinstance(one, WindowSource))
+    others = sorted(leaves.keys() - {*cut})
+    if cut and others:
+        raise ConfigError(
+            f"sources: {some_names(cut)} are Windows and {some_names(others)} are not; cut all of them, "
+            "Windows(…, video={…}), or none"
+        )
 
 
 def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> None:

@@ -18,6 +18,7 @@ from streaming.order.plan.schedule import Schedule, WeightSchedule
 from streaming.sets.filters.late_columns import find_columns, homes_of, read_values
 from streaming.sets.sources.packs import PackedDocuments
 from streaming.sets.sources.samples import SampleSource
+from streaming.sets.sources.windows import WindowSource
 from streaming.shards.index.chunk_table import numbers
 from streaming.shards.index.columns import there_of
 from streaming.storage import redact
@@ -38,7 +39,7 @@ class Weighing:
     """
 
     def __init__(
-        self, within: Mapping[str, Blend], leaves: Mapping[str, SampleSource | PackedDocuments], unit: Unit
+        self, within: Mapping[str, Blend], leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], unit: Unit
     ) -> None:
         self._within, self._leaves, self.unit = within, leaves, unit
 
@@ -70,7 +71,7 @@ class Weighing:
         return by_weight(self._within, weights, self._means)
 
 
-def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], unit: Unit) -> dict[str, float]:
+def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments | WindowSource], unit: Unit) -> dict[str, float]:
     """Return the mean number of units per sample of each source; log estimated values.
 
     Raises:
@@ -85,17 +86,22 @@ def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments], uni
     return found
 
 
-def _mean_bytes(dataset: SampleSource | PackedDocuments) -> float:
+def _mean_bytes(dataset: SampleSource | PackedDocuments | WindowSource) -> float:
     """Return the mean size from the chunk table; chunks include samples that a filter leaves out."""
     stored = dataset.documents if isinstance(dataset, PackedDocuments) else dataset
     kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
     return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
 
 
-def _mean_tokens(name: str, dataset: SampleSource | PackedDocuments) -> float:
+def _mean_tokens(name: str, dataset: SampleSource | PackedDocuments | WindowSource) -> float:
     """Return the mean of the column ``tokens`` over some evenly spaced shards, the same ones on every rank."""
     if isinstance(dataset, PackedDocuments):
         return dataset.counts.packed / dataset.num_readable
+    if isinstance(dataset, WindowSource):
+        raise ConfigError(
+            f'unit="tokens": the source {name!r} is a Windows, and windows have no tokens; leave unit out, which counts '
+            "windows"
+        )
     num_shards = len(dataset.urls)
     chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]
     late = find_columns(dataset.storage, homes_of(dataset.urls, dataset.shards.index), ["tokens"]).get("tokens")

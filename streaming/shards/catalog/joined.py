@@ -7,21 +7,70 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.build.decode import ReadDistant
 from streaming.common.arrays import rows_by, sums
-from streaming.order.packing.layout import KeptPacks, PackRows
-from streaming.shards.catalog.packed import PackedSource
+from streaming.order.packing.layout import KeptPacks, PackRows, RowSamples
+from streaming.shards.cache import NodeCache
 from streaming.shards.catalog.source import ChunkSource, OneOrder
+from streaming.shards.fetch.chunks import Bytes, Table
 from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
 from streaming.storage import ActiveRequest, Storage
 from streaming.types import Int64Array, ReadBuffer, override
+
+
+class Joinable(Table, Bytes, Protocol):
+    """Interface of a set among others: its chunks, their rows, and its storage.
+
+    Attributes:
+        storage: The store of its shards.
+        cache: Cache of fetched chunks, or None.
+        has_gaps: A filter leaves samples out of the bytes of chunks.
+        is_packed: Packs of samples are dealt to ranks.
+    """
+
+    storage: Storage
+    cache: NodeCache | None
+
+    @property
+    def has_gaps(self) -> bool: ...  # noqa: D102
+
+    @property
+    def is_packed(self) -> bool: ...  # noqa: D102
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies its samples."""
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Its shards."""
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """See ``InPlace``."""
+
+    @property
+    def rows(self) -> RowSamples:
+        """The samples of its rows."""
+
+    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
+        """See ``InPlace``."""
+
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """See ``InPlace``."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the counters of storage and cache since the set was opened."""
+
+    def in_flight(self) -> list[ActiveRequest]:
+        """Return the storage requests in progress, oldest first."""
 
 
 class JoinedSource(OneOrder):
@@ -34,7 +83,7 @@ class JoinedSource(OneOrder):
         sets: The datasets by name.
     """
 
-    def __init__(self, sets: Mapping[str, ChunkSource | PackedSource]) -> None:
+    def __init__(self, sets: Mapping[str, Joinable]) -> None:
         for name in ("chunk_samples", "chunk_bytes", "byte_starts", "_shown_urls", "_have_gaps"):
             self.__dict__.pop(name, None)  # cached values of a copy over other sets
         self._sets = [sets[name] for name in sorted(sets)]
@@ -229,7 +278,7 @@ class JoinedSource(OneOrder):
         calls = [call for one in self._apart() for call in one.in_flight()]
         return sorted(calls, key=lambda call: -call.age_s)
 
-    def _apart(self) -> list[ChunkSource | PackedSource]:
+    def _apart(self) -> list[Joinable]:
         """Return the sets without those that share the storage of an earlier one: views, and sets named twice."""
         return list({(id(one.storage), id(one.cache)): one for one in self._sets}.values())
 
@@ -243,24 +292,24 @@ class JoinedSource(OneOrder):
         return column
 
 
-def _sliced(one: ChunkSource | PackedSource) -> ChunkSource:
+def _sliced(one: Joinable) -> ChunkSource:
     """Return a set whose chunks are read in parts."""
-    assert isinstance(one, ChunkSource), "packs are read whole"  # noqa: S101
+    assert isinstance(one, ChunkSource), "other sets are read whole"  # noqa: S101
     return one
 
 
-def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkSource | PackedSource]:
+def _sharing_storages(sets: Sequence[Joinable]) -> list[Joinable]:
     """Return the sets, copied to use an earlier set's storage if their options are the same.
 
     So hundreds of sets in a bucket share one client, and its open connections.
     """
     storages: list[Storage] = []
-    found: list[ChunkSource | PackedSource] = []
+    found: list[Joinable] = []
     for one in sets:
         same = next((storage for storage in storages if storage.is_like(one.storage)), None)
         if same is None:
             storages.append(one.storage)
-        elif same is not one.storage and not isinstance(one, PackedSource):
+        elif same is not one.storage and isinstance(one, ChunkSource):
             one = copy.copy(one)  # noqa: PLW2901  the caller's own set does not change
             one.storage = same
         found.append(one)

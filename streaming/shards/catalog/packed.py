@@ -85,6 +85,7 @@ class PackedSource(OneOrder):
     """
 
     has_gaps = can_be_cut = False
+    why_whole = "a Packed reads whole groups of chunks"
     fields: tuple[str, ...] | None
 
     slices = read_distant = None  # groups are read whole

@@ -70,6 +70,7 @@ class OneOrder(ABC):
         names: See ``Source``: a single set has none.
         bad_samples_file: File in which bad samples are recorded; None: no file.
         meaning: The meaning of the sets that are read as one; empty for most kinds of sets.
+        why_whole: Why chunks cannot be cut, if so, for messages.
     """
 
     shuffle: bool
@@ -78,6 +79,7 @@ class OneOrder(ABC):
     names: tuple[str, ...] = ()
     bad_samples_file: str | None
     meaning: Meaning = Meaning()
+    why_whole = "it is a group of samples"
 
     @property
     def is_packed(self) -> bool:

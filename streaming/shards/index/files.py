@@ -41,6 +41,7 @@ _MAGIC = b"PAR1"
 COLUMN_KIND = "column"
 SOURCES_KIND = "sources"
 FIELD_KIND = "late field"
+VIDEO_KIND = "videos"
 REBUILD = "rebuild it with `shard_tools index URL`"
 CONVERT_AGAIN = (
     "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
@@ -48,6 +49,7 @@ CONVERT_AGAIN = (
 )
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
 ADD_FIELD_AGAIN = "add the field again with `shard_tools field add URL NAME … --overwrite`"
+INDEX_VIDEO_AGAIN = "make it again with `shard_tools index URL --video`"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
 
@@ -374,14 +376,14 @@ def _check_version(version: str, source: str) -> None:
 
 
 @contextmanager
-def content_errors(source: str, what: str) -> Iterator[None]:
+def content_errors(source: str, what: str, cure: str = REBUILD) -> Iterator[None]:
     """Convert errors of parsing malformed content to ours. ``what`` names the malformed part."""
     try:
         yield
     except IndexFormatError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise IndexFormatError(f"{source}: {what} ({error}); {REBUILD}") from error
+        raise IndexFormatError(f"{source}: {what} ({error}); {cure}") from error
 
 
 def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
@@ -390,4 +392,6 @@ def damaged(source: str, why: str, cure: str = REBUILD) -> IndexFormatError:
 
 
 def _cure_of(kind: str) -> str:
-    return {COLUMN_KIND: ADD_AGAIN, SOURCES_KIND: CONVERT_AGAIN, FIELD_KIND: ADD_FIELD_AGAIN}.get(kind, REBUILD)
+    cures = {COLUMN_KIND: ADD_AGAIN, SOURCES_KIND: CONVERT_AGAIN, FIELD_KIND: ADD_FIELD_AGAIN}
+    cures[VIDEO_KIND] = INDEX_VIDEO_AGAIN
+    return cures.get(kind, REBUILD)

@@ -26,6 +26,7 @@ PENDING_DIRECTORY = f"{INDEX_DIRECTORY}/pending"
 COPIED_FILES = f"{INDEX_DIRECTORY}/copied-"
 """How the paths of notes of ``copy`` begin: the shards that it has brought to this directory."""
 _FIELDS_DIRECTORY = f"{INDEX_DIRECTORY}/fields"
+_VIDEO_DIRECTORY = f"{INDEX_DIRECTORY}/video"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 _MAX_NAME = 100
 
@@ -108,6 +109,16 @@ def field_tar_path(name: str, work: str, tar: str) -> str:
 def field_samples_path(name: str, work: str, tar: str) -> str:
     """Return the path of the sample table of one tar of a late field."""
     return f"{field_tar_path(name, work, tar)}.parquet"
+
+
+def video_directory() -> str:
+    """Return the path of the directory of all indexes of videos."""
+    return _VIDEO_DIRECTORY
+
+
+def video_path(field: str, shard_name: str) -> str:
+    """Return the path of the index of the videos in one field of one shard."""
+    return f"{_VIDEO_DIRECTORY}/{field}/{shard_name}.parquet"
 
 
 def views_directory() -> str:

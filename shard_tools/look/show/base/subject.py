@@ -64,7 +64,7 @@ class Subject:
 
     @cached_property
     def sets(self) -> dict[str, SampleSet]:
-        """The sets that hold the samples, by their name in batches (``""`` for a single set); for packs, documents."""
+        """The sets that hold the samples, by their name in batches (``""`` for a single set); documents of packs."""
         return {} if self.source is None else {name: SampleSet(one) for name, one in sorted(_sets(self.source).items())}
 
     @cached_property
@@ -113,9 +113,11 @@ class Subject:
 
 
 def _sets(source: Any, name: str = "") -> dict[str, Any]:
-    """Return the sources that hold samples: for packs their documents, for groups the underlying set."""
+    """Return the sources that hold samples: of packs documents, of windows recordings, of groups the underlying set."""
     if hasattr(source, "documents"):
         return {name: source.documents}
+    if hasattr(source, "recordings"):
+        return {name: source.recordings}
     if hasattr(source, "dataset"):
         return {name: source.dataset}
     if not hasattr(source, "sources"):

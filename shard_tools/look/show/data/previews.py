@@ -65,6 +65,7 @@ class FieldShown:
         class_name: Name of the class with this number.
         small: Address of a small picture.
         large: Address of a larger picture.
+        strip: Address of frames of a video, side by side.
         raw: Address of all its bytes.
         note: A remark.
     """
@@ -83,6 +84,7 @@ class FieldShown:
     class_name: str = ""
     small: str = ""
     large: str = ""
+    strip: str = ""
     raw: str = ""
     note: str = ""
 
@@ -183,7 +185,9 @@ def _shown(
     if kind in _PICTURES:
         return _pictured(common, kind, where)
     if kind in {"audio", "video"} and unpacked_name(name) is None:  # a browser plays the stored bytes
-        return FieldShown(**common, form=kind, **({} if num_bytes > MOST_MEDIA_BYTES else _addresses(name, where)))
+        pictures = {} if num_bytes > MOST_MEDIA_BYTES else _addresses(name, where)
+        strip = address("/value", **where, field=name, view="strip") if kind == "video" and pictures else ""
+        return FieldShown(**common, form=kind, strip=strip, **pictures)
     is_cut = len(head) < num_bytes
     if head and unpacked_name(name) is not None:
         try:

@@ -15,7 +15,7 @@ from streaming.common.arguments import unpacked_name
 from streaming.errors import ConfigError, NotFoundError
 
 ASKS = ("source", "number", "field", "view")
-PIXELS: Final = {"small": 384, "large": 1600}
+PIXELS: Final = {"small": 384, "large": 1600, "strip": 1600}
 _DECODED: Final = {"image": "image", "tensor": "tensor", "audio": "audio", "video": "video"}
 _PLAYED: Final = {
     "wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg", "opus": "audio/ogg",
@@ -46,9 +46,11 @@ def value(subject: Subject, query: Query) -> Content:
     if name not in located.fields:
         raise NotFoundError(f"field: the sample has no field {name[:80]!r}; it has {', '.join(located.fields)}")
     start, stop = located.fields[name]
-    view = query.choice("view", "raw", "small", "large")
+    view = query.choice("view", "raw", "small", "large", "strip")
     if view != "raw":
-        found = decoded(subject, within, place, name, (start, stop), PIXELS[view])
+        if view == "strip" and kind_of(name) != "video":
+            raise NotFoundError(f"view=strip: the field {name!r} is no video; view=small is a picture of it")
+        found = decoded(subject, within, place, name, (start, stop), PIXELS[view], is_strip=view == "strip")
         if not found.picture:
             raise NotFoundError(f"view: there is no picture of the field {name!r}; view=raw has its bytes")
         return Content(
@@ -80,14 +82,15 @@ def _pieces(within: SampleSet, shard: int, begin: int, first: int, last: int) ->
 
 
 def decoded(
-    subject: Subject, within: SampleSet, place: SamplePlace, name: str, span: tuple[int, int], pixels: int
-) -> Decoded:
-    """Return a picture of a value and facts about it, from a worker or from the cache.
+    subject: Subject, within: SampleSet, place: SamplePlace, name: str, span: tuple[int, int], pixels: int, *,
+    is_strip: bool = False,
+) -> Decoded:  # fmt: skip
+    """Return a picture of a value and facts about it, from a worker or from the cache; or frames of a video.
 
     Raises:
         DecodeError: The value is damaged, too large, or of a kind that is not decoded.
     """
-    kind = _DECODED.get(kind_of(name))
+    kind = "strip" if is_strip else _DECODED.get(kind_of(name))
     if kind is None:
         raise NotFoundError(
             f"view: there are pictures of images, arrays, sounds and videos, not of the field {name!r}; view=raw has it"

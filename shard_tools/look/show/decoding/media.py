@@ -58,6 +58,10 @@ def ranges(found: _Sound, columns: int) -> list[tuple[float, float]]:
     return [(float(low), float(high)) for low, high in zip(lows, highs, strict=True)]
 
 
+_STRIP = 8
+"""Frames of a strip."""
+
+
 def poster(data: bytes, pixels: int) -> tuple[dict[str, Any], Image.Image]:
     """Return facts about a video, and the upright frame at its first second, or earlier in a shorter one.
 
@@ -73,6 +77,27 @@ def poster(data: bytes, pixels: int) -> tuple[dict[str, Any], Image.Image]:
         picture.thumbnail((pixels, pixels), Image.Resampling.BOX)
     _label(picture, lasting(seconds))
     return facts, picture
+
+
+def strip(data: bytes, pixels: int) -> tuple[dict[str, Any], Image.Image]:
+    """Return facts about a video, and upright frames at even distances of time, side by side.
+
+    Raises:
+        Exception: As for :func:`poster`.
+    """
+    seconds, rate, width, height = video.measured(data)
+    facts: dict[str, Any] = {"seconds": seconds, "rate": rate, "width": width, "height": height}
+    frames: Any = Video(frames=_STRIP, fps=_STRIP / max(seconds, _STRIP / max(rate, 1e-3)), start="first", short="keep")(data)
+    each = max(1, pixels // _STRIP)
+    pictures = [Image.fromarray(frame) for frame in frames]
+    for one in pictures:
+        one.thumbnail((each, each), Image.Resampling.BOX)
+    made = Image.new("RGB", (sum(one.width for one in pictures), max(one.height for one in pictures)))
+    at = 0
+    for one in pictures:
+        made.paste(one, (at, 0))
+        at += one.width
+    return facts, made
 
 
 def lasting(seconds: float) -> str:

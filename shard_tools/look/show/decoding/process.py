@@ -215,7 +215,8 @@ def _drawn(kind: str, data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
     """
     from shard_tools.look.show.decoding import media  # noqa: PLC0415  pictures need no library of sounds or videos
 
-    facts, picture = media.waveform(data, pixels) if kind == "audio" else media.poster(data, pixels)
+    draw = {"audio": media.waveform, "video": media.poster, "strip": media.strip}[kind]
+    facts, picture = draw(data, pixels)
     return facts, _encoded(picture, exactly=picture.mode == "RGBA")
 
 
@@ -225,6 +226,7 @@ _WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], b
     "tensor": lambda data, request: arrays(data, request["pixels"]),
     "audio": lambda data, request: _drawn("audio", data, request["pixels"]),
     "video": lambda data, request: _drawn("video", data, request["pixels"]),
+    "strip": lambda data, request: _drawn("strip", data, request["pixels"]),
     "tokenizer": _TEXTS.open,
     "tokens": _TEXTS.pieces,
 }

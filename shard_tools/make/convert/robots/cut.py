@@ -12,7 +12,7 @@ from typing import Any, Final
 from streaming.build.decode.images import MAX_PIXELS
 from streaming.build.decode.streams.files import Encoded, opened
 from streaming.build.decode.values import require
-from streaming.build.decode.video import opened_video
+from streaming.build.decode.video import opened_container
 
 _OPTIONS: Final = {"fflags": "+bitexact"}  # no version of FFmpeg in the file
 _INTRA: Final = 1
@@ -40,7 +40,7 @@ def num_frames(data: Encoded) -> int:
         ValueError: It is no video.
         Exception: Other errors of FFmpeg, and of reading.
     """
-    with opened(data) as file, closing(opened_video(file, MAX_PIXELS)) as container:
+    with opened(data) as file, closing(opened_container(file, MAX_PIXELS)) as container:
         stream = _video_of(container)
         return sum(packet.pts is not None and not packet.is_discard for packet in container.demux(stream))
 
@@ -54,7 +54,7 @@ def cut_video(data: Encoded, begin_s: float, num: int) -> CutVideo:
         ValueError: The video is damaged, has too few frames there, or cannot be cut there without decoding it.
         Exception: Other errors of FFmpeg, and of reading.
     """
-    with opened(data) as file, closing(opened_video(file, MAX_PIXELS)) as source:
+    with opened(data) as file, closing(opened_container(file, MAX_PIXELS)) as source:
         if "mp4" not in source.format.name:
             raise ValueError("it is no MP4, and only these are cut; bring it into MP4, without encoding it again")
         stream = _video_of(source)

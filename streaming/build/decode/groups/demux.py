@@ -1,0 +1,229 @@
+"""Find the packets of the video stream in a file, without decoding more than its first picture: ``find_packets``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.build.decode.groups.decode import VideoFormat, decoded_packets
+from streaming.build.decode.images import MAX_PIXELS
+from streaming.build.decode.streams.files import opened
+from streaming.build.decode.streams.pictures import num_shown, starts_group
+from streaming.build.decode.values import require
+from streaming.build.decode.video import VideoReader, claims, opened_container, orientation_of
+from streaming.types import Int64Array
+
+_HEAD_BYTES: Final = 64
+"""Bytes searched for a packet's first one from the place that FFmpeg states: Matroska's is that of the block's
+header."""
+_CHANGES: Final = ("new_extradata", "param_change", "palette", "encryption_info")
+"""Side data that a decoder needs, and that is no part of a packet's bytes."""
+_PROGRESSIVE: Final = 1
+"""The largest of FFmpeg's numbers of the order of fields for frames that are whole, or not known not to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FoundPackets:
+    """The packets of a video stream, in decoding order.
+
+    Attributes:
+        format: What a decoder must know.
+        time_base: The unit of ``pts``, in seconds.
+        first_pts: The time of second 0.
+        last_ticks: How long the last frame is shown; 0: not stated.
+        rate: Mean number of frames per second.
+        pts: int64 [P], presentation times, which include the edit list.
+        byte_start: int64 [P], the first byte of each packet in the file.
+        num_bytes: int64 [P], its size.
+        can_start: bool [P], whether a decoder can start there.
+        is_shown: bool [P], whether its frame is shown.
+    """
+
+    format: VideoFormat
+    time_base: Fraction
+    first_pts: int
+    last_ticks: int
+    rate: Fraction
+    pts: Int64Array
+    byte_start: Int64Array
+    num_bytes: Int64Array
+    can_start: npt.NDArray[np.bool_]
+    is_shown: npt.NDArray[np.bool_]
+
+
+def find_packets(data: bytes, *, max_pixels: int = MAX_PIXELS) -> FoundPackets:
+    """Return the packets of the video stream that ``Video`` decodes of a file.
+
+    Every packet's bytes are compared with those at its place. Where the packets do not say which frames are shown
+    (interlaced pictures, rare codecs, a file that begins without a key frame), they are decoded once.
+
+    Args:
+        data: The file.
+        max_pixels: Largest height x width that is decoded.
+
+    Raises:
+        ValueError: The file is damaged, of another kind, or cannot be decoded from its packets alone.
+    """
+    av = require("av", extra="video")
+    try:
+        with opened(data) as file, closing(opened_container(file, max_pixels)) as container, claims():
+            return _Finder(data, VideoReader(container, max_pixels), max_pixels).found(container)
+    except av.FFmpegError as error:
+        raise ValueError(f"FFmpeg cannot read it: {error}") from error
+
+
+class _Finder:
+    """Reads the packets of one stream."""
+
+    def __init__(self, data: bytes, reader: VideoReader, max_pixels: int) -> None:
+        self._data, self._reader, self._max_pixels = data, reader, max_pixels
+        self._context = reader.stream.codec_context
+        self._codec: str = self._context.name
+        self._extradata: bytes = self._context.extradata or b""
+        self._before = _format_before(self._context, self._extradata)
+        self._picture: Any = None
+        self._is_begun = False
+
+    def found(self, container: Any) -> FoundPackets:
+        """Return all packets.
+
+        Raises:
+            ValueError: See :func:`find_packets`.
+        """
+        rows = []
+        duration: dict[int, int] = {}
+        for packet in container.demux(self._reader.stream):
+            if not packet.size:  # the last one, which PyAV adds
+                continue
+            row = self._row(packet, len(rows))
+            duration[row[0]] = packet.duration or 0
+            rows.append(row)
+        if self._picture is None and self._is_begun:
+            self._picture = next(iter(self._context.decode(None)), None)
+        if not rows or self._picture is None:
+            raise ValueError("it has no frames that decode")
+        pts, start, size = (np.array([row[column] for row in rows], np.int64) for column in range(3))
+        flags = np.array([row[3:] for row in rows], np.bool_)
+        can_start, is_known = flags[:, 0], flags[:, 2]
+        form = self._format()
+        is_shown = self._shown(form, pts, start, size, flags[:, 1], can_start, is_decoded=not is_known.all())
+        shown = np.sort(pts[is_shown])
+        if not shown.size:
+            raise ValueError("it has no frames")
+        if (np.diff(shown) == 0).any():
+            raise ValueError("two of its frames state the same time")
+        self._reader.check_end(float((int(shown[-1]) - self._reader.first) * self._reader.base))
+        stream = self._reader.stream
+        return FoundPackets(
+            format=form, time_base=self._reader.base, first_pts=self._reader.first,
+            last_ticks=max(0, duration[int(shown[-1])]),
+            rate=Fraction(stream.average_rate or stream.guessed_rate or 25), pts=pts, byte_start=start, num_bytes=size,
+            can_start=can_start, is_shown=is_shown,
+        )  # fmt: skip
+
+    def _row(self, packet: Any, number: int) -> tuple[int, int, int, bool, bool, bool]:
+        """Return time, place and size of a packet, and whether it can begin a group, is shown, and that is known."""
+        if packet.is_corrupt:
+            raise ValueError(f"packet {number} is damaged or cut off")
+        if packet.pts is None:
+            raise ValueError(f"packet {number} states no time")
+        if any(map(packet.has_sidedata, _CHANGES)):
+            raise ValueError(
+                f"from packet {number} on, its packets need more than their bytes: it changes, or is secret"
+            )
+        view = memoryview(packet)
+        is_key = packet.is_keyframe
+        if self._picture is None and (is_key or self._is_begun):
+            self._offer(packet)
+        num = num_shown(self._codec, view)
+        if num is not None and num > 1:
+            raise ValueError(f"packet {number} shows {num} frames")
+        is_start = is_key and starts_group(self._codec, self._extradata, view)
+        place, is_shown = self._place(packet, view, number), num != 0 and not packet.is_discard
+        return packet.pts, place, len(view), is_start, is_shown, num is not None
+
+    def _offer(self, packet: Any) -> None:
+        """Decode a packet, unless there was a picture, to see the size of frames, and how the camera was turned."""
+        frames = packet.decode()
+        if not frames and not self._is_begun:  # no picture before later ones have been decoded, unless none will come
+            frames = self._context.decode(None)
+            self._context.flush_buffers()
+        self._is_begun = True
+        self._picture = next(iter(frames), None)
+
+    def _place(self, packet: Any, view: memoryview, number: int) -> int:
+        """Return where the bytes of a packet lie in the file.
+
+        Raises:
+            ValueError: They lie nowhere: the file stores them otherwise.
+        """
+        at: int | None = packet.pos
+        for skipped in range(_HEAD_BYTES) if at is not None and at >= 0 else ():
+            if self._data.startswith(view, at + skipped):
+                return at + skipped
+        raise ValueError(f"the bytes of packet {number} are not stored as they are: it is compressed again, or secret")
+
+    def _format(self) -> VideoFormat:
+        """Return what a decoder must know, with what the first picture says."""
+        picture = self._picture
+        form = self._before
+        return VideoFormat(
+            codec=form.codec, extradata=form.extradata, width=picture.width, height=picture.height,
+            orientation=orientation_of(picture), coded_size=form.coded_size, tag=form.tag, pix_fmt=form.pix_fmt,
+            bits=form.bits, reorder_depth=form.reorder_depth, color=form.color,
+        )  # fmt: skip
+
+    def _shown(
+        self, form: VideoFormat, pts: Int64Array, start: Int64Array, size: Int64Array,
+        stated: npt.NDArray[np.bool_], can_start: npt.NDArray[np.bool_], *, is_decoded: bool,
+    ) -> npt.NDArray[np.bool_]:  # fmt: skip
+        """Return which packets are shown: as they state, or, where that is not sure, as decoding them says.
+
+        Args:
+            form: The format.
+            pts: As of ``FoundPackets``.
+            start: Likewise.
+            size: Likewise.
+            stated: bool [P], whether packets state that they are shown.
+            can_start: As of ``FoundPackets``.
+            is_decoded: Whether only decoding can tell.
+        """
+        keys = np.flatnonzero(can_start)
+        is_whole = is_decoded or self._context.field_order > _PROGRESSIVE
+        begins_late = not keys.size or keys[0] > 0 or bool((pts[stated] < pts[0]).any())
+        if not is_whole and not begins_late:
+            return stated
+        stop = len(pts) if is_whole or keys.size < 2 else int(keys[1])
+        view = memoryview(self._data)
+        packets = (
+            (at, view[low : low + num])
+            for at, (low, num) in enumerate(zip(start[:stop].tolist(), size[:stop].tolist(), strict=True))
+        )
+        order = [number for number, _ in decoded_packets(form, packets, self._max_pixels) if stated[number]]
+        if (np.diff(pts[order]) <= 0).any():
+            raise ValueError("its frames are not shown in the order of their times")
+        found = stated.copy()
+        found[:stop] = False
+        found[order] = True
+        return found
+
+
+def _format_before(context: Any, extradata: bytes) -> VideoFormat:
+    """Return what a container says before the first packet: the state in which it gives the codec's context."""
+    try:
+        tag = context.codec_tag
+    except UnicodeDecodeError:
+        tag = "\0\0\0\0"
+    return VideoFormat(
+        codec=context.name, extradata=extradata, width=context.width, height=context.height, orientation=1,
+        coded_size=(context.width, context.height), tag=tag, pix_fmt=context.pix_fmt or "",
+        bits=context.bits_per_coded_sample, reorder_depth=context.reorder_depth,
+        color=(
+            int(context.color_range), int(context.color_primaries), int(context.color_trc), int(context.colorspace),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""List the windows of a shard, in units, from the index of its videos: ``ShardWindows``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from streaming.common.arguments import counted
+from streaming.common.arrays import sums
+from streaming.sets.windows.recording import Recording, cut_units, frames_per_unit, most_steps, rows_of
+from streaming.sets.windows.spec import WindowSpec
+from streaming.sets.windows.tables import StepShape
+from streaming.sets.windows.unit import aligned, frame_shape, heads_bytes, room_of, rows_room
+from streaming.shards.video.table import VideoIndex, VideoStream
+from streaming.types import Int64Array
+
+_COLUMNS = ("shards", "firsts", "rows", "sizes")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Units:
+    """Units of windows, in the order of shards; int64 [U] each.
+
+    Attributes:
+        shards: The shard of each.
+        firsts: Its first window, among those of the shard.
+        rows: Number of its windows.
+        sizes: Bytes of its memory.
+    """
+
+    shards: Int64Array
+    firsts: Int64Array
+    rows: Int64Array
+    sizes: Int64Array
+
+    @classmethod
+    def joined(cls, parts: Sequence[Units]) -> Units:
+        """Return the units of several parts, in order."""
+        nothing = np.empty(0, np.int64)
+        return cls(**{name: np.concatenate([nothing, *(getattr(one, name) for one in parts)]) for name in _COLUMNS})
+
+    def to_bytes(self) -> bytes:
+        """Return the numbers as bytes."""
+        return np.stack([getattr(self, name) for name in _COLUMNS]).astype("<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: Any) -> Self:
+        """Return the inverse of :meth:`to_bytes`."""
+        columns = np.frombuffer(data, "<i8").reshape(len(_COLUMNS), -1).astype(np.int64)
+        return cls(**dict(zip(_COLUMNS, columns, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Recordings without windows, by the reason.
+
+    Attributes:
+        lacking: Number of those that lack a stream, by its field.
+        damaged: Number of those with a stream that the index could not read, by its field.
+        short: Number of those of which no moment has all frames and steps.
+        example: One of the damaged: its field, its key and the reason; ("", "", ""): there is none.
+    """
+
+    lacking: Mapping[str, int] = field(default_factory=dict)
+    damaged: Mapping[str, int] = field(default_factory=dict)
+    short: int = 0
+    example: Sequence[str] = ("", "", "")
+
+    def __add__(self, other: LeftOut) -> LeftOut:
+        return LeftOut(
+            lacking=Counter(self.lacking) + Counter(other.lacking),
+            damaged=Counter(self.damaged) + Counter(other.damaged), short=self.short + other.short,
+            example=self.example if self.example[0] else other.example,
+        )  # fmt: skip
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {"lacking": dict(self.lacking), "damaged": dict(self.damaged), "short": self.short,
+                "example": list(self.example)}  # fmt: skip
+
+    @property
+    def num_recordings(self) -> int:
+        """Number of recordings without windows."""
+        return sum(self.lacking.values()) + sum(self.damaged.values()) + self.short
+
+    def words(self, spec: WindowSpec) -> str:
+        """Say which recordings have no windows, and why; "" if all have some."""
+        said = [f"{counted(count, 'recording')} without {name!r}" for name, count in sorted(self.lacking.items())]
+        said += [f"{counted(count, 'recording')} whose {name!r} the index could not read"
+                 for name, count in sorted(self.damaged.items())]  # fmt: skip
+        if self.short:
+            said.append(f"{counted(self.short, 'recording')} too short for a whole window (edge={spec.edge!r})")
+        if not said:
+            return ""
+        name, key, reason = self.example
+        more = f"; the first is {name!r} of {key!r}: {reason}" if name else ""
+        return f"no windows of {' and '.join(said)}{more}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardWindows:
+    """The windows of a shard.
+
+    Attributes:
+        recordings: Its recordings that have windows, in order.
+        starts: int64 [R + 1], the first window of each, and their number.
+        units: Its units.
+        left_out: Recordings without windows.
+        digest: Identifies the windows and units, as hex digits.
+    """
+
+    recordings: tuple[Recording, ...]
+    starts: Int64Array
+    units: Units
+    left_out: LeftOut
+    digest: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of these numbers, estimated for the streams."""
+        streams = sum(60 * stream.num_packets for one in self.recordings for stream in one.streams)
+        return streams + sum(one.num_bytes for one in self.recordings) + 32 * len(self.units.rows)
+
+    def place_of(self, row: int) -> tuple[Recording, int]:
+        """Return the recording of a window of the shard, and the number of the window in it."""
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.recordings[number], row - int(self.starts[number])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardFacts:
+    """What the windows of a shard follow from.
+
+    Attributes:
+        shard: Its number.
+        samples: int64 [n], its recordings.
+        index: The index of its videos.
+        shapes: What the steps of each table are.
+        carried_bytes: Returns the bytes of the fields of a recording that rows have as a whole.
+        table_bytes: Returns the bytes that reading the tables of a recording takes.
+    """
+
+    shard: int
+    samples: Int64Array
+    index: VideoIndex
+    shapes: Sequence[StepShape]
+    carried_bytes: Callable[[int], int]
+    table_bytes: Callable[[int], int]
+
+
+def windows_of(spec: WindowSpec, facts: ShardFacts) -> ShardWindows:
+    """Return the windows of a shard."""
+    by_field = [facts.index.streams(entry.field) for entry in spec.video]
+    recordings, rooms, left_out = list[Recording](), list[Int64Array](), LeftOut()
+    for sample in facts.samples.tolist():
+        streams = [one.get(sample) for one in by_field]
+        whole = tuple(one for one in streams if one is not None and one.num_frames)
+        if len(whole) < len(streams):
+            left_out += _why(spec, facts.index, sample, streams)
+            continue
+        one = _recording(spec, facts, sample, whole)
+        if not len(one.moments):
+            left_out += LeftOut(short=1)
+            continue
+        recordings.append(one)
+        rooms.append(_rooms(spec, facts, one))
+    starts = sums([len(one.moments) for one in recordings])
+    units = _units(facts.shard, recordings, starts, rooms)
+    return ShardWindows(
+        recordings=tuple(recordings), starts=starts, units=units, left_out=left_out, digest=_digest(recordings)
+    )
+
+
+def _why(spec: WindowSpec, index: VideoIndex, sample: int, streams: Sequence[VideoStream | None]) -> LeftOut:
+    """Return why a recording has no windows: the first stream that it lacks, or that is damaged."""
+    field_ = next(
+        entry.field for entry, one in zip(spec.video, streams, strict=True) if one is None or not one.num_frames
+    )
+    damage = index.damaged(field_).get(sample)
+    if damage is None:
+        return LeftOut(lacking={field_: 1})
+    return LeftOut(damaged={field_: 1}, example=(field_, damage.key, damage.reason))
+
+
+def _recording(spec: WindowSpec, facts: ShardFacts, sample: int, streams: tuple[VideoStream, ...]) -> Recording:
+    moments, frames = rows_of(spec, streams)
+    one = Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
+    frame_bytes = [int(np.prod(frame_shape(one, spec, number))) for number in range(len(streams))]
+    borders = cut_units(
+        spec, streams, moments, frame_bytes=frame_bytes,
+        table_bytes=facts.table_bytes(sample) if spec.tables else 0,
+    )  # fmt: skip
+    return Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=borders)
+
+
+def _rooms(spec: WindowSpec, facts: ShardFacts, one: Recording) -> Int64Array:
+    """Return the memory of each unit of a recording, int64 [U]: what ``fill_rows`` takes at most."""
+    rows, head = np.diff(one.borders), heads_bytes(spec, facts.shapes)
+    widths = [shape.width_of(entry) for entry, shape in zip(spec.columns, facts.shapes, strict=True)]
+    found = rows_room(spec, rows, widths) + aligned(facts.carried_bytes(one.sample)) + 64 * len(spec.carry)
+    for number, (entry, stream) in enumerate(zip(spec.video, one.streams, strict=True)):
+        each = int(np.prod(frame_shape(one, spec, number)))
+        found = found + room_of(head, frames_per_unit(entry, stream, one.moments, one.borders), each)
+    for column, shape, width in zip(spec.columns, facts.shapes, widths, strict=True):
+        found = found + room_of(head, most_steps(column, one, shape.rate, width), shape.num_bytes)
+    return np.asarray(found, np.int64)
+
+
+def _units(
+    shard: int, recordings: Sequence[Recording], starts: Int64Array, rooms: Sequence[Int64Array]
+) -> Units:
+    firsts = [start + one.borders[:-1] for start, one in zip(starts.tolist(), recordings, strict=False)]
+    nothing = np.empty(0, np.int64)
+    rows = np.concatenate([nothing, *(np.diff(one.borders) for one in recordings)])
+    return Units(
+        shards=np.full(len(rows), shard, np.int64), firsts=np.concatenate([nothing, *firsts]), rows=rows,
+        sizes=np.concatenate([nothing, *rooms]),
+    )  # fmt: skip
+
+
+def _digest(recordings: Sequence[Recording]) -> str:
+    """Identify windows and units: what an order and its states depend on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for one in recordings:
+        digest.update(np.int64(one.sample).tobytes() + one.moments.astype("<f8").tobytes())
+        digest.update(one.borders.astype("<i8").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,382 @@
+"""``Windows``: rows equal a model of whole decoded videos, each comes once an epoch, damage is named."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infra import DeviceMesh
+from streaming import (
+    Balanced,
+    Curriculum,
+    DataLoader,
+    Mixture,
+    Packed,
+    Schedule,
+    StreamingDataset,
+    Video,
+    Windows,
+)
+from streaming.errors import ConfigError, DataError, IndexMissingError, TooManyBadSamplesError
+from tests.support.sets import recordings
+from tests.support.sources import streams
+from tests.support.tiers import first_here
+
+PAIR = {"front.mp4": [-0.2, 0.0], "wrist.mp4": [0.0, 0.1]}
+STEPS = {"action.npy": (0, 8)}
+GRID: dict[str, dict[str, Any]] = {
+    "frames": {"video": {"front.mp4": [0.0]}},
+    "two cameras": {"video": PAIR, "columns": STEPS},
+    "dropped edges": {"video": PAIR, "columns": STEPS, "edge": "drop"},
+    "every 0.25 s": {"video": {"wrist.mp4": [-0.1, 0.0, 0.3]}, "every": 0.25},
+    "every 0.1 s, dropped": {"video": PAIR, "every": 0.1, "edge": "drop", "columns": {"action.npy": [-0.1, 0.0]}},
+    "smaller": {"video": PAIR, "size": (16, 20)},
+    "names": {"video": PAIR, "columns": STEPS, "names": {"front.mp4": "front", "action.npy": "action"}},
+    "a rate": {"video": {"front.mp4": [0.0]}, "columns": {"imu.npy": (-4, 4)}, "clocks": {"imu.npy": 120.0}},
+    "a rate, dropped": {
+        "video": {"front.mp4": [0.0]}, "columns": {"imu.npy": (-4, 4)}, "clocks": {"imu.npy": 120.0}, "edge": "drop",
+    },
+    "times": {
+        "video": {"front.mp4": [0.0]}, "columns": {"force.npy": [-1, 0], "action.npy": [-0.1, 0.0]},
+        "clocks": {"force.npy": "force_time.npy"},
+    },
+    "a table": {
+        "video": {"front.mp4": [0.0]}, "columns": {"steps.parquet:action": (0, 4), "steps.parquet:reward": [0]},
+        "clocks": {"steps.parquet:reward": "steps.parquet:at"},
+    },
+    "carried": {"video": {"front.mp4": [0.0]}, "carry": ("json",), "columns": {"action.npy": [0]}},
+    "one group": {"video": PAIR, "groups": 1},
+    "many groups": {"video": PAIR, "groups": 3, "columns": STEPS},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written() -> list[recordings.Recorded]:
+    return recordings.of_set()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, written: list[recordings.Recorded]) -> Path:
+    return recordings.write(tmp_path_factory.mktemp("recordings"), written)
+
+
+def windows_of(folder: Path, options: Mapping[str, Any], **of_set: Any) -> Windows:
+    return Windows(StreamingDataset(folder, **of_set), **options)
+
+
+def loader_of(windows: Any, rank: int = 0, world: int = 1, *, size: int = 8, **options: Any) -> DataLoader:
+    mesh = DeviceMesh.from_sizes(dp_size=world, rank=rank)
+    return DataLoader(
+        windows, global_batch_size=size, device_mesh=mesh, **{"last_batch": "partial", "num_workers": 0, **options}
+    )
+
+
+def rows_in(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a batch."""
+    count = len(batch["__key__"])
+    return [
+        {
+            name: value[i].item() if name == "__time__" else value[i].numpy() if torch.is_tensor(value) else value[i]
+            for name, value in batch.items()
+        }
+        for i in range(count)
+    ]
+
+
+def names_of(rows: Any) -> list[tuple[str, float]]:
+    return [(row["__key__"], round(row["__time__"], 6)) for row in rows]
+
+
+@pytest.mark.parametrize("options", GRID.values(), ids=GRID)
+def test_rows_equal_the_model(folder: Path, written: list[recordings.Recorded], options: dict[str, Any]) -> None:
+    windows, model = windows_of(folder, options), recordings.Model(written, options)
+    assert len(windows) == len(model.rows)
+    for number, (found, expected) in enumerate(zip(windows, model.rows, strict=True)):
+        assert not recordings.differ(found, expected), number
+    chosen = [len(windows) - 1, 0, len(windows) // 2, 0]
+    for number, found in zip(chosen, windows[chosen], strict=True):
+        assert not recordings.differ(found, model.rows[number])
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (2, 2), (3, 0), (4, 0)])
+def test_each_row_comes_once_an_epoch_on_any_world(
+    folder: Path, written: list[recordings.Recorded], world: int, workers: int
+) -> None:
+    options = GRID["two cameras"]
+    expected = {name: row for row in recordings.Model(written, options).rows for name in names_of([row])}
+    found = []
+    for rank in range(world):
+        with loader_of(windows_of(folder, options, seed=5), rank, world, num_workers=workers) as loader:
+            found += [row for batch in loader for row in rows_in(batch)]
+    assert sorted(names_of(found)) == sorted(expected)
+    for row in found:
+        assert not recordings.differ(row, expected[names_of([row])[0]])
+
+
+def test_resume_is_exact_at_every_batch(folder: Path) -> None:
+    windows = windows_of(folder, GRID["two cameras"], seed=3)
+    with loader_of(windows) as loader:
+        whole = [names_of(rows_in(batch)) for batch in loader]
+    states = []
+    with loader_of(windows) as loader:
+        for _ in loader:
+            states.append(loader.state_dict())
+    for at in (0, 5, len(states) - 2):
+        for world in (1, 2):
+            found = []
+            for rank in range(world):
+                with loader_of(windows_of(folder, GRID["two cameras"]), rank, world) as loader:
+                    loader.load_state_dict(states[at])
+                    found.append([names_of(rows_in(batch)) for batch in loader])
+            assert [sum(each, []) for each in zip(*found, strict=True)] == whole[at + 1 :]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_storage_order_and_shuffle(folder: Path, shuffle: bool) -> None:
+    windows = windows_of(folder, GRID["frames"], shuffle=shuffle)
+    with loader_of(windows) as loader:
+        found = [name for batch in loader for name in names_of(rows_in(batch))]
+    assert (found == names_of(windows)) is not shuffle
+
+
+def test_recordings_are_selected_and_rows_mapped(folder: Path, written: list[recordings.Recorded]) -> None:
+    options = GRID["two cameras"]
+    for dataset, chosen in (
+        (StreamingDataset(folder, where="number >= 2 and number <> 4"), [2, 3, 5, 6]),
+        (StreamingDataset(folder)[1:5], [1, 2, 3, 4]),
+        (StreamingDataset(folder, subset=(0, 3)), [0, 1, 2]),
+    ):
+        model = recordings.Model([written[number] for number in chosen], options)
+        windows = Windows(dataset, **options)
+        assert names_of(windows) == names_of(model.rows)
+        assert {row["__key__"] for row in windows.recordings} == {f"{number:04d}" for number in chosen}
+    marked = Windows(StreamingDataset(folder), **options, transform=lambda row: row | {"first": 1}).map(
+        lambda row, rng: row | {"second": row["first"] + 1, "drawn": rng.random()}
+    )
+    assert [row["second"] for row in marked[[0, 5]]] == [2, 2]
+    with loader_of(marked, num_workers=2) as loader:
+        batches = list(loader)
+    assert sum(int(batch["second"].sum()) for batch in batches) == 2 * len(marked)
+    with loader_of(marked) as loader:
+        assert [batch["drawn"].tolist() for batch in loader] == [batch["drawn"].tolist() for batch in batches]
+
+
+def test_sets_with_unlike_cameras_mix(folder: Path, written: list[recordings.Recorded]) -> None:
+    made = {
+        "kitchen": {"video": {"front.mp4": [0.0]}, "names": {"front.mp4": "camera"}, "columns": {"action.npy": [0]}},
+        "lab": {
+            "video": {"wrist.mp4": [-0.1]}, "names": {"wrist.mp4": "camera", "imu.npy": "action.npy"},
+            "columns": {"imu.npy": [0]},
+        },
+    }  # fmt: skip
+    mix = Mixture({name: windows_of(folder, options) for name, options in made.items()}, seed=2)
+    models = {name: recordings.Model(written, options).rows for name, options in made.items()}
+    assert len(mix) == sum(map(len, models.values()))
+    expected = {(name, *names_of([row])[0]): row for name, rows in models.items() for row in rows}
+    with loader_of(mix, size=6) as loader:
+        found = [row for batch in loader for row in rows_in(batch)]
+    assert len(found) == len(expected)
+    for row in found:
+        one = expected.pop((row["__source__"], *names_of([row])[0]))
+        assert np.array_equal(row["camera"], one["camera"])
+    weighed = Mixture(dict(mix.sources), weights={"kitchen": 3, "lab": 1})
+    with loader_of(weighed, epoch_size=80) as loader:
+        sources = [name for batch in loader for name in batch["__source__"]]
+    assert 50 <= sources.count("kitchen") <= 70
+
+
+def damaged(folder: Path, target: Path, places: list[tuple[str, int]]) -> Path:
+    """A copy of a set of which single bytes differ: each by shard and byte."""
+    target.mkdir()
+    (target / "_shardstream").symlink_to(folder / "_shardstream")
+    for shard in sorted(folder.glob("*.tar")):
+        data = bytearray(shard.read_bytes())
+        for name, at in places:
+            if name == shard.name:
+                data[at] ^= 0xFF
+        (target / shard.name).write_bytes(data)
+    return target
+
+
+@cache
+def large(number: int) -> recordings.Recorded:
+    """A recording whose videos have checksums of their own, as those of more than 128 KiB have."""
+    members = {
+        "front.mp4": streams.video("mp4", 60, size=(96, 128), gop=10, grain=60, first=number),
+        "wrist.mp4": streams.video("mp4", 60, size=(96, 128), gop=12, grain=60, first=number + 9),
+        "action.npy": recordings.npy(np.arange(120.0).reshape(60, 2) + number),
+    }
+    return recordings.Recorded(key=f"{number:04d}", members=members)
+
+
+@pytest.mark.parametrize("where", first_here(["front.mp4", "wrist.mp4"], 1))
+def test_damaged_groups_are_bad_samples(tmp_path: Path, where: str) -> None:
+    written = [large(0), large(1)]
+    folder, options = recordings.write(tmp_path / "set", written), GRID["many groups"]
+    windows = windows_of(folder, options)
+    recording, _ = windows.source.reader.shard(0).place_of(0)
+    stream = next(one for one in recording.streams if one.field == where)
+    group = stream.groups[1]
+    place = damaged(folder, tmp_path / "bad", [("000.tar", group.byte_start + 7)])
+    model = recordings.Model(written, options)
+    lost = [
+        number for number, (row, (which, _)) in enumerate(zip(model.rows, model.places, strict=True))
+        if which == 0 and any(
+            group.first_frame <= recordings.shown(stream.times, row["__time__"] + offset)[0] < group.stop_frame
+            for offset in options["video"][where]
+        )
+    ]  # fmt: skip
+    assert 10 <= len(lost) < 30
+    bad = windows_of(place, options, on_error="skip", max_bad_samples=1.0)
+    for number in [*range(0, len(model.rows), 9), lost[0], lost[-1], lost[0] - 1, lost[-1] + 1]:
+        expected = model.rows[number]
+        if number in lost:
+            with pytest.raises(DataError, match=rf"'0000': field '{where}', group 1 .*seconds"):
+                bad[number]
+        else:
+            assert not recordings.differ(bad[number], expected)
+    with loader_of(bad) as loader:
+        batches = list(loader)
+        assert loader.metrics()["bad_samples"] == len(lost)
+    there = [row for batch in batches for row in rows_in(batch) if row["__valid__"]]
+    assert sorted(names_of(there)) == sorted(names_of(row for n, row in enumerate(model.rows) if n not in lost))
+    with loader_of(windows_of(place, options, on_error="raise")) as loader, pytest.raises(DataError, match=where):
+        list(loader)
+    with loader_of(windows_of(place, options, max_bad_samples=1)) as loader, pytest.raises(TooManyBadSamplesError):
+        list(loader)
+
+
+def test_only_the_groups_of_rows_are_read(tmp_path: Path) -> None:
+    members = {
+        "front.mp4": streams.video("mp4", 160, size=(96, 128), gop=10, grain=60),
+        "action.npy": recordings.npy(np.arange(160.0)),
+    }
+    folder = recordings.write(tmp_path / "set", [recordings.Recorded(key=f"{n:04d}", members=members) for n in range(2)])
+    for options, most in (
+        ({"video": {"front.mp4": [0.0]}}, 1.02),
+        ({"video": {"front.mp4": [-0.2, 0.0]}, "columns": {"action.npy": (0, 4)}}, 1.3),
+    ):
+        windows = windows_of(folder, options)
+        (shard,) = {windows.source.reader.shard(0)}
+        groups = sum(int((s.groups.byte_end - s.groups.byte_start).sum()) for r in shard.recordings for s in r.streams)
+        before = windows.source.counters()["storage_bytes"]
+        with loader_of(windows) as loader:
+            list(loader)
+        read = windows.source.counters()["storage_bytes"] - before
+        assert groups <= read <= most * groups
+        before = windows.source.counters()["storage_bytes"]
+        windows[100]
+        assert windows.source.counters()["storage_bytes"] - before < groups / 12
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no stream": ({"video": {}}, "at least one stream"),
+    "no offsets": ({"video": {"front.mp4": []}}, "list of seconds"),
+    "no mapping": ({"video": ["front.mp4"]}, "offsets of each stream"),
+    "every": ({"every": 0}, "seconds between rows"),
+    "every word": ({"every": "second"}, "seconds between rows"),
+    "edge": ({"edge": "wrap"}, "pad"),
+    "size": ({"size": 224}, "height, width"),
+    "size of another": ({"size": {"top.mp4": (2, 2)}}, "not in video="),
+    "column kind": ({"columns": {"json": (0, 2)}}, "carry="),
+    "parquet whole": ({"columns": {"steps.parquet": (0, 2)}}, "steps.parquet:action"),
+    "column of npy": ({"columns": {"action.npy:x": (0, 2)}}, "write 'action.npy'"),
+    "backwards": ({"columns": {"action.npy": (3, 3)}}, "before its stop"),
+    "span": ({"columns": {"action.npy": (-0.5, 0.5)}}, "clocks="),
+    "clock of nothing": ({"clocks": {"imu.npy": 3.0}}, "not in columns="),
+    "clock": ({"columns": {"imu.npy": [0]}, "clocks": {"imu.npy": 0}}, "a rate or the times"),
+    "names": ({"names": {"top.mp4": "front"}}, "not in a row"),
+    "twice": ({"carry": ("json",), "names": {"json": "front.mp4"}}, "twice"),
+    "reserved": ({"names": {"front.mp4": "__key__"}}, "reserved"),
+    "groups": ({"groups": 0}, "groups"),
+    "unknown": ({"delta_timestamps": {}}, "video="),
+    "of the loader": ({"batch_size": 3}, "DataLoader"),
+    "of the recordings": ({"where": "a = 1"}, "StreamingDataset"),
+    "field": ({"video": {"top.mp4": [0.0]}}, "top.mp4"),
+    "column field": ({"columns": {"state.npy": [0]}}, "state.npy"),
+    "parquet column": ({"columns": {"steps.parquet:state": [0]}}, "no column 'state'"),
+    "drop by times": (
+        {"columns": {"force.npy": [0]}, "clocks": {"force.npy": "force_time.npy"}, "edge": "drop"}, 'edge="pad"',
+    ),
+    "too short": ({"video": {"front.mp4": [-9.0]}, "edge": "drop"}, "too short"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "match"), REFUSED.values(), ids=REFUSED)
+def test_wrong_options_are_refused_with_cures(folder: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=match):
+        windows_of(folder, {"video": {"front.mp4": [0.0]}} | options)
+
+
+def test_other_sets_are_refused(folder: Path, tmp_path: Path, written: list[recordings.Recorded]) -> None:
+    plain = {"video": {"front.mp4": [0.0]}}
+    windows = windows_of(folder, plain)
+    dataset = StreamingDataset(folder)
+    level = Schedule.linear(0.1, 1.0, over=10)
+    for match, make in {
+        "make windows of each": lambda: Windows(windows, **plain),
+        r"Windows\(StreamingDataset": lambda: Windows(str(folder), **plain),
+        "transform=": lambda: Windows(StreamingDataset(folder, transform=dict), **plain),
+        "not among fields": lambda: Windows(StreamingDataset(folder, fields=("json",)), **plain),
+        "give size=": lambda: Windows(StreamingDataset(folder, decode={"front.mp4": Video()}), **plain),
+        "slice the recordings": lambda: windows[1:3],
+        "as it is": lambda: Packed(windows, 16),
+        "where=": lambda: Balanced(windows, by="number"),
+        "mix these": lambda: Curriculum(windows, metric="number", schedule=level),
+        "cut all of them": lambda: Mixture({"a": windows, "b": dataset}),
+        "no tokens": lambda: Mixture({"a": windows}, weights={"a": 1}, unit="tokens"),
+        "groups= says": lambda: Mixture({"a": windows}, weights={"a": 1}, fetch_bytes="1MiB", quotas="exact"),
+    }.items():
+        with pytest.raises(ConfigError, match=match):
+            make()
+    bare = recordings.write(tmp_path / "bare", written[:1], index=False)
+    with pytest.raises(IndexMissingError, match="--video"):
+        windows_of(bare, plain)
+
+
+def test_recordings_without_a_stream_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = [recordings.recorded(number) for number in range(3)]
+    lame = recordings.Recorded(key="0001", members={k: v for k, v in made[1].members.items() if k != "wrist.mp4"})
+    torn = recordings.Recorded(key="0002", members={**made[2].members, "wrist.mp4": b"no video"})
+    folder = recordings.write(tmp_path / "set", [made[0], lame, torn])
+    with caplog.at_level("WARNING", logger="streaming"):
+        windows = windows_of(folder, {"video": PAIR})
+    assert {row["__key__"] for row in windows} == {"0000"}
+    assert "1 recording without 'wrist.mp4'" in caplog.text
+    assert "the index could not read" in caplog.text
+    assert "'0002'" in caplog.text
+
+
+def test_tables_that_end_early_are_masked_or_bad(tmp_path: Path) -> None:
+    one = recordings.recorded(0)
+    short = np.load(io.BytesIO(one.members["action.npy"]))[:-4]
+    folder = recordings.write(
+        tmp_path / "set", [recordings.Recorded(key="0000", members={**one.members, "action.npy": recordings.npy(short)})]
+    )
+    windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}})
+    assert [bool(row["__valid_steps__"].all()) for row in windows] == [True] * (len(windows) - 4) + [False] * 4
+    cut = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}, "edge": "drop"})
+    with pytest.raises(DataError, match=r"'action.npy' ends before its video.*edge=\"pad\""):
+        cut[len(cut) - 1]
+
+
+def test_sounds_are_cut_by_the_same_moments(tmp_path: Path) -> None:
+    data = streams.sound("flac", 1.2, rate=8_000, channels=2)
+    members = {"front.mp4": streams.video("mp4", 36, size=(16, 16)), "mic.flac": data}
+    folder = recordings.write(tmp_path / "set", [recordings.Recorded(key="0000", members=members)])
+    heard = streams.heard(data)
+    options = {"video": {"front.mp4": [0.0]}, "columns": {"mic.flac": (-0.05, 0.05)}, "every": 0.1}
+    windows = windows_of(folder, options)
+    for row in windows:
+        first = int(np.floor((row["__time__"] - 0.05 + 1e-6) * 8_000))
+        at = np.arange(first, first + 800)
+        assert np.array_equal(row["__valid_steps__"], (at >= 0) & (at < len(heard)))
+        assert np.array_equal(row["mic.flac"], heard[at.clip(0, len(heard) - 1)])
+    assert len(windows) == 12
