@@ -12,6 +12,7 @@ from typing import Any
 
 import av
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -161,8 +162,8 @@ class RobotSet:
             _lines(folder / "meta/episodes_stats.jsonl", told)
             return folder
         (folder / "meta/stats.json").write_text(json.dumps(joined_statistics(each)))
-        tasks = {"task_index": list(range(len(TASKS))), "__index_level_0__": list(TASKS)}
-        pq.write_table(pa.table(tasks), folder / "meta/tasks.parquet")
+        tasks = pd.DataFrame({"task_index": range(len(TASKS))}, index=list(TASKS))  # texts are the index, as there
+        tasks.to_parquet(folder / "meta/tasks.parquet")
         flat = [
             row | {f"stats/{name}/{key}": value for name, some in each[index].items() for key, value in some.items()}
             for index, row in enumerate(rows)
