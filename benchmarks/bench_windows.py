@@ -1,13 +1,13 @@
 """Windows of robot episodes: rows per CPU second, bytes and memory, beside LeRobot's own readers of the same set.
 
-Run: ``python -m benchmarks.bench_windows [--rounds 3] [--lerobot /path/to/its/python]``, over data that it makes: 3
+Run: ``python benchmarks/bench_windows.py [--rounds 3] [--lerobot /path/to/its/python]``, over data that it makes: 3
 cameras, H.264, a key frame every two seconds.
 
 A row has three frames of one camera (0.2 and 0.1 s ago, and now), one of each other, and 16 actions. The contestants
 are processes that take turns; each delivers rows to Python as batches of 32, without workers, on the threads that it
 has by default.
 
-1. Rows per CPU second, user and system, all threads, from the first batch on.
+1. Rows per CPU second, user and system, all threads, from the open set on.
 2. Bytes read of an epoch, over the bytes of all groups of pictures and tables.
 3. The most memory that a process took.
 
@@ -28,11 +28,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shard_tools.change.columns.video import index_video
+from common import made_once
 
-from benchmarks.common import made_once
-from shard_tools.make.convert import convert
-from tests.support.sources.robot_sets import RobotSet
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # tests are not installed
+
+from shard_tools.change.columns.video import index_video  # noqa: E402
+from shard_tools.make.convert import convert  # noqa: E402
+from streaming.storage import Storage  # noqa: E402
+from tests.support.sources.robot_sets import RobotSet  # noqa: E402
 
 CAMERAS = {f"observation.images.{name}": (240, 320) for name in ("front", "side", "wrist")}
 FRONT, SIDE, WRIST = CAMERAS
@@ -45,12 +49,9 @@ def used():
     return sum(one.ru_utime + one.ru_stime for one in both)
 
 def measured(batches, most, **more):
-    rows, start = 0, None
+    rows, start = 0, used()
     for batch in batches:
-        if start is None:
-            start = used()
-        else:
-            rows += len(batch["action"])
+        rows += len(batch["action"])
         if rows >= most:
             break
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -60,13 +61,13 @@ OURS = """
 import numpy as np
 from streaming import DataLoader, StreamingDataset, Windows
 
-folder, most, front, side, wrist, threads = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6], sys.argv[6]
+folder, most, front, side, wrist = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6]
 windows = Windows(
     StreamingDataset(folder, seed=1),
     video={f"{front}.mp4": [-0.2, -0.1, 0.0], f"{side}.mp4": [0.0], f"{wrist}.mp4": [0.0]},
     columns={"action.npy": (0, %d)}, names={"action.npy": "action"},
 )
-with DataLoader(windows, %d) as loader:
+with DataLoader(windows, %d, memory_limit="1GiB") as loader:
     measured(loader, most, total=len(windows))
     metrics = loader.metrics()
 print(json.dumps({"read_bytes": metrics["fetched_bytes"]}))
@@ -145,14 +146,13 @@ def make_lerobot(folder: str, episodes: int, seconds: int) -> None:
         {"g": str(2 * FPS), "bf": "0", "preset": "veryfast", "keyint_min": str(2 * FPS), "sc_threshold": "0"},
     )
     lengths = [seconds * FPS] * episodes
-    RobotSet(lengths=lengths, cameras=CAMERAS, per_video=episodes, per_table=episodes, fps=FPS, codec=codec).write(
-        Path(folder)
-    )
+    many = {"per_video": episodes, "per_table": episodes, "grain": 12}
+    RobotSet(lengths=lengths, cameras=CAMERAS, fps=FPS, codec=codec, **many).write(Path(folder))
 
 
 def run(python: str, program: str, folder: str, most: int, how: str) -> dict[str, Any]:
     """Run a contestant in a process of its own; return what it measured."""
-    environ = os.environ | {"PYTHONPATH": os.getcwd() if python == sys.executable else "", "HF_HUB_OFFLINE": "1"}
+    environ = os.environ | {"PYTHONPATH": str(ROOT) if python == sys.executable else "", "HF_HUB_OFFLINE": "1"}
     command = [python, "-c", MEASURED + program, folder, str(most), FRONT, SIDE, WRIST, how]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
     if done.returncode:
@@ -193,7 +193,7 @@ def main() -> None:
 
     def make_shards(folder: str) -> None:
         convert(source, folder)
-        index_video([f"{folder}/"])
+        index_video([f"{folder}/"], storage=Storage())
 
     shards = made_once(given.data, f"{name}-shards", make_shards)
     found: dict[str, list[dict[str, Any]]] = {}

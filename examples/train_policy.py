@@ -5,7 +5,7 @@
 1. Each sample of the shards is an episode, as ``shard_tools convert --from lerobot`` writes them: an MP4 of each
    camera, and ``action.npy`` with a row for each frame. One robot has the cameras ``front`` and ``wrist`` at 10 frames
    a second; the other has ``top`` and ``hand`` at 15.
-2. ``index_video`` (``shard_tools index --video``) writes where the frames are.
+2. ``shard_tools index SET --video`` writes where the frames are.
 3. ``Windows`` makes a row of each frame: two frames of the scene, one of the hand's camera, and the next six actions.
    ``names=`` and ``size=`` bring both robots to one form, so that ``Mixture`` can deal from both.
 
@@ -15,13 +15,14 @@ step of the hand.
 
 import argparse
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import av
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from shard_tools.change.columns.video import index_video
 from torch import nn
 
 from shard_tools import ShardWriter
@@ -74,12 +75,11 @@ def episode(robot: str, draw: np.random.Generator) -> dict[str, object]:
 
 
 def make_set(folder: Path, robot: str, count: int, seed: int) -> None:
-    """Write recordings of a robot as shards with an index, also of their videos."""
+    """Write recordings of a robot as shards with an index."""
     draw = np.random.default_rng(seed)
     with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=20) as writer:
         for number in range(count):
-            writer.write({"__key__": f"episode_{number:06d}", **episode(robot, draw)})
-    index_video([f"{folder}/"])
+            writer.write({"__key__": f"{folder.name}_{number:06d}", **episode(robot, draw)})
 
 
 def windows(folder: Path, robot: str) -> Windows:
@@ -119,11 +119,13 @@ def main(folder: Path, epochs: int, count: int) -> None:
     for number, robot in enumerate(ROBOTS):
         make_set(folder / robot, robot, count, 2 * number)
         make_set(folder / f"{robot}-held-out", robot, max(2, count // 6), 2 * number + 1)
+    made = [f"{one}/" for one in sorted(folder.glob("*/"))]
+    subprocess.run([sys.executable, "-m", "shard_tools", "index", *made, "--video"], check=True)
     torch.manual_seed(0)
     policy, losses, errors = Policy(), [], []
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
-    both = Mixture([windows(folder / robot, robot) for robot in ROBOTS])
-    with DataLoader(both, 64, seed=0) as loader:
+    both = Mixture({robot: windows(folder / robot, robot) for robot in ROBOTS})
+    with DataLoader(both, 64) as loader:
         for epoch in range(epochs):
             for batch in loader:
                 loss = loss_of(policy, batch)
@@ -132,12 +134,8 @@ def main(folder: Path, epochs: int, count: int) -> None:
                 optimizer.step()
                 losses.append(loss.item())
             for robot in ROBOTS:
-                with (
-                    torch.inference_mode(),
-                    DataLoader(
-                        windows(folder / f"{robot}-held-out", robot), 64, shuffle=False, last_batch="partial"
-                    ) as held_out,
-                ):
+                val = windows(folder / f"{robot}-held-out", robot)
+                with torch.inference_mode(), DataLoader(val, 64, last_batch="partial") as held_out:
                     errors.append(float(np.mean([loss_of(policy, one).item() for one in held_out])))
             print(f"epoch {epoch}: loss {losses[-1]:.3f}, error {errors[-2]:.3f} and {errors[-1]:.3f}", flush=True)
 
@@ -145,9 +143,8 @@ def main(folder: Path, epochs: int, count: int) -> None:
     curve, strip = figure.subplots(2, 1, height_ratios=(3, 1))
     curve.plot(losses)
     for number, robot in enumerate(ROBOTS):
-        curve.plot(
-            np.arange(1, epochs + 1) * len(losses) / epochs, errors[number::2], "o-", label=f"robot {robot}, held out"
-        )
+        at = np.arange(1, epochs + 1) * len(losses) / epochs
+        curve.plot(at, errors[number::2], "o-", label=f"robot {robot}, held out")
     curve.legend()
     strip.imshow(np.hstack([*batch["scene"][0].numpy(), *batch["near"][0].numpy()]))
     strip.set(title="a window: the scene 0.2 s ago and now, and the hand's camera", xticks=[], yticks=[])
@@ -158,7 +155,7 @@ def main(folder: Path, epochs: int, count: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/examples/train_policy"), help="folder to work in")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--count", type=int, default=36, help="recordings of each robot to train on")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--count", type=int, default=16, help="recordings of each robot to train on")
     given = parser.parse_args()
     main(given.out, given.epochs, given.count)

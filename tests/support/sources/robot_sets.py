@@ -38,6 +38,7 @@ class RobotSet:
         version: Version of the format.
         images: Names of features with an encoded image for each step.
         codec: FFmpeg's encoder, and its options.
+        grain: Noise in each frame, so that it takes bytes.
     """
 
     lengths: Sequence[int]
@@ -50,6 +51,7 @@ class RobotSet:
     images: Sequence[str] = ()
     codec: tuple[str, Mapping[str, str]] = ("libx264", {"g": "4", "bf": "0", "preset": "ultrafast"})
     seed: int = 0
+    grain: int = 0
 
     @property
     def features(self) -> dict[str, dict[str, Any]]:
@@ -129,7 +131,7 @@ class RobotSet:
             stream = container.add_stream(codec, rate=self.fps, options={**options, "threads": "1"})
             stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
             for number in range(self.lengths[index]):
-                frame = av.VideoFrame.from_ndarray(streams.picture(salt + number, height, width))
+                frame = av.VideoFrame.from_ndarray(streams.picture(salt + number, height, width, self.grain))
                 frame.pts, frame.time_base = number, Fraction(1, self.fps)
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
