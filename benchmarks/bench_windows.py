@@ -67,10 +67,10 @@ windows = Windows(
     video={f"{front}.mp4": [-0.2, -0.1, 0.0], f"{side}.mp4": [0.0], f"{wrist}.mp4": [0.0]},
     columns={"action.npy": (0, %d)}, names={"action.npy": "action"},
 )
-with DataLoader(windows, %d, memory_limit="1GiB") as loader:
+with DataLoader(windows, %d, memory_limit="4GiB") as loader:
     measured(loader, most, total=len(windows))
     metrics = loader.metrics()
-print(json.dumps({"read_bytes": metrics["fetched_bytes"]}))
+print(json.dumps({"read_bytes": metrics["storage_bytes"]}))
 """
 LEROBOT = """
 import torch
