@@ -1,9 +1,9 @@
 """Measure `shard_tools index --video`: bytes of shards per second, by the size of frames and the number of workers.
 
-    python benchmarks/bench_video_index.py [--shards 4] [--seconds 60] [--workers 1 2]
+    python benchmarks/bench_video_index.py [--shards 4] [--seconds 20] [--workers 1 2]
 
-Each shard holds recordings of H.264 with a key frame every two seconds, three cameras a sample, as robot sets have them. The
-shards are read before, so that the figure is that of the work, not of the disk.
+Each shard holds recordings of H.264 with a key frame every two seconds, three cameras a sample, as robot sets do.
+The shards are read before, so that the figure is that of the work, not of the disk.
 """
 
 from __future__ import annotations

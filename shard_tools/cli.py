@@ -292,6 +292,7 @@ def index_command(
     place: dict[str, Any] = {"storage": storage, "index_url": index_url, "allow_unfinished": allow_unfinished}
     place |= {"workers": workers}
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
+        arguments["remakes_videos"] = video is not None
         report = index(urls, executor=executor, progress=progress, **place, **arguments)
     if not as_json:  # whose columns are part of it
         emit(report, as_json=False, for_people=show_index)

@@ -1,8 +1,10 @@
-"""Groups of pictures of videos: together they are the whole video bit by bit, and damage never passes as other frames."""
+"""Groups of pictures of videos: together they are the whole video bit by bit; damage never passes as other frames."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -96,19 +98,19 @@ def test_all_groups_together_are_the_whole_video(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "num_groups"),
-    [("mp4", 5), ("mkv, varying rate", 5), ("mov of JPEGs", 3), ("2", 1), ("mov", 6), ("png", 60)],
+    [("mp4", 6), ("mkv, varying rate", 6), ("mov of JPEGs", 3), ("2", 1), ("mov", 6), ("png", 60)],
 )
 def test_groups_begin_where_a_decoder_can_start(kind: str, num_groups: int) -> None:
     """Of a video refreshed in parts, only at its beginning."""
     assert len(stream_at(data_of(kind)).groups) == num_groups
 
 
-@pytest.mark.parametrize("kind", ["1", "8"])
+@pytest.mark.parametrize("kind", ["1", "10", "12", "13", "26"])
 def test_leading_pictures_of_an_open_group_belong_to_the_group_before(kind: str) -> None:
     words, data = drawn_videos.drawn_video(int(kind))
     groups = stream_at(data).groups
-    reach = [one.stop_packet > after.first_packet for one, after in zip(groups, groups[1:], strict=False)]
-    assert any(reach) or ", 0 between" in words or len(groups) == 1, words
+    reach = [one.stop_packet > after.first_packet for one, after in itertools.pairwise(groups)]
+    assert any(reach), words
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv, varying rate", "1", "mp4, an edit list inside a group"])
@@ -153,19 +155,15 @@ def test_a_changed_byte_of_a_group_is_named_and_never_ends_the_process(kind: str
         first = f"{stream.times[one.first_frame]:.3f}"
         for word in ("s3://set/000.tar", "'night'", "'mp4'", f"group {number}", first, str(one.byte_start)):
             assert word in str(caught.value)
-        try:
+        with contextlib.suppress(ValueError):
             assert len(decode_group(stream, number, part)) == one.stop_frame - one.first_frame
-        except ValueError:
-            pass
 
 
 def test_the_bytes_of_another_group_are_not_its_frames() -> None:
     data = plain(grain=0)
     stream = stream_at(data)
     one = stream.groups[1]
-    with pytest.raises(
-        ValueError, match="damaged: 12 frames of the 12 of group 1 did not decode, first frame 12|FFmpeg"
-    ):
+    with pytest.raises(ValueError, match=r"damaged: 12 frames of the 12 of group 1 did not|FFmpeg"):
         decode_group(stream, 1, bytes(one.byte_end - one.byte_start))
 
 

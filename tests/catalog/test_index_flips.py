@@ -27,7 +27,7 @@ from streaming import Balanced, Curriculum, DataLoader, Packed, Schedule, Stream
 from streaming.errors import IndexFormatError
 from streaming.sets.filters.late_columns import ColumnDocument
 from streaming.sets.filters.views import View
-from streaming.shards.catalog.build import read_schema
+from streaming.shards.catalog.build import read_chunks, read_schema
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import KEY, read_column, read_sample_columns
 from streaming.shards.index.files import (
@@ -39,11 +39,14 @@ from streaming.shards.index.files import (
 )
 from streaming.shards.index.sample_table import Records, SampleTable, Spans, chunk_rows_from_footer
 from streaming.shards.schema.value import Schema, SchemaField, TokenMeaning
+from streaming.shards.video.read import read_video_index
+from streaming.shards.video.table import VideoTable
 from streaming.storage import Storage
 from streaming.storage.requests.retry import MOST_WRONG
 from streaming.storage.store import Store
 from tests.support.sets.index_files import flipped_bit, touch
 from tests.support.sets.meanings import say, schema_of
+from tests.support.sources import streams
 
 NUM_SAMPLES, PER_SHARD, PICTURE_BYTES = 48, 16, 200_000
 LANGUAGES = ("de", "en", "fr")
@@ -58,6 +61,7 @@ KINDS = {
     "schema": "schema.json",
     "journal": "convert.json",
     "sources": "sources.parquet",
+    "videos": "video/mp4/000001.tar.parquet",
 }
 """One file of each kind that may lie in ``_shardstream/``."""
 
@@ -75,8 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ShardWriter(f"{target}/{{:06d}}.tar", max_samples=PER_SHARD, columns=columns) as writer:
         for number in range(NUM_SAMPLES):
             tokens = draw.integers(0, 60_000, length_of(number)).astype("<u2")
-            writer.write({"__key__": f"{number:05d}", "cls": number, "tok": tokens.tobytes(),
-                          "bin": draw.bytes(PICTURE_BYTES)})  # fmt: skip
+            sample = {"__key__": f"{number:05d}", "cls": number, "tok": tokens.tobytes()}
+            videos = {"mp4": streams.video("mp4", 20)} if number % PER_SHARD == 5 else {}
+            writer.write(sample | {"bin": draw.bytes(PICTURE_BYTES)} | videos)
     save_journal(str(target), Journal(source={"kind": "made"}, options={"seed": 1}, complete=True), Storage())
     inputs = [SourceIdentity(name=f"{n}.txt", size_bytes=9, version=f"v{n}", crc32c=n, number=n) for n in range(9)]
     (target / "_shardstream/sources.parquet").write_bytes(sources_of(inputs))
@@ -91,6 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("quality", "word"):
         run("column", "add", str(target), name, "--from", f"{target.parent}/scores.parquet", "--on", "key", "--value",
             name)  # fmt: skip
+    run("index", str(target), "--video")
     run("view", "save", str(target), "clean", "--where", "quality > 0.3 and word <> 'w1' and tokens > 9")
     return target
 
@@ -160,6 +166,14 @@ def notes(folder: Path) -> object:
     )
 
 
+def videos(folder: Path) -> object:
+    storage = Storage()
+    found = read_video_index(storage, str(folder), read_chunks(storage, str(folder)).of_shard(1), ["mp4"]).streams(
+        "mp4"
+    )
+    return {sample: (stream.times.tolist(), [*stream.groups]) for sample, stream in found.items()}
+
+
 def verified(folder: Path) -> object:
     findings = verify([str(folder)], storage=Storage(), workers=1).findings
     if findings:
@@ -179,7 +193,7 @@ def indexed_again(folder: Path) -> object:
 READERS: dict[str, Callable[[Path], object]] = {
     one.__name__: one
     for one in (
-        by_where, by_late_column, by_view, curriculum, balanced, packed, one_by_one, slices, keys, notes, verified,
+        by_where, by_late_column, by_view, curriculum, balanced, packed, one_by_one, slices, keys, notes, videos, verified,
         indexed_again,
     )
 }  # fmt: skip
@@ -190,7 +204,7 @@ READ_BY = {
     "by_where": TABLES, "by_late_column": TABLES | LATE, "by_view": TABLES | LATE | {"view"},
     "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"schema"},
     "one_by_one": TABLES | {"schema"}, "slices": TABLES | {"schema"}, "keys": TABLES,
-    "notes": {"schema", "journal", "sources"}, "verified": ALL, "indexed_again": ALL,
+    "notes": {"schema", "journal", "sources"}, "videos": {"chunks", "videos"}, "verified": ALL, "indexed_again": ALL,
 }  # fmt: skip
 NUM_CELLS = sum(map(len, READ_BY.values()))
 TENTHS = 1
@@ -285,6 +299,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], ...]] = {
     "schema": (lambda data: Schema.from_bytes(data, "f"),),
     "journal": (read_document,),
     "sources": (lambda data: read_table(data, SOURCES_KIND, "f")[0].to_pylist(),),
+    "videos": (lambda data: VideoTable.from_parquet(data, "f").to_parquet(),),
 }
 
 

@@ -32,6 +32,9 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import DataLoader, Packed, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
+from streaming.shards.catalog.build import read_chunks
+from streaming.shards.video.read import read_video_index
+from streaming.storage import Storage
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 from tests.support.code.cure_messages import (
     FOREIGN_OPTIONS,
@@ -49,6 +52,7 @@ from tests.support.code.source_tree import PACKAGES
 from tests.support.servers.on_loopback import MiniS3Server, fresh_name
 from tests.support.sets.data_sets import write_set
 from tests.support.sets.index_files import touch
+from tests.support.sources import streams
 from tests.support.tiers import first_here
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
@@ -506,6 +510,23 @@ def what_is_damaged_beside_an_index_is_made_again(folder: Path) -> None:
     change_byte(home / "convert.json")
     do(error_of(lambda: tool_error(*convert)), "convert", folder / "set", **{"…": folder / "a.jsonl"})
     assert len(keys(url)) == 5
+
+
+@scenario(("index", "--video"))
+def videos_are_indexed(folder: Path) -> None:
+    with ShardWriter(f"{folder}/set/{{:06d}}.tar") as writer:
+        writer.write({"__key__": "a", "mp4": streams.video("mp4", 10)})
+    home, storage = f"{folder}/set", Storage()
+    rows = read_chunks(storage, home)
+
+    def frames() -> int:
+        return read_video_index(storage, home, rows, ["mp4"]).streams("mp4")[0].num_frames
+
+    do(error_of(frames), "index")
+    assert frames() == 10
+    change_byte(folder / "set/_shardstream/video/mp4/000000.tar.parquet")
+    do(error_of(frames), "index", URL=home)
+    assert frames() == 10
 
 
 @scenario(("stats", ""), ("reshard", ""), ("index", "--force"), ("plan", ""), ("convert", "--key"))

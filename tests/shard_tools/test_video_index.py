@@ -97,7 +97,7 @@ def test_it_makes_what_is_missing_and_the_same_bytes(folder: str) -> None:
     run("index", folder, "--video", "front.mp4")
     first = files(folder)
     assert [*first] == ["front.mp4/000.tar.parquet", "front.mp4/001.tar.parquet"]
-    with pytest.raises(IndexMissingError, match="'wrist.mkv': the videos of shard .*000.tar are not indexed; run"):
+    with pytest.raises(IndexMissingError, match=r"'wrist.mkv': the videos of shard .*000.tar are not indexed; run"):
         read(folder, 0)
     assert report_of(run("index", folder, "--video", "--json"))["num_read"] == 2
     assert report_of(run("index", folder, "--video", "--json"))["num_read"] == 0
@@ -116,10 +116,10 @@ def test_its_words(folder: str) -> None:
     assert "not indexed: 1 video, whose frames are bad samples: " in found.output
     assert "'0003'" in found.output
     assert "videos    wrist.mkv: indexed in 2 of 2 shards" in run("info", folder).output
-    told = run("index", folder, "--video", "side.mp4", code=1)
+    told = run("index", folder, "--video", "side.mp4", code=2)
     assert "no sample has a field 'side.mp4'; there are: front.mp4" in told.output
     other = write_texts(Path(folder).parent / "texts")
-    assert "no field ends with mp4" in run("index", other, "--video", code=1).output
+    assert "no field ends with mp4" in run("index", other, "--video", code=2).output
 
 
 def write_texts(folder: Path) -> str:
@@ -186,7 +186,7 @@ def test_a_changed_index_is_refused_and_made_again(folder: str, seed: int) -> No
     path = Path(folder, "_shardstream/video/front.mp4/000.tar.parquet")
     whole = path.read_bytes()
     for number in range(seed, len(whole), len(whole) // 40):
-        with pytest.raises(IndexFormatError, match="videos|damaged index file"):
+        with pytest.raises(IndexFormatError, match=r"videos|damaged index file"):
             VideoTable.from_parquet(flipped(whole, number), "f")
     path.write_bytes(flipped(whole, len(whole) // 2))
     with pytest.raises(IndexFormatError, match="make it again with `shard_tools index URL --video`"):

@@ -119,8 +119,14 @@ def _names(batches: Any) -> list[list[tuple[tuple[str, float], bool]]]:
 
 
 def _loader(case: Case, folder: Path, rank: int, world: int) -> DataLoader:
-    dataset = StreamingDataset(folder, seed=case.seed, shuffle=case.shuffle, on_error="skip", max_bad_samples=1.0,
-                               storage_options={"max_retries": 0})
+    dataset = StreamingDataset(
+        folder,
+        seed=case.seed,
+        shuffle=case.shuffle,
+        on_error="skip",
+        max_bad_samples=1.0,
+        storage_options={"max_retries": 0},
+    )
     return DataLoader(
         Windows(dataset, **case.options), global_batch_size=case.size, last_batch="partial", num_workers=0,
         num_threads=0, device_mesh=DeviceMesh.from_sizes(dp_size=world, rank=rank),

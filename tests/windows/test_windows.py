@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from functools import cache
+import pickle
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from streaming import (
     Mixture,
     Packed,
     Schedule,
+    ShuffleConfig,
     StreamingDataset,
     Video,
     Windows,
 )
-from streaming.errors import ConfigError, DataError, IndexMissingError, TooManyBadSamplesError
+from streaming.errors import ConfigError, DataError, IndexMissingError, MemoryLimitError, TooManyBadSamplesError
+from streaming.run.replicas.batch_codec import decode, encode
+from streaming.testing.values import same
 from tests.support.sets import recordings
 from tests.support.sources import streams
 from tests.support.tiers import first_here
@@ -124,10 +128,8 @@ def test_resume_is_exact_at_every_batch(folder: Path) -> None:
     windows = windows_of(folder, GRID["two cameras"], seed=3)
     with loader_of(windows) as loader:
         whole = [names_of(rows_in(batch)) for batch in loader]
-    states = []
     with loader_of(windows) as loader:
-        for _ in loader:
-            states.append(loader.state_dict())
+        states = [loader.state_dict() for _ in loader]
     for at in (0, 5, len(states) - 2):
         for world in (1, 2):
             found = []
@@ -135,7 +137,7 @@ def test_resume_is_exact_at_every_batch(folder: Path) -> None:
                 with loader_of(windows_of(folder, GRID["two cameras"]), rank, world) as loader:
                     loader.load_state_dict(states[at])
                     found.append([names_of(rows_in(batch)) for batch in loader])
-            assert [sum(each, []) for each in zip(*found, strict=True)] == whole[at + 1 :]
+            assert [[name for part in each for name in part] for each in zip(*found, strict=True)] == whole[at + 1 :]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -258,7 +260,9 @@ def test_only_the_groups_of_rows_are_read(tmp_path: Path) -> None:
         "front.mp4": streams.video("mp4", 160, size=(96, 128), gop=10, grain=60),
         "action.npy": recordings.npy(np.arange(160.0)),
     }
-    folder = recordings.write(tmp_path / "set", [recordings.Recorded(key=f"{n:04d}", members=members) for n in range(2)])
+    folder = recordings.write(
+        tmp_path / "set", [recordings.Recorded(key=f"{n:04d}", members=members) for n in range(2)]
+    )
     for options, most in (
         ({"video": {"front.mp4": [0.0]}}, 1.02),
         ({"video": {"front.mp4": [-0.2, 0.0]}, "columns": {"action.npy": (0, 4)}}, 1.3),
@@ -358,7 +362,8 @@ def test_tables_that_end_early_are_masked_or_bad(tmp_path: Path) -> None:
     one = recordings.recorded(0)
     short = np.load(io.BytesIO(one.members["action.npy"]))[:-4]
     folder = recordings.write(
-        tmp_path / "set", [recordings.Recorded(key="0000", members={**one.members, "action.npy": recordings.npy(short)})]
+        tmp_path / "set",
+        [recordings.Recorded(key="0000", members={**one.members, "action.npy": recordings.npy(short)})],
     )
     windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}})
     assert [bool(row["__valid_steps__"].all()) for row in windows] == [True] * (len(windows) - 4) + [False] * 4
@@ -380,3 +385,56 @@ def test_sounds_are_cut_by_the_same_moments(tmp_path: Path) -> None:
         assert np.array_equal(row["__valid_steps__"], (at >= 0) & (at < len(heard)))
         assert np.array_equal(row["mic.flac"], heard[at.clip(0, len(heard) - 1)])
     assert len(windows) == 12
+
+
+def test_groups_are_decoded_once_for_all_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = windows_of(folder, GRID["two cameras"])
+    decoded: list[int] = []
+    fill = type(windows.source.reader).fill
+    monkeypatch.setattr(
+        type(windows.source.reader),
+        "fill",
+        lambda *given: decoded.append(1) or fill(*given),  # type: ignore[func-returns-value]
+    )
+    with loader_of(windows, num_workers=2) as loader:
+        assert sum(len(batch["__key__"]) for batch in loader) == len(windows)
+        assert loader.metrics()["arena_peak_bytes"] <= 2 * int(windows.source.chunk_bytes.sum()) + (1 << 20)
+    assert len(decoded) == len(windows.source.chunk_samples)
+
+
+def test_a_small_memory_limit_is_kept_or_refused_with_a_cure(tmp_path: Path) -> None:
+    folder = recordings.write(tmp_path / "set", [large(number % 2) for number in range(2)])
+    options = {"video": {"front.mp4": [0.0], "wrist.mp4": [0.0]}, "groups": 1}
+    windows = windows_of(folder, options)
+    unit = int(windows.source.chunk_bytes.max())
+    limit = 12 * unit
+    chosen = ShuffleConfig(lanes=2, window=10)
+    with loader_of(windows_of(folder, options, shuffle=chosen), size=4, memory_limit=limit) as loader:
+        assert sum(len(batch["__key__"]) for batch in loader) == len(windows)
+        assert loader.metrics()["arena_peak_bytes"] <= limit
+    with pytest.raises(MemoryLimitError, match=r"size=\(224, 224\)"), loader_of(windows, memory_limit=unit) as loader:
+        list(loader)
+
+
+def test_batches_travel_and_sets_are_copied(folder: Path, tmp_path: Path) -> None:
+    windows = windows_of(folder, GRID["carried"], cache_dir=tmp_path / "cache", cache_limit="64MiB")
+    copied = pickle.loads(pickle.dumps(windows))
+    assert names_of(copied[[0, 5]]) == names_of(windows[[0, 5]])
+    with loader_of(windows) as loader:
+        first = list(loader)
+    with loader_of(copied) as loader:
+        for batch, again in zip(first, loader, strict=True):
+            assert same(batch, again)
+            assert same(decode(encode(batch, lambda size: torch.empty(size, dtype=torch.uint8))), batch)
+
+
+def test_a_run_goes_on_in_another_world(folder: Path) -> None:
+    windows = windows_of(folder, GRID["two cameras"], seed=7)
+    with loader_of(windows, size=6) as loader:
+        whole = [names_of(rows_in(batch)) for batch in loader]
+    with loader_of(windows, 1, 2, size=6) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        loader.remesh(dp_rank=0, dp_size=1, at=2)
+        assert [names_of(rows_in(batch)) for batch in loader] == whole[2:]

@@ -150,19 +150,34 @@ def samples_in(
     Raises:
         DataError: A sample cannot be read.
     """
+    for key, buffer, places in places_in(storage, url, table, fields):
+        with memoryview(buffer) as view:
+            found = {name: bytes(view[start:stop]) for name, (start, stop) in places.items()}
+        yield key, found
+
+
+def places_in(
+    storage: Storage, url: str, table: SampleTable, fields: tuple[str, ...] | None
+) -> Iterator[tuple[str, bytearray, dict[str, tuple[int, int]]]]:
+    """Yield what :func:`samples_in` does without copies: key, buffer, and where in it the fields begin and end.
+
+    The next sample may overwrite the buffer.
+    """
     pieces = ShardPieces.of(url, table)
     known = ShardFacts(samples=lambda: table, gap_bytes=_GAP_BYTES)
+    buffer = bytearray()
     for first, stop in _runs(pieces):
         wanted = replace(pieces.range(first, stop), fields=fields)
-        buffer = bytearray(wanted.num_bytes)
-        with memoryview(buffer) as out:
+        if len(buffer) < wanted.num_bytes:  # new memory costs more than the copy into it
+            buffer = bytearray(wanted.num_bytes)
+        with memoryview(buffer)[: wanted.num_bytes] as out:
             layout = fetch_range(storage, wanted, out, known=known)
         for row, key in enumerate(layout.keys):
             if row in layout.damage:
                 raise layout.damage[row]
             ranges = zip(layout.fields, layout.starts[row].tolist(), layout.sizes[row].tolist(), strict=True)
             wanted_here = [(name, start, size) for name, start, size in ranges if fields is None or name in fields]
-            yield key, {name: bytes(buffer[start : start + size]) for name, start, size in wanted_here if start >= 0}
+            yield key, buffer, {name: (start, start + size) for name, start, size in wanted_here if start >= 0}
 
 
 def _field_of(table: SampleTable, path: str) -> str | None:

@@ -13,7 +13,7 @@ import click
 import numpy as np
 from crc32c import crc32c
 
-from shard_tools.change.columns.lift import samples_in
+from shard_tools.change.columns.lift import places_in
 from shard_tools.change.sets.open_set import READ_THREADS, needed_samples, open_set
 from shard_tools.change.sets.reindex import scanning_on
 from shard_tools.running.engine import DEFAULT_WORKERS, Calls
@@ -21,7 +21,7 @@ from shard_tools.running.printing import rate, show_findings
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report, plain
 from streaming.build.decode.groups.demux import FoundPackets, find_packets
-from streaming.build.decode.values import require
+from streaming.build.decode.video import ffmpeg
 from streaming.common.arguments import counted, format_bytes, some_names
 from streaming.common.platforms import num_cores
 from streaming.common.threads import map_threads
@@ -33,6 +33,7 @@ from streaming.shards.video.groups import group_starts
 from streaming.shards.video.read import read_video_table
 from streaming.shards.video.table import DamagedStream, VideoStream, VideoTable
 from streaming.storage import Storage, join_url, redact
+from streaming.types import ReadBuffer
 
 VIDEO_SUFFIXES = ("mp4", "m4v", "mov", "mkv", "webm")
 """How names of fields end that hold videos, unless fields are named."""
@@ -163,7 +164,7 @@ def index_video(
         IndexMissingError: The shards have no index.
     """
     started = time.monotonic()
-    require("av", extra="video")
+    ffmpeg()  # whose absence is no damage of a video
     progress = progress or NoProgress()
     opened = open_set(urls, storage, index_url, allow_unfinished=allow_unfinished)
     if opened.scanned is not None:
@@ -247,16 +248,18 @@ def _tables(names: Sequence[str], shard: _Shard) -> list[VideoTable]:
     there = tuple(name for name in names if name in samples.fields)
     streams: dict[str, list[VideoStream]] = {name: [] for name in names}
     damaged: dict[str, list[DamagedStream]] = {name: [] for name in names}
-    for row, (key, members) in enumerate(samples_in(shard.storage, shard.url, samples, there) if there else ()):
-        for name, data in members.items():
+    for row, (key, data, places) in enumerate(places_in(shard.storage, shard.url, samples, there) if there else ()):
+        for name, (start, stop) in places.items():
             try:
-                found = find_packets(data)
+                found = find_packets(data, start, stop)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001  border to FFmpeg: the member is damaged, and the reason kept
                 damaged[name].append(DamagedStream(row, key, str(error) or type(error).__name__))
             else:
-                streams[name].append(stream_of(row, name, found, data, int(samples.fields[name][0][row])))
+                at = int(samples.fields[name][0][row])
+                with memoryview(data)[start:stop] as view:
+                    streams[name].append(stream_of(row, name, found, view, at))
     info, fingerprint = shard.rows.shards[0], shard.rows.fingerprint
     return [
         VideoTable(
@@ -266,7 +269,7 @@ def _tables(names: Sequence[str], shard: _Shard) -> list[VideoTable]:
     ]  # fmt: skip
 
 
-def stream_of(row: int, name: str, found: FoundPackets, data: bytes, at: int) -> VideoStream:
+def stream_of(row: int, name: str, found: FoundPackets, data: ReadBuffer, at: int) -> VideoStream:
     """Return the stream of a member that begins at byte ``at`` of its shard, with the checksums of its groups."""
     is_key = group_starts(found.pts, found.is_shown, found.can_start)
     stream = VideoStream(

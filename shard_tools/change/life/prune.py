@@ -213,7 +213,7 @@ def _remove(
     storage: Storage, home: str, names: Collection[str], there: Collection[str], held: Collection[str],
     waits: Collection[str],
 ) -> None:  # fmt: skip
-    """Delete shards, then their sample tables, columns and indexes of videos, then lists of inputs that no version names."""
+    """Delete shards, then what the index has of them, then lists of inputs that no version names."""
     inputs = join_url(home, INPUTS_DIRECTORY, "")
     beside = tuple(join_url(home, one, "") for one in (columns_directory(), video_directory()))
     tables = {join_url(home, samples_path(name)) for name in names}

@@ -44,8 +44,9 @@ _Check = Callable[[], object]
 
 
 def check_beside(
-    rows_of: Mapping[str, ChunkTable], *, storage: Storage, index_url: str | None, damage_only: bool = False
-) -> list[Finding]:
+    rows_of: Mapping[str, ChunkTable], *, storage: Storage, index_url: str | None, damage_only: bool = False,
+    with_videos: bool = True,
+) -> list[Finding]:  # fmt: skip
     """Read every file beside the chunk tables and sample tables of some shards, and return the findings.
 
     In a store that cannot list, only files with fixed names are read.
@@ -55,6 +56,7 @@ def check_beside(
         storage: Store of the index.
         index_url: Location of the index, if not beside the shards.
         damage_only: Report damage only, not intact files that belong to other shards or another version.
+        with_videos: Read the indexes of videos, too.
     """
     homes = dict.fromkeys(home_of(url, index_url) for url in rows_of)
     folders = dict.fromkeys([*homes, *(split_url(url)[0] for url in rows_of)])  # a journal is beside the shards
@@ -62,7 +64,7 @@ def check_beside(
     for home in homes:
         mine = {url: rows for url, rows in rows_of.items() if home_of(url, index_url) == home}
         checks += [one for name in _columns(storage, home) for one in _values(storage, home, name, mine, index_url)]
-        checks += _videos(storage, home, mine, index_url)
+        checks += _videos(storage, home, mine, index_url) if with_videos else ()
 
     def found(one: tuple[str, _Check]) -> Finding | None:
         url, check = one

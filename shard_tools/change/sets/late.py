@@ -73,7 +73,8 @@ def tell_videos_left_out(homes: Iterable[str], storage: Storage) -> None:
         fields = sorted({one.field for one in list_videos(storage, home)})
         if fields:
             _log.warning(
-                "%s: the index of the videos %s is left out; a set of tars gets it by: shard_tools index TARGET --video",
+                "%s: the index of the videos %s is left out; a set of tars gets it by: "
+                "shard_tools index TARGET --video",
                 redact(home), some_names(fields),
             )  # fmt: skip
 

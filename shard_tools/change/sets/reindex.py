@@ -153,6 +153,7 @@ def index(
     prune: bool = False,
     duplicate_keys: DuplicateKeys = "error",
     allow_unfinished: bool = False,
+    remakes_videos: bool = False,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
@@ -170,6 +171,7 @@ def index(
         duplicate_keys: How to treat a key that occurs twice in a shard; as for ``StreamingDataset``.
         allow_unfinished: Accept an unfinished set, index the shards that are there, and declare the set complete: the
         marks of its writers are deleted, unless the index is written to another place.
+        remakes_videos: Leave damaged indexes of videos to ``index_video``, which makes them again.
         executor: Executor on which to scan, such as a cluster, instead of this machine.
         progress: Receives the bytes read and the shards begun.
 
@@ -202,12 +204,11 @@ def index(
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     findings = check_beside(
         {url: table.of_shard(number) for number, url in enumerate(shards)}, storage=storage, index_url=index_url,
-        damage_only=True,
+        damage_only=True, with_videos=not remakes_videos,
     )  # fmt: skip
     _declare(storage, index_url, schema, marks)
-    columns, num_again, first_again = _compare_tables(
-        shards, table, storage, index_url, with_keys=duplicate_keys == "error"
-    )
+    with_keys = duplicate_keys == "error"
+    columns, num_again, first_again = _compare_tables(shards, table, storage, index_url, with_keys=with_keys)
     return IndexReport(
         num_shards=len(shards),
         num_samples=table.total_samples,

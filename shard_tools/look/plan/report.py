@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from shard_tools.look.plan.loads import Loads, RankLoad
 from shard_tools.look.plan.packs import PackTotals
 from shard_tools.look.plan.shares import MixtureShares, shares_of
 from shard_tools.look.plan.sources import Reads, TableSet, open_planned, sets_of
+from shard_tools.look.plan.windows import WindowTotals
 from streaming.common.arguments import checked_count, parse_bytes
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.order.plan.demand import ChunkMemory
@@ -174,6 +175,7 @@ class PlanReport:
         ramp: Batch sizes by row of the run; None: a constant size.
         limits: How ``memory_limit`` is divided: chunks, batches built ahead and, for packs, their documents.
         packs: For packs: their number, and how documents are used.
+        windows: For windows: their units, and what these read; None: rows are something else.
         num_ranges: Largest number of ranges of a chunk: its own, and one for each late field.
         versions: Numbers of the versions of sets that live, by the name of their source; ``""`` is a single set.
         loads: The computed data ranks, ascending.
@@ -211,6 +213,7 @@ class PlanReport:
     limits: Mapping[str, int]
     ramp: Mapping[int, int] | None = None
     packs: PackTotals | None = None
+    windows: WindowTotals | None = None
     num_ranges: int = 1
     versions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shares: MixtureShares | None = None
@@ -233,7 +236,7 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        apart = {"loads", "warnings", "shares", "packs"}
+        apart = {"loads", "warnings", "shares", "packs", "windows"}
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in apart}
         counted = (
             "num_samples",
@@ -260,6 +263,7 @@ class PlanReport:
                 name: {"min": spread.least, "mean": spread.mean, "max": spread.most} for name, spread in spreads.items()
             },
             **({} if self.packs is None else {"packs": self.packs.as_dict()}),
+            **({} if self.windows is None else {"windows": asdict(self.windows)}),
             **({} if self.shares is None else {"shares": self.shares.as_dict()}),
             "data_ranks": [load.as_dict() for load in self.loads],
             "warnings": list(self.warnings),
@@ -369,6 +373,7 @@ def _report(planned: Any, loads: Loads, options: PlanOptions) -> PlanReport:
         limits=loads.rooms.memory.parts,
         ramp=None if options.sizes.is_constant else dict(options.sizes.steps),
         packs=PackTotals.of(planned, options.sizes) if planned.is_packed else None,
+        windows=WindowTotals.of(planned),
         num_ranges=max((getattr(one, "num_ranges", 1) for _, one in sets_of(planned)), default=1),
         versions=planned.opened_versions,
     )

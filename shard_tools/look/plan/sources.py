@@ -162,7 +162,13 @@ class Reads:
 
     @classmethod
     def of_set(cls, one: Any) -> Reads:
-        """Estimate the reads of a set of samples or packs. Each late field takes as many requests as its shards."""
+        """Estimate the reads of a set of samples or packs. Each late field takes as many requests as its shards.
+
+        Windows know them.
+        """
+        if (known := getattr(one, "reads", None)) is not None:
+            mean = known.once_bytes / max(int(one.chunk_samples.sum()), 1)
+            return cls(num_bytes=known.num_bytes, num_requests=known.num_requests.astype(float), sample_bytes=mean)
         found = cls.of(one.chunk_bytes, one.used_samples, one.stored_samples, one.chunk_samples)
         return replace(found, num_requests=found.num_requests * getattr(one, "num_ranges", 1))
 

@@ -158,13 +158,15 @@ def _summary(report: PlanReport) -> list[str]:
     about = "about " if report.sampled or report.filtered else "at most "
     total = report.total("read_bytes")
     shards = f"{counted(report.num_chunks, 'chunk')} of {counted(report.num_shards, 'shard')}"
-    requests = f"{counted(report.total('num_requests'), 'request')}, one per {report.unit}"
-    requests += " and late field" if report.num_ranges > 1 else ""
+    requests = counted(report.total("num_requests"), "request")
+    if report.windows is None:
+        requests += f", one per {report.unit}" + (" and late field" if report.num_ranges > 1 else "")
     first = f"{counted(report.total('start_requests'), 'request')} before the first batch"
     at_most = "" if report.data_world_size <= EXACT_RANKS else "at most "
     limit, least = format_bytes(report.memory_limit_bytes), format_bytes(report.least_limit_bytes)
     once = format_bytes(report.needed_limit_bytes)
     thing = "sample" if report.packs is None else "pack"
+    thing = thing if report.windows is None else "window"
     size = f"{counted(report.global_batch_size, thing)}, {per_rank:,.6g} per data rank"
     if report.ramp is not None:
         size = ", ".join(f"{counted(count, thing)} from row {row:,} on" for row, count in report.ramp.items())
@@ -185,6 +187,8 @@ def _summary(report: PlanReport) -> list[str]:
         lines.insert(1, f"packs     {report.packs.in_words(report.sample_bytes)}")
         if rows := report.packs.rows_in_words:
             lines.insert(2, f"rows      a batch has {rows}")
+    if report.windows is not None:
+        lines.insert(1, f"windows   {report.windows.in_words}")
     if report.replica_world_size > 1:
         every = format_bytes(total * report.replica_world_size)
         lines.insert(-2, f"replicas  {about}{every} if every process reads for itself, without a shared cache")

@@ -266,6 +266,15 @@ def measured(data: Encoded, max_pixels: int = MAX_PIXELS) -> tuple[float, float,
         return reader.lasts_s(), reader.rate, *reader.size
 
 
+def ffmpeg() -> Any:
+    """Return PyAV, which holds FFmpeg's libraries.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    return require("av", extra="video")
+
+
 def opened_container(file: WatchedFile, max_pixels: int) -> Any:
     """Open a file of a known kind.
 
@@ -281,10 +290,9 @@ def opened_container(file: WatchedFile, max_pixels: int) -> Any:
         _check_boxes(file)
     else:
         raise ValueError(f"not an MP4, MOV, Matroska or WebM file: it starts with {head[:8]!r}")
-    av = require("av", extra="video")
     options = _OPTIONS | {"max_pixels": str(max_pixels)}
     with claims():
-        return av.open(file, "r", format=kind, options=options, metadata_errors="replace", io_open=_refused)
+        return ffmpeg().open(file, "r", format=kind, options=options, metadata_errors="replace", io_open=_refused)
 
 
 @contextmanager

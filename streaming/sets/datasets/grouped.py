@@ -83,8 +83,8 @@ def check_dataset(dataset: Any, owner: str) -> None:
         )
     if isinstance(dataset, Windows):
         raise ConfigError(
-            f"{owner}: expected a StreamingDataset, got a Windows, whose units hold rows of one recording. Cut parts of "
-            'the recordings, chosen by where=, and mix these: Mixture({"easy": Windows(StreamingDataset(…, '
+            f"{owner}: expected a StreamingDataset, got a Windows, whose units hold rows of one recording. Cut parts "
+            'of the recordings, chosen by where=, and mix these: Mixture({"easy": Windows(StreamingDataset(…, '
             'where="level <= 2"), …), "hard": …}, weights=…), whose weights= also takes a Schedule'
         )
     if not isinstance(dataset, StreamingDataset):

@@ -127,9 +127,9 @@ class Mixture(MixedSet[MixedSource]):
     A field that only some samples of a batch have becomes a list, with None for the others.
 
     Args:
-        sources: ``StreamingDataset``s (with an index), ``Packed`` or ``Windows`` sets and other mixtures, by name. The order and
-            checkpoints depend on the names, not on the order of the dict. Sources of a nested mixture are called
-            ``"web/en"``.
+        sources: ``StreamingDataset``s (with an index), ``Packed`` or ``Windows`` sets and other mixtures, by name. The
+            order and checkpoints depend on the names, not on the order of the dict. Sources of a nested mixture are
+            called ``"web/en"``.
         weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
         repeats: How many times an epoch reads each source, by name.
         quotas: How exactly shares are kept. ``"chunks"``: one order over the chunks of all sources, which needs the
@@ -205,8 +205,8 @@ class Mixture(MixedSet[MixedSource]):
         """Make the mixture described by a JSON file; ``shard_tools plan`` reads the same files.
 
         The file holds the arguments of this class and, for each source, those of ``StreamingDataset``, with ``url`` for
-        the first one, and of ``Packed``, ``Windows``, ``Balanced`` or ``Curriculum`` under that name. A source may also be just a
-        URL, or have ``sources`` of its own, which makes it a nested mixture (docs/mixing.md)::
+        the first one, and of ``Packed``, ``Windows``, ``Balanced`` or ``Curriculum`` under that name. A source may also
+        be just a URL, or have ``sources`` of its own, which makes it a nested mixture (docs/mixing.md)::
 
             {"sources": {"web": {"url": "s3://bucket/web/", "packed": {"length": 8192}},
                          "code": {"url": "s3://bucket/code/", "where": "tokens >= 64", "packed": {"length": 8192}}},

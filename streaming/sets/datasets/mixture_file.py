@@ -8,9 +8,10 @@
                  "cats": {"url": "s3://bucket/cats/", "balanced": {"by": "cls"}}},
      "weights": {"web": 0.6, "code": 0.2, "text": 0.1, "cats": 0.1}, "shuffle": {"lanes": 64}, "seed": 1}
 
-A set is ``{"url": …}`` with options of ``StreamingDataset``, and at most one of ``packed``, ``windows``,
-``balanced`` and ``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. Options that
-do not describe data, such as ``endpoint_url``, are refused unless the caller trusts the file with them (``trust.py``).
+A set is ``{"url": …}`` with options of ``StreamingDataset``, and at most one of ``packed``, ``windows``, ``balanced``
+and ``curriculum`` with the options of that class. A mixture is ``{"sources": …}`` with options of ``Mixture``. Options
+that do not describe data, such as ``endpoint_url``, are refused unless the caller trusts the file with them
+(``trust.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ mixture opens all kinds, and some kinds are mixtures themselves."""
 _AT_THE_MIXTURE = ("shuffle", "seed")
 """Options of a dataset that have no effect within a mixture, which has its own order."""
 _IN_CODE = "transform"
-_INSIDE = {"length": "packed", "padded": "packed", "video": "windows", "by": "balanced", "metric": "curriculum", "schedule": "curriculum"}
+_INSIDE = {
+    "length": "packed",
+    "padded": "packed",
+    "video": "windows",
+    "by": "balanced",
+    "metric": "curriculum",
+    "schedule": "curriculum",
+}
 """Options that people write beside the URL, and the object in which they belong."""
 
 
@@ -127,9 +135,11 @@ def _open_set(
         )
     for kind in kinds:
         if not isinstance(content[kind], dict):
-            first = {"packed": '{"length": 8192}', "windows": '{"video": {"front.mp4": [0.0]}}', "balanced": '{"by": "cls"}'}.get(
-                kind, '{"metric": …, "schedule": …}'
-            )
+            first = {
+                "packed": '{"length": 8192}',
+                "windows": '{"video": {"front.mp4": [0.0]}}',
+                "balanced": '{"by": "cls"}',
+            }.get(kind, '{"metric": …, "schedule": …}')
             raise ConfigError(f"{kind}: expected an object of options such as {first}, got {content[kind]!r}")
     dataset = _made("url", content["url"], options)
     return _made(kinds[0], dataset, content[kinds[0]]) if kinds else dataset

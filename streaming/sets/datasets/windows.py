@@ -19,7 +19,7 @@ _ELSEWHERE = {
     name: _AT_THE_RECORDINGS.format(name) for name in option_names(StreamingDataset) if name != "transform"
 } | {
     "batch_size": "it belongs to the loader; write DataLoader(windows, batch_size=…)",
-    "delta_timestamps": 'write video={"front.mp4": [-0.2, 0.0]} in seconds, and columns={"action.npy": (0, 16)} in steps',
+    "delta_timestamps": 'write video={"front.mp4": [-0.2, 0.0]}, in seconds, and columns={"action.npy": (0, 16)}',
     "fps": "write every=…, the seconds between rows",
     "stride": 'write every=…: "frame", or the seconds between rows',
     "frames": 'write video={"front.mp4": […]}, the seconds of each frame from the moment',
@@ -150,4 +150,6 @@ def _check_recordings(recordings: Any) -> None:
             f"Windows: expected a StreamingDataset, got a {type(recordings).__name__}; make windows of each data set, "
             'and mix these: Mixture({"kitchen": Windows(kitchen, …), "lab": Windows(lab, …)}, weights=…)'
         )
-    raise ConfigError(f"Windows: expected a StreamingDataset, got {recordings!r}; write Windows(StreamingDataset(…), …)")
+    raise ConfigError(
+        f"Windows: expected a StreamingDataset, got {recordings!r}; write Windows(StreamingDataset(…), …)"
+    )

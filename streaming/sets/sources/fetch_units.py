@@ -24,7 +24,9 @@ LEAST_UNIT_BYTES = SPAN_BYTES
 _UNITS_HELD = 6
 
 
-def unit_sizes(given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], blend: Blend) -> dict[str, int]:
+def unit_sizes(
+    given: FetchBytes, leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], blend: Blend
+) -> dict[str, int]:
     """Return the size of the units of each source that is cut, in bytes.
 
     Args:

@@ -39,7 +39,10 @@ class Weighing:
     """
 
     def __init__(
-        self, within: Mapping[str, Blend], leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource], unit: Unit
+        self,
+        within: Mapping[str, Blend],
+        leaves: Mapping[str, SampleSource | PackedDocuments | WindowSource],
+        unit: Unit,
     ) -> None:
         self._within, self._leaves, self.unit = within, leaves, unit
 
@@ -71,7 +74,9 @@ class Weighing:
         return by_weight(self._within, weights, self._means)
 
 
-def _units_per_sample(sources: Mapping[str, SampleSource | PackedDocuments | WindowSource], unit: Unit) -> dict[str, float]:
+def _units_per_sample(
+    sources: Mapping[str, SampleSource | PackedDocuments | WindowSource], unit: Unit
+) -> dict[str, float]:
     """Return the mean number of units per sample of each source; log estimated values.
 
     Raises:
@@ -99,8 +104,8 @@ def _mean_tokens(name: str, dataset: SampleSource | PackedDocuments | WindowSour
         return dataset.counts.packed / dataset.num_readable
     if isinstance(dataset, WindowSource):
         raise ConfigError(
-            f'unit="tokens": the source {name!r} is a Windows, and windows have no tokens; leave unit out, which counts '
-            "windows"
+            f'unit="tokens": the source {name!r} is a Windows, and windows have no tokens; leave unit out, which '
+            "counts windows"
         )
     num_shards = len(dataset.urls)
     chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from streaming.sets.sources.own import SampleRows
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.windows.order import order_of_windows
 from streaming.sets.windows.reader import WindowReader
-from streaming.sets.windows.shard import LeftOut, ShardWindows, Units
+from streaming.sets.windows.shard import LeftOut, WindowUnits
 from streaming.sets.windows.spec import WindowSpec
 from streaming.shards.catalog.open import check_fields, digest_of
 from streaming.shards.fetch.layout import Fetched, UnitLayout
@@ -78,7 +79,7 @@ class WindowSource(SampleRows):
         named = [name for name in (*(one.field for one in spec.video), *spec.tables) if name not in late]
         check_fields(self.storage, recordings.shards, named, peers)
         self.reader = WindowReader(recordings, spec, peers)
-        self._units, self.left_out, self._digests = self._of_all(peers)
+        self._units, self.left_out, self._digests, self._once_bytes = self._of_all(peers)
         self._tell()
 
     def _take_over(self) -> None:
@@ -88,31 +89,31 @@ class WindowSource(SampleRows):
         self.on_error, self.max_bad_samples = recordings.on_error, recordings.max_bad_samples
         self.bad_samples_file = recordings.bad_samples_file
         self.decode = recordings.decode
-        blocks = [one.name for one in (*spec.video, *spec.columns)]
-        self.fields = (MOMENT, *spec.names, *map(indices_of, blocks))
+        self.fields = (MOMENT, *spec.names, *map(indices_of, spec.blocks))
         self.decoders = WindowFields(
-            blocks=frozenset(blocks), carried=spec.carry, wraps=recordings.decoders if spec.carry else RawFields()
+            blocks=frozenset(spec.blocks), carried=spec.carry, wraps=recordings.decoders if spec.carry else RawFields()
         )
 
     # --- which windows there are ---
 
-    def _of_all(self, peers: Peers | None) -> tuple[Units, LeftOut, tuple[str, ...]]:
+    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, tuple[str, ...], int]:
         """Return the units of all shards; with peers, each rank computes those of a range of shards.
 
         Raises:
             ConfigError: There is no window.
         """
         name = digest_of([self.recordings.fingerprint, self.spec.plain, self.spec.sizes])
-        digests, left_out, found = list[str](), LeftOut(), list[Units]()
+        digests, left_out, found, once_bytes = list[str](), LeftOut(), list[WindowUnits](), 0
         for part in shared_parts(peers, f"windows/{name}", self._part):
             head, start = unframed(part)
             digests += head["digests"]
+            once_bytes += head["once_bytes"]
             left_out += LeftOut(**head["left_out"])
-            found.append(Units.from_bytes(memoryview(part)[start:]))
-        units = Units.joined(found)
+            found.append(WindowUnits.from_bytes(memoryview(part)[start:]))
+        units = WindowUnits.joined(found)
         if not len(units.rows):
             raise ConfigError(f"Windows: no window: {left_out.words(self.spec) or 'the set has no recordings'}")
-        return units, left_out, tuple(digests)
+        return units, left_out, tuple(digests), once_bytes
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self.urls), rank, world_size)
@@ -120,8 +121,9 @@ class WindowSource(SampleRows):
         left_out = LeftOut()
         for one in found:
             left_out += one.left_out
-        head = {"digests": [one.digest for one in found], "left_out": left_out.plain}
-        return framed(head, Units.joined([one.units for one in found]).to_bytes())
+        once_bytes = sum(one.once_bytes for one in found)
+        head = {"digests": [one.digest for one in found], "left_out": left_out.plain, "once_bytes": once_bytes}
+        return framed(head, WindowUnits.joined([one.units for one in found]).to_bytes())
 
     def _tell(self) -> None:
         """Log how many windows there are, and which recordings have none."""
@@ -168,8 +170,8 @@ class WindowSource(SampleRows):
         found = super().order_settings(global_batch_size)
         return order_of_windows(found, self.shuffle_config, self.chunk_samples, self.chunk_bytes, global_batch_size)
 
+    @override
     def memory_cure(self, lanes: int, room_bytes: int, *, resumed: bool = False) -> str:
-        """See ``Source``: smaller frames, or smaller units."""
         cures = []
         if any(size is None for size in self.spec.sizes):
             cures.append("frames scaled down, Windows(…, size=(224, 224))")
@@ -215,14 +217,15 @@ class WindowSource(SampleRows):
     def scan(self, source: str = "") -> Iterator[Sample]:
         """Yield all windows in storage order, as :meth:`read` returns them, reading unit by unit."""
         starts = sums(self.chunk_samples).tolist()
-        for first, stop in zip(starts, starts[1:], strict=False):
+        for first, stop in pairwise(starts):
             yield from self.read(np.arange(first, stop), [source] * (stop - first))
 
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
         if row in layout.damage:
             raise layout.damage[row]
         (url,) = self.urls_of(np.array([chunk]))
-        key, sample = layout.keys[row], {"__key__": layout.keys[row], "__url__": url}
+        key = layout.keys[row]
+        sample: Sample = {"__key__": key, "__url__": url}
         for column, name in enumerate(layout.fields):
             start, size = int(layout.starts[row, column]), int(layout.sizes[row, column])
             if start >= 0:
@@ -284,6 +287,13 @@ class WindowSource(SampleRows):
         """int64 [C], memory of each unit: decoded frames and steps."""
         return self._units.sizes
 
+    @property
+    def reads(self) -> UnitReads:
+        """The bytes that units read, for plans."""
+        return UnitReads(
+            num_bytes=self._units.read_bytes, num_requests=self._units.requests, once_bytes=self._once_bytes
+        )
+
     @cached_property
     def byte_starts(self) -> Int64Array:
         """int64 [C], where each unit would begin if those of its shard lay end to end, decoded."""
@@ -293,10 +303,6 @@ class WindowSource(SampleRows):
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: all of them."""
         return self.chunk_bytes[chunk_ids]
-
-    def reads_whole(self, wanted: FetchRange) -> bool:  # noqa: ARG002  as sources have it
-        """Return whether :meth:`fetch_unit` fills all of a range."""
-        return True
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Return the URL of the shard of each unit, as shown in samples and messages."""
@@ -323,10 +329,6 @@ class WindowSource(SampleRows):
         layout = self.reader.fill(self.recordings.shards.numbers[wanted.url], rows, out)
         return Fetched(checked=None if layout.damage else Checked.comparing(layout.num_bytes, ()), found=layout)
 
-    def apart(self, wanted: FetchRange) -> UnitLayout:
-        """See ``InPlace``: units do not lie anywhere in this form."""
-        raise AssertionError(f"{wanted.shown_url}: windows are not mapped")
-
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Return the location in its shard of the recording of a window."""
         shard = int(self._units.shards[chunk_id])
@@ -351,6 +353,20 @@ class WindowSource(SampleRows):
         return self.recordings.in_flight()
 
 
+class UnitReads(NamedTuple):
+    """Reads of units, whose memory is decoded.
+
+    Attributes:
+        num_bytes: int64 [C], bytes that each reads.
+        num_requests: int64 [C], requests that this takes.
+        once_bytes: All bytes that are read, each counted once.
+    """
+
+    num_bytes: Int64Array
+    num_requests: Int64Array
+    once_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowKeys:
     """The key of the recording of each window. Implements ``KeysOfShards``.
@@ -363,7 +379,7 @@ class WindowKeys:
 
     known: KeysOfShards
     reader: WindowReader
-    units: Units
+    units: WindowUnits
 
     @property
     def home(self) -> object:
@@ -373,7 +389,8 @@ class WindowKeys:
     @property
     def filled(self) -> list[int]:
         """See ``KeysOfShards``."""
-        return np.unique(self.units.shards).tolist()
+        found: list[int] = np.unique(self.units.shards).tolist()
+        return found
 
     @property
     def num_threads(self) -> int:

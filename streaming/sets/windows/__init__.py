@@ -1,5 +1,5 @@
 """Cut recordings into rows of moments: what a row holds, which rows there are, and the bytes that they need.
 
-Here belong the arithmetic of windows and the reading of one unit. Sources that loops read stand in ``sources``, what
-users name in ``datasets``, and the index of a video in ``streaming/shards/video``.
+Not here: sources that loops read (``sources``), what users name (``datasets``), and the index of a video
+(``streaming/shards/video``).
 """

@@ -15,11 +15,11 @@ from streaming.build.decode.groups.decode import decode_group
 from streaming.common.job.shared_results import Peers, shared
 from streaming.common.lru_cache import LruCache
 from streaming.errors import ChecksumError, ConfigError, DataError, DecodeError, IndexMissingError
-from streaming.sets.windows.recording import Recording
+from streaming.sets.windows.recording import CutRecording
 from streaming.sets.windows.rescue import Summed, intact
-from streaming.sets.windows.shard import ShardFacts, ShardWindows, windows_of
+from streaming.sets.windows.shard import ShardWindows, WindowFacts, windows_of
 from streaming.sets.windows.spec import WindowSpec
-from streaming.sets.windows.tables import StepShape, Table, check_step, table_of
+from streaming.sets.windows.tables import StepShape, StepTable, check_step, table_of
 from streaming.sets.windows.unit import GroupFrames, carried_of, fill_rows
 from streaming.shards.catalog.build import place_in_index
 from streaming.shards.catalog.open import digest_of
@@ -37,6 +37,7 @@ _KEPT_BYTES = 128 << 20
 """Bytes of the windows of shards that are kept: the packets of about 20 hours of one stream at 30 frames a second."""
 _TABLES_BYTES = 32 << 20
 """Bytes of tables that are kept, for units of one recording that are read one after another."""
+_LACKING = np.empty(0, np.int64)
 _TRIED = 32
 """Recordings that are read, at most, to see what the steps of tables are; the first that is intact says it."""
 _RUN_BYTES = 8 << 20
@@ -58,7 +59,9 @@ class WindowReader:
         self._tables.fields, self._tables.decoders = spec.tables, RawFields()
         self._tables.late = tuple(one for one in recordings.late if one.name in spec.tables)
         self._shards = LruCache[int, ShardWindows](_KEPT_BYTES, attrgetter("num_bytes"))
-        self._recent = LruCache[tuple[int, int], tuple[tuple[Table, ...], Mapping[str, bytes]]](_TABLES_BYTES, _size_of)
+        self._recent = LruCache[tuple[int, int], tuple[tuple[StepTable, ...], Mapping[str, bytes]]](
+            _TABLES_BYTES, _size_of
+        )
         self._shapes = self._first_shapes(peers)
 
     # --- what there is ---
@@ -78,7 +81,7 @@ class WindowReader:
     def _windows_of(self, shard: int) -> ShardWindows:
         return windows_of(
             self._spec,
-            ShardFacts(
+            WindowFacts(
                 shard=shard, samples=self._samples_of(shard), index=self._index_of(shard), shapes=self._shapes,
                 carried_bytes=partial(self._field_bytes, shard, tuple(field for _, field in self._spec.carry)),
                 table_bytes=partial(self._read_bytes, shard),
@@ -142,7 +145,9 @@ class WindowReader:
     def _first_tables(self) -> list[StepShape]:
         failure: DataError | None = None
         first = (
-            (shard, sample) for shard in range(len(self._recordings.urls)) for sample in self._samples_of(shard)[:4].tolist()
+            (shard, sample)
+            for shard in range(len(self._recordings.urls))
+            for sample in self._samples_of(shard)[:4].tolist()
         )
         for shard, sample in islice(first, _TRIED):
             try:
@@ -192,14 +197,14 @@ class WindowReader:
 
     # --- tables ---
 
-    def _tables_of(self, shard: int, sample: int) -> tuple[tuple[Table, ...], Mapping[str, bytes]]:
+    def _tables_of(self, shard: int, sample: int) -> tuple[tuple[StepTable, ...], Mapping[str, bytes]]:
         if not self._spec.tables:
             return (), {}
         return self._recent.of((shard, sample), lambda: self._read_tables(shard, sample))
 
     def _read_tables(
         self, shard: int, sample: int, *, check: bool = True
-    ) -> tuple[tuple[Table, ...], Mapping[str, bytes]]:
+    ) -> tuple[tuple[StepTable, ...], Mapping[str, bytes]]:
         key = self._key_of(shard, sample)
         where = f"{redact(self._recordings.urls[shard])}: sample {key!r}"
         data = self._fields_of(shard, sample)
@@ -236,15 +241,14 @@ class WindowReader:
             for name in index.fields for number, stream in index.streams(name).items() if low <= number < high
             for group in stream.groups
         ]  # fmt: skip
-        there = intact(
-            sums_of(table, low, high, names), partial(recordings.storage.read, recordings.urls[shard]), groups
-        )
+        read = partial(recordings.storage.read, recordings.urls[shard])
+        there = intact(sums_of(table, low, high, names), lambda start, stop: bytes(read(start, stop)), groups)
         if there is None:
             return None
         found: dict[str, bytes] = {}
         for name in names:
-            starts, sizes = table.fields.get(name, (None, None))
-            if starts is None or starts[sample] < 0:
+            starts, sizes = table.fields.get(name, (_LACKING, _LACKING))
+            if starts is _LACKING or starts[sample] < 0:
                 continue
             start, stop = int(starts[sample]), int(starts[sample] + sizes[sample])
             first = max(one for one in there if one <= start)
@@ -275,7 +279,7 @@ class WindowReader:
     # --- groups of pictures ---
 
     def _groups(
-        self, shard: int, recording: Recording, where: str, number: int, groups: Int64Array, frames: Int64Array
+        self, shard: int, recording: CutRecording, where: str, number: int, groups: Int64Array, frames: Int64Array
     ) -> Sequence[GroupFrames]:
         """Return frames of groups of a stream; see ``ReadGroups``."""
         stream = recording.streams[number]
@@ -315,7 +319,8 @@ class WindowReader:
                 return {run[0]: error}
             return {group: one for number in run for group, one in self._read_run(shard, stream, [number]).items()}
         return {
-            number: memory[one.byte_start - start : one.byte_end - start] for number, one in zip(run, groups, strict=True)
+            number: memory[one.byte_start - start : one.byte_end - start]
+            for number, one in zip(run, groups, strict=True)
         }
 
     def _read(self, shard: int, sample: int, start: int, out: memoryview, spans: tuple[tuple[int, int], ...]) -> None:
@@ -363,6 +368,6 @@ def _seconds(stream: VideoStream, group: int) -> str:
     return f"seconds {stream.times[one.first_frame]:.3f} to {stream.times[one.stop_frame - 1]:.3f}"
 
 
-def _size_of(found: tuple[tuple[Table, ...], Mapping[str, bytes]]) -> int:
+def _size_of(found: tuple[tuple[StepTable, ...], Mapping[str, bytes]]) -> int:
     tables, carried = found
     return sum(one.steps.nbytes for one in tables) + sum(map(len, carried.values())) + 1024

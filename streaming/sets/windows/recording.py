@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from streaming.build.decode.video import SAME_S
 from streaming.sets.windows.spec import ColumnEntry, VideoEntry, WindowSpec
 from streaming.shards.video.table import VideoStream
 from streaming.types import Int64Array
@@ -21,8 +22,6 @@ MOST_READ_TWICE = 1.25
 the unit before or behind, which both read. Longer units share less."""
 MOST_UNIT_BYTES = 256 << 20
 """Decoded bytes beyond which a unit is not made longer to read less twice."""
-_SAME_S = 1e-6
-"""Tolerance for equal times, in seconds: times of frames are fractions, offsets of users are floats."""
 
 
 class Placed(NamedTuple):
@@ -38,7 +37,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recording:
+class CutRecording:
     """One sample of a shard whose streams are cut into rows.
 
     Attributes:
@@ -99,7 +98,7 @@ def shown(stream: VideoStream, seconds: Float64Array) -> Placed:
     flat = np.ravel(seconds)
     found = stream.frames_at(flat)
     valid = found >= 0
-    nearest = np.where(flat + _SAME_S < stream.times[0], 0, len(stream.times) - 1)
+    nearest = np.where(flat + SAME_S < stream.times[0], 0, len(stream.times) - 1)
     numbers = np.where(valid, found, nearest)
     return Placed(numbers.reshape(seconds.shape), valid.reshape(seconds.shape))
 
@@ -111,8 +110,8 @@ def clipped(steps: Int64Array, count: int) -> Placed:
 
 def _steps_at(clock: float | Float64Array, times: Float64Array) -> Int64Array:
     if isinstance(clock, float):
-        return np.floor((times + _SAME_S) * clock).astype(np.int64)
-    return np.searchsorted(clock, times + _SAME_S, side="right").astype(np.int64) - 1
+        return np.floor((times + SAME_S) * clock).astype(np.int64)
+    return np.searchsorted(clock, times + SAME_S, side="right").astype(np.int64) - 1
 
 
 # --- rows ---
@@ -125,7 +124,8 @@ def rows_of(spec: WindowSpec, streams: tuple[VideoStream, ...]) -> tuple[Float64
         moments, frames = np.asarray(first.times, np.float64), np.arange(len(first.times))
     else:
         begin, last = float(first.times[0]), float(first.times[-1])
-        moments = begin + spec.every * np.arange(int((max(last, first.end_s) - begin) / spec.every) + 2)
+        count = int((max(last, first.end_s) - begin) / spec.every) + 2
+        moments = begin + spec.every * np.arange(count, dtype=np.float64)
         placed = shown(first, moments)
         moments, frames = moments[placed.valid], placed.numbers[placed.valid]
     if spec.edge == "drop":
@@ -158,7 +158,7 @@ def _edges(column: ColumnEntry) -> tuple[float, ...]:
     if column.seconds is not None:
         return min(column.seconds), max(column.seconds)
     if column.span is not None:
-        return column.span[0], column.span[1] - 2 * _SAME_S
+        return column.span[0], column.span[1] - 2 * SAME_S
     if isinstance(column.clock, float) and column.steps is not None:
         return min(column.steps) / column.clock, max(column.steps) / column.clock
     return ()
@@ -202,10 +202,10 @@ def cut_units(
 ) -> Int64Array:  # fmt: skip
     """Return the first row of each unit of a recording, and the end: int64 [U + 1].
 
-    A unit is a run of groups of pictures of the first stream, with the rows whose earliest frames lie in them, and holds
-    what these rows need of all streams. So the last rows need the first frames of the group behind, which take little
-    time to decode; counted by moments, the first ones would need the last frames of the group before, and all of it
-    would be decoded. A unit has as few groups as make all units together read little more than each group once.
+    A unit is a run of groups of pictures of the first stream, with the rows whose earliest frames lie in them, and
+    holds what these rows need of all streams. So the last rows need the first frames of the group behind, which take
+    little time to decode; counted by moments, the first ones would need the last frames of the group before, and all of
+    it would be decoded. A unit has as few groups as make all units together read little more than each group once.
 
     Args:
         spec: The options.
@@ -278,23 +278,50 @@ class NeededFrames:
         return np.where(self.at < 0, ~self.at, self.at)
 
 
-def needed_frames(recording: Recording, video: Sequence[VideoEntry], rows: Int64Array) -> list[NeededFrames]:
+def needed_frames(recording: CutRecording, video: Sequence[VideoEntry], rows: Int64Array) -> list[NeededFrames]:
     """Return the frames of each stream that rows of a recording need."""
-    return [
-        NeededFrames.of(recording.frames_of(number, entry.offsets, rows)) for number, entry in enumerate(video)
-    ]
+    return [NeededFrames.of(recording.frames_of(number, entry.offsets, rows)) for number, entry in enumerate(video)]
 
 
-def frames_per_unit(entry: VideoEntry, stream: VideoStream, moments: Float64Array, borders: Int64Array) -> Int64Array:
-    """Return the number of distinct frames of a stream that each unit needs, int64 [U]."""
+class UnitNeeds(NamedTuple):
+    """What the units of a recording need of one stream; int64 [U] each.
+
+    Attributes:
+        frames: Number of distinct frames.
+        num_bytes: Bytes of their groups of pictures.
+        requests: Runs of groups whose bytes follow each other.
+    """
+
+    frames: Int64Array
+    num_bytes: Int64Array
+    requests: Int64Array
+
+
+def needs_per_unit(entry: VideoEntry, stream: VideoStream, moments: Float64Array, borders: Int64Array) -> UnitNeeds:
+    """Return what each unit of a recording needs of a stream."""
     count, num_units = len(stream.times), len(borders) - 1
     units = np.arange(num_units).repeat(np.diff(borders))
     numbers = shown(stream, moments[:, None] + np.asarray(entry.offsets)).numbers
-    pairs = np.unique(units[:, None] * count + numbers)
-    return np.bincount(pairs // count, minlength=num_units)
+    of_frame, frames = np.divmod(np.unique(units[:, None] * count + numbers), count)
+    num_groups = len(stream.groups)
+    of_group, groups = np.divmod(np.unique(of_frame * num_groups + stream.groups_of(frames)), num_groups)
+    starts, ends = stream.groups.byte_start[groups], stream.groups.byte_end[groups]
+    goes_on = (np.diff(of_group) == 0) & (np.diff(groups) == 1) & (ends[:-1] == starts[1:])
+    begins = np.concatenate(([True], ~goes_on))[: len(groups)]
+    return UnitNeeds(
+        frames=np.bincount(of_frame, minlength=num_units),
+        num_bytes=np.bincount(of_group, ends - starts, minlength=num_units).astype(np.int64),
+        requests=np.bincount(of_group, begins, minlength=num_units).astype(np.int64),
+    )  # fmt: skip
 
 
-def most_steps(entry: ColumnEntry, recording: Recording, rate: float | None, width: int) -> Int64Array:
+def touched_bytes(entry: VideoEntry, stream: VideoStream, moments: Float64Array) -> int:
+    """Return the bytes of all groups of pictures that rows of a recording need of a stream, each counted once."""
+    numbers = np.unique(shown(stream, moments[:, None] + np.asarray(entry.offsets)).numbers)
+    return int(group_sizes(stream)[np.unique(stream.groups_of(numbers))].sum())
+
+
+def most_steps(entry: ColumnEntry, recording: CutRecording, rate: float | None, width: int) -> Int64Array:
     """Return an upper bound on the distinct steps of a table that each unit needs, int64 [U].
 
     Args:
@@ -311,4 +338,5 @@ def most_steps(entry: ColumnEntry, recording: Recording, rate: float | None, wid
     if rate is None and entry.seconds is not None:
         count = len(recording.streams[0].times)
         low, high = np.clip(low, -1, count), np.clip(high, -1, count)
-    return np.minimum(each, high.max(axis=1) - low.min(axis=1) + 1)
+    found: Int64Array = np.minimum(each, high.max(axis=1) - low.min(axis=1) + 1)
+    return found

@@ -1,9 +1,9 @@
 """Tell damage of videos from damage of the tables beside them, if one checksum covers both. Pure but for reading.
 
-Members of less than 128 KiB share the checksum of their span. If a byte of such a video is damaged, nothing says that the
-tables in the span are intact, except that groups of pictures have checksums of their own. CRCs are linear: what an error
-changes in the checksum of a group, moved over the bytes behind the group, is what it changes in that of the span. If the
-errors of groups explain the whole difference, all other bytes match, with the certainty of the checksum itself.
+Members of less than 128 KiB share the checksum of their span. If a byte of such a video is damaged, nothing says that
+the tables in the span are intact, except that groups of pictures have checksums of their own. CRCs are linear: what an
+error changes in the checksum of a group, moved over the bytes behind the group, is what it changes in that of the span.
+If the errors of groups explain the whole difference, all other bytes match, with the certainty of the checksum itself.
 """
 
 from __future__ import annotations

@@ -6,24 +6,32 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from streaming.build.batches.items.windows import BLOCK_ALIGN
 from streaming.common.arguments import counted
 from streaming.common.arrays import sums
-from streaming.sets.windows.recording import Recording, cut_units, frames_per_unit, most_steps, rows_of
+from streaming.sets.windows.recording import (
+    CutRecording,
+    cut_units,
+    most_steps,
+    needs_per_unit,
+    rows_of,
+    touched_bytes,
+)
 from streaming.sets.windows.spec import WindowSpec
 from streaming.sets.windows.tables import StepShape
 from streaming.sets.windows.unit import aligned, frame_shape, heads_bytes, room_of, rows_room
 from streaming.shards.video.table import VideoIndex, VideoStream
 from streaming.types import Int64Array
 
-_COLUMNS = ("shards", "firsts", "rows", "sizes")
+_COLUMNS = ("shards", "firsts", "rows", "sizes", "read_bytes", "requests")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Units:
+class WindowUnits:
     """Units of windows, in the order of shards; int64 [U] each.
 
     Attributes:
@@ -31,15 +39,19 @@ class Units:
         firsts: Its first window, among those of the shard.
         rows: Number of its windows.
         sizes: Bytes of its memory.
+        read_bytes: Bytes that it reads: groups of pictures, and tables.
+        requests: Requests that this takes.
     """
 
     shards: Int64Array
     firsts: Int64Array
     rows: Int64Array
     sizes: Int64Array
+    read_bytes: Int64Array
+    requests: Int64Array
 
     @classmethod
-    def joined(cls, parts: Sequence[Units]) -> Units:
+    def joined(cls, parts: Sequence[WindowUnits]) -> WindowUnits:
         """Return the units of several parts, in order."""
         nothing = np.empty(0, np.int64)
         return cls(**{name: np.concatenate([nothing, *(getattr(one, name) for one in parts)]) for name in _COLUMNS})
@@ -112,13 +124,15 @@ class ShardWindows:
         starts: int64 [R + 1], the first window of each, and their number.
         units: Its units.
         left_out: Recordings without windows.
+        once_bytes: Bytes that windows need, each counted once.
         digest: Identifies the windows and units, as hex digits.
     """
 
-    recordings: tuple[Recording, ...]
+    recordings: tuple[CutRecording, ...]
     starts: Int64Array
-    units: Units
+    units: WindowUnits
     left_out: LeftOut
+    once_bytes: int
     digest: str
 
     @property
@@ -127,14 +141,14 @@ class ShardWindows:
         streams = sum(60 * stream.num_packets for one in self.recordings for stream in one.streams)
         return streams + sum(one.num_bytes for one in self.recordings) + 32 * len(self.units.rows)
 
-    def place_of(self, row: int) -> tuple[Recording, int]:
+    def place_of(self, row: int) -> tuple[CutRecording, int]:
         """Return the recording of a window of the shard, and the number of the window in it."""
         number = int(np.searchsorted(self.starts, row, side="right")) - 1
         return self.recordings[number], row - int(self.starts[number])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ShardFacts:
+class WindowFacts:
     """What the windows of a shard follow from.
 
     Attributes:
@@ -154,10 +168,10 @@ class ShardFacts:
     table_bytes: Callable[[int], int]
 
 
-def windows_of(spec: WindowSpec, facts: ShardFacts) -> ShardWindows:
+def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
     """Return the windows of a shard."""
     by_field = [facts.index.streams(entry.field) for entry in spec.video]
-    recordings, rooms, left_out = list[Recording](), list[Int64Array](), LeftOut()
+    recordings, needs, left_out = list[CutRecording](), list[_Needs](), LeftOut()
     for sample in facts.samples.tolist():
         streams = [one.get(sample) for one in by_field]
         whole = tuple(one for one in streams if one is not None and one.num_frames)
@@ -169,12 +183,12 @@ def windows_of(spec: WindowSpec, facts: ShardFacts) -> ShardWindows:
             left_out += LeftOut(short=1)
             continue
         recordings.append(one)
-        rooms.append(_rooms(spec, facts, one))
+        needs.append(_needs(spec, facts, one))
     starts = sums([len(one.moments) for one in recordings])
-    units = _units(facts.shard, recordings, starts, rooms)
     return ShardWindows(
-        recordings=tuple(recordings), starts=starts, units=units, left_out=left_out, digest=_digest(recordings)
-    )
+        recordings=tuple(recordings), starts=starts, units=_units(facts.shard, recordings, starts, needs),
+        left_out=left_out, once_bytes=sum(one.once_bytes for one in needs), digest=_digest(recordings),
+    )  # fmt: skip
 
 
 def _why(spec: WindowSpec, index: VideoIndex, sample: int, streams: Sequence[VideoStream | None]) -> LeftOut:
@@ -188,43 +202,57 @@ def _why(spec: WindowSpec, index: VideoIndex, sample: int, streams: Sequence[Vid
     return LeftOut(damaged={field_: 1}, example=(field_, damage.key, damage.reason))
 
 
-def _recording(spec: WindowSpec, facts: ShardFacts, sample: int, streams: tuple[VideoStream, ...]) -> Recording:
+def _recording(spec: WindowSpec, facts: WindowFacts, sample: int, streams: tuple[VideoStream, ...]) -> CutRecording:
     moments, frames = rows_of(spec, streams)
-    one = Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
+    one = CutRecording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
     frame_bytes = [int(np.prod(frame_shape(one, spec, number))) for number in range(len(streams))]
     borders = cut_units(
         spec, streams, moments, frame_bytes=frame_bytes,
         table_bytes=facts.table_bytes(sample) if spec.tables else 0,
     )  # fmt: skip
-    return Recording(sample=sample, streams=streams, moments=moments, frames=frames, borders=borders)
+    return CutRecording(sample=sample, streams=streams, moments=moments, frames=frames, borders=borders)
 
 
-def _rooms(spec: WindowSpec, facts: ShardFacts, one: Recording) -> Int64Array:
-    """Return the memory of each unit of a recording, int64 [U]: what ``fill_rows`` takes at most."""
-    rows, head = np.diff(one.borders), heads_bytes(spec, facts.shapes)
+class _Needs(NamedTuple):
+    """What the units of a recording take: memory, bytes and requests, int64 [U] each; and all bytes, each once."""
+
+    sizes: Int64Array
+    read_bytes: Int64Array
+    requests: Int64Array
+    once_bytes: int
+
+
+def _needs(spec: WindowSpec, facts: WindowFacts, one: CutRecording) -> _Needs:
+    """Return what the units of a recording take; their memory is what ``fill_rows`` takes at most."""
+    rows, head = np.diff(one.borders), heads_bytes(facts.shapes)
     widths = [shape.width_of(entry) for entry, shape in zip(spec.columns, facts.shapes, strict=True)]
-    found = rows_room(spec, rows, widths) + aligned(facts.carried_bytes(one.sample)) + 64 * len(spec.carry)
+    sizes = rows_room(spec, rows, widths) + aligned(facts.carried_bytes(one.sample)) + BLOCK_ALIGN * len(spec.carry)
+    of_tables = facts.table_bytes(one.sample) if spec.tables else 0
+    read_bytes, requests = np.full(len(rows), of_tables), np.full(len(rows), int(bool(spec.tables)))
+    once_bytes = of_tables
     for number, (entry, stream) in enumerate(zip(spec.video, one.streams, strict=True)):
-        each = int(np.prod(frame_shape(one, spec, number)))
-        found = found + room_of(head, frames_per_unit(entry, stream, one.moments, one.borders), each)
+        found = needs_per_unit(entry, stream, one.moments, one.borders)
+        sizes = sizes + room_of(head, found.frames, int(np.prod(frame_shape(one, spec, number))))
+        read_bytes, requests = read_bytes + found.num_bytes, requests + found.requests
+        once_bytes += touched_bytes(entry, stream, one.moments)
     for column, shape, width in zip(spec.columns, facts.shapes, widths, strict=True):
-        found = found + room_of(head, most_steps(column, one, shape.rate, width), shape.num_bytes)
-    return np.asarray(found, np.int64)
+        sizes = sizes + room_of(head, most_steps(column, one, shape.rate, width), shape.num_bytes)
+    return _Needs(np.asarray(sizes, np.int64), read_bytes, requests, once_bytes)
 
 
-def _units(
-    shard: int, recordings: Sequence[Recording], starts: Int64Array, rooms: Sequence[Int64Array]
-) -> Units:
+def _units(shard: int, recordings: Sequence[CutRecording], starts: Int64Array, needs: Sequence[_Needs]) -> WindowUnits:
     firsts = [start + one.borders[:-1] for start, one in zip(starts.tolist(), recordings, strict=False)]
     nothing = np.empty(0, np.int64)
     rows = np.concatenate([nothing, *(np.diff(one.borders) for one in recordings)])
-    return Units(
+    return WindowUnits(
         shards=np.full(len(rows), shard, np.int64), firsts=np.concatenate([nothing, *firsts]), rows=rows,
-        sizes=np.concatenate([nothing, *rooms]),
+        sizes=np.concatenate([nothing, *(one.sizes for one in needs)]),
+        read_bytes=np.concatenate([nothing, *(one.read_bytes for one in needs)]),
+        requests=np.concatenate([nothing, *(one.requests for one in needs)]),
     )  # fmt: skip
 
 
-def _digest(recordings: Sequence[Recording]) -> str:
+def _digest(recordings: Sequence[CutRecording]) -> str:
     """Identify windows and units: what an order and its states depend on."""
     digest = hashlib.blake2b(digest_size=16)
     for one in recordings:

@@ -116,7 +116,12 @@ class WindowSpec:
     @property
     def names(self) -> tuple[str, ...]:
         """The names in rows, in their order."""
-        return (*(one.name for one in (*self.video, *self.columns)), *(name for name, _ in self.carry))
+        return (*self.blocks, *(name for name, _ in self.carry))
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names in rows of streams and tables."""
+        return (*(one.name for one in self.video), *(one.name for one in self.columns))
 
     @property
     def plain(self) -> list[Any]:
@@ -139,7 +144,8 @@ def checked_spec(
     tables = _checked_columns(columns, _checked_clocks(clocks, columns), renamed)
     carried = _checked_carry(carry, renamed)
     check_choice("edge", edge, get_args(Edge))
-    _check_distinct([one.name for one in (*streams, *tables)] + [name for name, _ in carried], renamed)
+    found = [*(one.name for one in streams), *(one.name for one in tables), *(name for name, _ in carried)]
+    _check_distinct(found, renamed)
     known = {*(one.field for one in streams), *(one.given for one in tables), *(field for _, field in carried)}
     if unknown := sorted(renamed.keys() - known):
         raise ConfigError(f"names: {unknown[0]!r} is not in a row; name one of {', '.join(map(repr, sorted(known)))}")
@@ -207,9 +213,7 @@ def _checked_columns(columns: Any, clocks: Mapping[str, Clock], names: Mapping[s
     return tuple(_checked_column(given, wanted, clocks, names) for given, wanted in columns.items())
 
 
-def _checked_column(
-    given: str, wanted: Any, clocks: Mapping[str, Clock], names: Mapping[str, str]
-) -> ColumnEntry:
+def _checked_column(given: str, wanted: Any, clocks: Mapping[str, Clock], names: Mapping[str, str]) -> ColumnEntry:
     field, column = place_of(given)
     kind = extension_of(field)
     if kind not in _TABLES:
@@ -218,7 +222,11 @@ def _checked_column(
             f"({', '.join(sorted(_SOUNDS))}); a field that rows have as a whole is named in carry=({field!r},)"
         )
     if (kind == "parquet") != bool(column):
-        cure = f"name a column of it, {given}{WITHIN}action" if not column else f"only .parquet tables have columns; write {field!r}"
+        cure = (
+            f"name a column of it, {given}{WITHIN}action"
+            if not column
+            else f"only .parquet tables have columns; write {field!r}"
+        )
         raise ConfigError(f"columns: {given!r}: {cure}")
     entry = ColumnEntry(name=names.get(given, given), field=field, column=column, clock=clocks.get(given),
                         **_checked_steps(given, wanted))  # fmt: skip
@@ -232,7 +240,9 @@ def _checked_column(
 
 def _checked_steps(given: str, wanted: Any) -> dict[str, Any]:
     """Return the steps of a table as options of ``ColumnEntry``."""
-    hint = 'expected (start, stop) in steps, which a file writes "0..16", a range, a list of steps, or a list of seconds'
+    hint = (
+        'expected (start, stop) in steps, which a file writes "0..16", a range, a list of steps, or a list of seconds'
+    )
     if isinstance(wanted, str):
         wanted = _range_of_text(wanted)
     if isinstance(wanted, tuple) and len(wanted) == 2:
@@ -273,14 +283,18 @@ def _checked_clocks(clocks: Any, columns: Any) -> dict[str, Clock]:
     known = list(columns) if isinstance(columns, Mapping) else []
     for name, clock in clocks.items():
         if name not in known:
-            raise ConfigError(f"clocks: {name!r} is not in columns=, which name {', '.join(map(repr, known)) or 'nothing'}")
+            raise ConfigError(
+                f"clocks: {name!r} is not in columns=, which name {', '.join(map(repr, known)) or 'nothing'}"
+            )
         if is_number(clock) and 0 < clock < 1e9:
             continue
         if not _is_name(clock):
             raise ConfigError(f"clocks: {name!r}: expected {hint}, got {clock!r}")
         field, column = place_of(clock)
         if extension_of(field) not in ("npy", "parquet") or (extension_of(field) == "parquet") != bool(column):
-            raise ConfigError(f"clocks: {name!r}: expected an .npy array or a column of a .parquet table, got {clock!r}")
+            raise ConfigError(
+                f"clocks: {name!r}: expected an .npy array or a column of a .parquet table, got {clock!r}"
+            )
     return {name: clock if isinstance(clock, str) else float(clock) for name, clock in clocks.items()}
 
 
@@ -321,8 +335,8 @@ def _check_droppable(tables: Sequence[ColumnEntry]) -> None:
     for one in tables:
         if isinstance(one.clock, str) and one.steps is not None:
             raise ConfigError(
-                f'edge="drop" with clocks={{{one.given!r}: {one.clock!r}}}: which rows its steps {one.steps[:2]}… would '
-                f"leave is not known before the table is read; give columns={{{one.given!r}: […]}} in seconds, or "
+                f'edge="drop" with clocks={{{one.given!r}: {one.clock!r}}}: which rows its steps would leave '
+                f"is not known before the table is read; give columns={{{one.given!r}: […]}} in seconds, or "
                 'edge="pad"'
             )
 

@@ -15,13 +15,14 @@ from streaming.common.arguments import is_number
 from streaming.errors import DecodeError
 from streaming.sets.windows.recording import Float64Array, steps_in
 from streaming.sets.windows.spec import ColumnEntry, place_of
+from streaming.shards.index.columns import number_column
 
 Array = npt.NDArray[Any]
 _SOUND = Sound(details=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
+class StepTable:
     """The steps of one table of a recording.
 
     Attributes:
@@ -72,7 +73,7 @@ class StepShape:
         return f"{self.dtype}{list(self.shape)}{at}"
 
 
-def table_of(entry: ColumnEntry, data: Mapping[str, bytes], where: str) -> Table:
+def table_of(entry: ColumnEntry, data: Mapping[str, bytes], where: str) -> StepTable:
     """Return the table of a recording.
 
     Args:
@@ -89,7 +90,7 @@ def table_of(entry: ColumnEntry, data: Mapping[str, bytes], where: str) -> Table
         clock = float(entry.clock)
     elif entry.clock is not None:
         clock = _times(entry, data, len(steps), where)
-    return Table(steps=steps, clock=clock)
+    return StepTable(steps=steps, clock=clock)
 
 
 def _times(entry: ColumnEntry, data: Mapping[str, bytes], count: int, where: str) -> Float64Array:
@@ -97,8 +98,8 @@ def _times(entry: ColumnEntry, data: Mapping[str, bytes], count: int, where: str
     times, _ = _array(*place_of(clock), data, where)
     if times.ndim != 1 or times.dtype.kind not in "iuf" or len(times) != count:
         raise DecodeError(
-            f"{where}: {clock!r}, the clock of {entry.given!r}: expected the time in seconds of each of its {count} steps,"
-            f" got {times.dtype}{list(times.shape)}"
+            f"{where}: {clock!r}, the clock of {entry.given!r}: expected the time in seconds of each of its "
+            f"{count} steps, got {times.dtype}{list(times.shape)}"
         )
     seconds = times.astype(np.float64)
     if not np.isfinite(seconds).all() or (np.diff(seconds) < 0).any():
@@ -113,7 +114,7 @@ def _array(field: str, column: str, data: Mapping[str, bytes], where: str) -> tu
     rate = None
     try:
         if column:
-            found = _column(data[field], column)
+            found = number_column(data[field], column)
         elif field.lower().endswith("npy"):
             found = npy(data[field])
         else:
@@ -128,35 +129,7 @@ def _array(field: str, column: str, data: Mapping[str, bytes], where: str) -> tu
     return np.ascontiguousarray(found, found.dtype.newbyteorder("=")), rate
 
 
-def _column(data: bytes, name: str) -> Array:
-    """Return a column of a Parquet table: numbers, or lists of numbers of one length.
-
-    Raises:
-        ValueError: The table lacks the column, or it holds something else.
-    """
-    import pyarrow as pa  # noqa: PLC0415  few sets have such tables
-    import pyarrow.parquet as pq  # noqa: PLC0415
-
-    file = pq.ParquetFile(pa.BufferReader(data))
-    if name not in file.schema_arrow.names:
-        raise ValueError(f"it has no column {name!r}, only {', '.join(map(repr, file.schema_arrow.names))}")
-    found = file.read(columns=[name]).column(0).combine_chunks()
-    shape = [len(found)]
-    while pa.types.is_list(found.type) or pa.types.is_large_list(found.type) or pa.types.is_fixed_size_list(found.type):
-        count = len(found)
-        if found.null_count:
-            raise ValueError(f"column {name!r}: {found.null_count} values are missing")
-        found = found.flatten()
-        if count and len(found) % count:
-            raise ValueError(f"column {name!r}: its lists differ in length")
-        shape.append(len(found) // max(count, 1))
-    kind = found.type
-    if found.null_count or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise ValueError(f"column {name!r}: expected numbers without gaps, or lists of them, got {kind}")
-    return np.asarray(found.to_numpy(zero_copy_only=False)).reshape(shape)
-
-
-def check_step(entry: ColumnEntry, found: Table, expected: StepShape, where: str) -> None:
+def check_step(entry: ColumnEntry, found: StepTable, expected: StepShape, where: str) -> None:
     """Refuse a table whose steps differ from those of the set's first recording: they would not form a batch.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lay out the rows of a unit in memory, and fill it: decoded frames and steps once each, and which of them a row has."""
+"""Lay out the rows of a unit in memory, and fill it: decoded frames and steps once each, and which a row has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.batches.items.windows import BLOCK_ALIGN, block_head, indices_of, moment_bytes, moments, MOMENT
+from streaming.build.batches.items.windows import BLOCK_ALIGN, MOMENT, block_head, indices_of, moment_bytes, moments
 from streaming.errors import DataError, DecodeError
-from streaming.sets.windows.recording import NeededFrames, Recording, clipped, needed_frames
+from streaming.sets.windows.recording import CutRecording, NeededFrames, clipped, needed_frames
 from streaming.sets.windows.spec import ColumnEntry, WindowSpec
-from streaming.sets.windows.tables import StepShape, Table
+from streaming.sets.windows.tables import StepShape, StepTable
 from streaming.shards.fetch.layout import UnitLayout
 from streaming.types import Int64Array
 
@@ -33,7 +33,7 @@ class GroupFrames(NamedTuple):
     pixels: npt.NDArray[np.uint8] | DataError
 
 
-def frame_shape(recording: Recording, spec: WindowSpec, entry: int) -> tuple[int, int, int]:
+def frame_shape(recording: CutRecording, spec: WindowSpec, entry: int) -> tuple[int, int, int]:
     """Return the shape of a frame of the stream ``entry``, as rows have it."""
     stream, size = recording.streams[entry], spec.sizes[entry]
     if size is not None:
@@ -82,7 +82,8 @@ class _Memory:
     def add(self, name: str, starts: Any, sizes: Any, count: int) -> None:
         """Enter a field of all rows."""
         self.columns[name] = (
-            np.broadcast_to(np.asarray(starts, np.int64), count), np.broadcast_to(np.asarray(sizes, np.int64), count)
+            np.broadcast_to(np.asarray(starts, np.int64), count),
+            np.broadcast_to(np.asarray(sizes, np.int64), count),
         )
 
     def add_each(self, name: str, values: npt.NDArray[Any]) -> None:
@@ -94,8 +95,8 @@ class _Memory:
 
 
 def fill_rows(
-    spec: WindowSpec, recording: Recording, rows: Int64Array, out: memoryview, *, key: str, tables: Sequence[Table],
-    carried: Mapping[str, bytes], read: ReadGroups, where: str,
+    spec: WindowSpec, recording: CutRecording, rows: Int64Array, out: memoryview, *, key: str,
+    tables: Sequence[StepTable], carried: Mapping[str, bytes], read: ReadGroups, where: str,
 ) -> UnitLayout:  # fmt: skip
     """Fill ``out`` with rows of a recording, and return their places.
 
@@ -117,11 +118,11 @@ def fill_rows(
         damage |= _reaching_out(spec, steps, tables, where)
     there = [one.at >= 0 for one in frames], [one.at >= 0 for one in steps]
     memory.add_each(MOMENT, moments(recording.moments[rows], *there))
-    for entry, needed, table in zip(spec.columns, steps, tables, strict=True):
-        memory.add_each(indices_of(entry.name), needed.at)
+    for column, needed, table in zip(spec.columns, steps, tables, strict=True):
+        memory.add_each(indices_of(column.name), needed.at)
         data, start, size = memory.block((len(needed.frames), *table.steps.shape[1:]), table.steps.dtype, headed=True)
         data[...] = table.steps[needed.frames]
-        memory.add(entry.name, start, size, len(rows))
+        memory.add(column.name, start, size, len(rows))
     for number, (entry, needed) in enumerate(zip(spec.video, frames, strict=True)):
         memory.add_each(indices_of(entry.name), needed.at)
         data, start, size = memory.block(
@@ -151,12 +152,12 @@ def fill_rows(
     )  # fmt: skip
 
 
-def _steps(entry: ColumnEntry, recording: Recording, rows: Int64Array, table: Table) -> NeededFrames:
+def _steps(entry: ColumnEntry, recording: CutRecording, rows: Int64Array, table: StepTable) -> NeededFrames:
     return NeededFrames.of(clipped(recording.steps_of(entry, rows, table.clock), len(table.steps)))
 
 
 def _reaching_out(
-    spec: WindowSpec, steps: Sequence[NeededFrames], tables: Sequence[Table], where: str
+    spec: WindowSpec, steps: Sequence[NeededFrames], tables: Sequence[StepTable], where: str
 ) -> dict[int, DataError]:
     """Return the rows that need steps which a table lacks, although they lie within the recording."""
     found: dict[int, DataError] = {}
@@ -174,7 +175,7 @@ def carried_of(spec: WindowSpec, data: Mapping[str, bytes]) -> dict[str, bytes]:
     return {part: data[part] for _, part in spec.carry if part in data}
 
 
-def heads_bytes(spec: WindowSpec, shapes: Sequence[StepShape]) -> int:
+def heads_bytes(shapes: Sequence[StepShape]) -> int:
     """Return an upper bound on the bytes of one block's head."""
     ranks = [4, *(1 + len(one.shape) for one in shapes)]
     return max(len(block_head((2**40,) * rank, np.float64)) for rank in ranks)

@@ -17,7 +17,7 @@ from streaming.common.arrays import rows_by, sums
 from streaming.order.packing.layout import KeptPacks, PackRows, RowSamples
 from streaming.shards.cache import NodeCache
 from streaming.shards.catalog.source import ChunkSource, OneOrder
-from streaming.shards.fetch.chunks import Bytes, Table
+from streaming.shards.fetch.chunks import Bytes, InPlace, Table
 from streaming.shards.fetch.layout import Fetched, TakeApart, UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
@@ -59,12 +59,6 @@ class Joinable(Table, Bytes, Protocol):
     @property
     def rows(self) -> RowSamples:
         """The samples of its rows."""
-
-    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
-        """See ``InPlace``."""
-
-    def reads_whole(self, wanted: FetchRange) -> bool:
-        """See ``InPlace``."""
 
     def counters(self) -> Mapping[str, float]:
         """Return the counters of storage and cache since the set was opened."""
@@ -218,11 +212,16 @@ class JoinedSource(OneOrder):
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
         """See ``InPlace``."""
-        return self._joined[wanted.source].apart(wanted)
+        return self._in_place(wanted).apart(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Return whether :meth:`fetch_unit` reads all of a range."""
-        return self._joined[wanted.source].reads_whole(wanted)
+        return self._in_place(wanted).reads_whole(wanted)
+
+    def _in_place(self, wanted: FetchRange) -> InPlace:
+        found = self._joined[wanted.source].in_place
+        assert found is not None, "chunks are mapped if those of all sets can be"  # noqa: S101
+        return found
 
     @property
     def read_distant(self) -> ReadDistant | None:

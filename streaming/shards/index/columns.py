@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from streaming.errors import ConfigError, IndexFormatError
-from streaming.shards.index.chunk_table import ShardInfo, shard_rows, shards_of_rows
-from streaming.shards.index.files import ADD_AGAIN, COLUMN_KIND, read_table, write_table
+from streaming.shards.index.chunk_table import ShardInfo, numbers, shard_rows, shards_of_rows
+from streaming.shards.index.files import ADD_AGAIN, COLUMN_KIND, content_errors, read_table, write_table
 from streaming.shards.index.keys import key_array
 from streaming.shards.index.sample_table import KIND as SAMPLES
 from streaming.shards.index.sample_table import SampleTable
@@ -526,6 +527,31 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
     return values, facts
 
 
+def write_numbers(columns: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any], *, repeating: list[str]) -> bytes:
+    """Return columns of numbers of equal length as an index file. The same input gives the same bytes.
+
+    Args:
+        columns: The columns.
+        facts: The file's facts, with its ``kind``.
+        repeating: Columns of few distinct numbers.
+    """
+    table = pa.table({name: pa.array(values) for name, values in columns.items()})
+    return write_table(table, facts, plain=[name for name in columns if name not in repeating])
+
+
+def read_numbers(
+    buffer: Any, kind: str, source: str, dtypes: Mapping[str, Any], cure: str
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """Return the columns of an index file (:func:`write_numbers`), read-only, and its facts.
+
+    Raises:
+        IndexFormatError: The bytes are damaged, or not such a file.
+    """
+    rows, facts = read_table(buffer, kind, source)
+    with content_errors(source, "columns of another kind", cure):
+        return {name: numbers(rows.column(name), dtype) for name, dtype in dtypes.items()}, facts
+
+
 def type_named(name: str) -> pa.DataType:
     """Return the type with the name in a column's document, such as ``double``.
 
@@ -541,3 +567,28 @@ def type_named(name: str) -> pa.DataType:
 def no_values(num_rows: int) -> pa.Array:
     """Return a column without any value, which replaces one that only other shards have."""
     return pa.nulls(num_rows)
+
+
+def number_column(data: bytes, name: str) -> np.ndarray[Any, Any]:
+    """Return a column of a Parquet file of other people: numbers, or lists of numbers of one length; [rows, …].
+
+    Raises:
+        ValueError: The file lacks the column, or it holds something else.
+        pyarrow.ArrowException: It is no Parquet file, or damaged.
+    """
+    file = pq.ParquetFile(pa.BufferReader(data))
+    if name not in file.schema_arrow.names:
+        raise ValueError(f"it has no column {name!r}, only {', '.join(map(repr, file.schema_arrow.names))}")
+    found = file.read(columns=[name]).column(0).combine_chunks()
+    shape = [len(found)]
+    while pa.types.is_list(found.type) or pa.types.is_large_list(found.type) or pa.types.is_fixed_size_list(found.type):
+        count = len(found)
+        lengths = pc.unique(pc.list_value_length(found)).to_pylist()
+        if found.null_count or len(lengths) > 1:
+            raise ValueError(f"column {name!r}: its lists differ in length, or some are missing")
+        found = found.flatten()
+        shape.append(len(found) // max(count, 1))
+    kind = found.type
+    if found.null_count or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise ValueError(f"column {name!r}: expected numbers without gaps, or lists of them, got {kind}")
+    return np.asarray(found.to_numpy(zero_copy_only=False)).reshape(shape)

@@ -15,7 +15,7 @@ Flags = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).min
 
 
-class Group(NamedTuple):
+class PictureGroup(NamedTuple):
     """One group of pictures of a stream.
 
     Attributes:
@@ -39,8 +39,8 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Groups(Sequence[Group]):
-    """The groups of a stream, as columns: each int64 ``[G]``, with the meaning that it has in :class:`Group`."""
+class Groups(Sequence[PictureGroup]):
+    """The groups of a stream, as columns: each int64 ``[G]``, with the meaning that it has in :class:`PictureGroup`."""
 
     first_packet: Int64Array
     stop_packet: Int64Array
@@ -55,19 +55,19 @@ class Groups(Sequence[Group]):
         return len(self.first_packet)
 
     @overload
-    def __getitem__(self, number: int) -> Group: ...
+    def __getitem__(self, number: int) -> PictureGroup: ...
     @overload
-    def __getitem__(self, number: slice) -> tuple[Group, ...]: ...
+    def __getitem__(self, number: slice) -> tuple[PictureGroup, ...]: ...
     @override
-    def __getitem__(self, number: int | slice) -> Group | tuple[Group, ...]:
+    def __getitem__(self, number: int | slice) -> PictureGroup | tuple[PictureGroup, ...]:
         if isinstance(number, slice):
             return tuple(self[one] for one in range(*number.indices(len(self))))
-        return Group(*(int(getattr(self, name)[number]) for name in Group._fields))
+        return PictureGroup(*(int(getattr(self, name)[number]) for name in PictureGroup._fields))
 
     @override
-    def __iter__(self) -> Iterator[Group]:
-        columns = (getattr(self, name).tolist() for name in Group._fields)
-        return map(Group._make, zip(*columns, strict=True))
+    def __iter__(self) -> Iterator[PictureGroup]:
+        columns = (getattr(self, name).tolist() for name in PictureGroup._fields)
+        return map(PictureGroup._make, zip(*columns, strict=True))
 
 
 def group_starts(pts: Int64Array, is_shown: Flags, can_start: Flags) -> Flags:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from streaming.build.decode.groups.decode import VideoFormat
 from streaming.build.decode.video import SAME_S
 from streaming.shards.index.chunk_table import ShardInfo, shard_rows, shards_of_rows
-from streaming.shards.index.files import INDEX_VIDEO_AGAIN, VIDEO_KIND, content_errors, read_table, write_table
+from streaming.shards.index.columns import read_numbers, write_numbers
+from streaming.shards.index.files import INDEX_VIDEO_AGAIN, VIDEO_KIND, content_errors
 from streaming.shards.video.groups import Flags, Groups, frame_packets, groups_of_packets
 from streaming.types import Int64Array
 
@@ -192,8 +192,7 @@ class VideoTable:
             name: np.concatenate([np.empty(0, kind), *(_column(one, name) for one in self.streams)]).astype(kind)
             for name, kind in _NUMBERS.items()
         }
-        table = pa.table({name: pa.array(values) for name, values in columns.items()})
-        return write_table(table, facts, plain=[name for name in _NUMBERS if name != "flags"])
+        return write_numbers(columns, facts, repeating=["flags"])
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> VideoTable:
@@ -202,9 +201,8 @@ class VideoTable:
         Raises:
             IndexFormatError: The bytes are damaged, not such a file, or of a newer major version.
         """
-        rows, facts = read_table(buffer, VIDEO_KIND, source)
+        columns, facts = read_numbers(buffer, VIDEO_KIND, source, _NUMBERS, INDEX_VIDEO_AGAIN)
         with content_errors(source, "not the index of videos", INDEX_VIDEO_AGAIN):
-            columns = {name: _numbers(rows.column(name), kind) for name, kind in _NUMBERS.items()}
             (shard,) = shards_of_rows([facts["shard"]])
             formats = [_format_of_row(row) for row in facts["formats"]]
             name = str(facts["field"])
@@ -254,12 +252,6 @@ def _column(stream: VideoStream, name: str) -> npt.NDArray[Any]:
         return (_KEY * stream.is_key + _SHOWN * stream.is_shown).astype(np.uint8)
     found: npt.NDArray[Any] = getattr(stream, name)
     return found
-
-
-def _numbers(column: pa.ChunkedArray, kind: type[np.generic]) -> npt.NDArray[Any]:
-    if column.null_count or column.type != pa.from_numpy_dtype(kind):
-        raise ValueError(f"a column of {column.type} with {column.null_count} missing values")
-    return column.combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def _format_row(form: VideoFormat) -> dict[str, Any]:

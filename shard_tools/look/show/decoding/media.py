@@ -87,7 +87,9 @@ def strip(data: bytes, pixels: int) -> tuple[dict[str, Any], Image.Image]:
     """
     seconds, rate, width, height = video.measured(data)
     facts: dict[str, Any] = {"seconds": seconds, "rate": rate, "width": width, "height": height}
-    frames: Any = Video(frames=_STRIP, fps=_STRIP / max(seconds, _STRIP / max(rate, 1e-3)), start="first", short="keep")(data)
+    frames: Any = Video(
+        frames=_STRIP, fps=_STRIP / max(seconds, _STRIP / max(rate, 1e-3)), start="first", short="keep"
+    )(data)
     each = max(1, pixels // _STRIP)
     pictures = [Image.fromarray(frame) for frame in frames]
     for one in pictures:

@@ -1,4 +1,4 @@
-"""Make rows of moments of recordings: ``WindowRows``. Frames and steps lie in memory once, and rows say which they have.
+"""Make rows of moments of recordings: ``WindowRows``. Frames lie in memory once, and rows say which they have.
 
 A window of n frames has in memory, for each of its entries: a *block*, an ``.npy`` of distinct frames or steps, which
 many windows share, and *indices*, int64 [n], into it; ``~i`` says that frame i stands in for one beyond the edge. Its
@@ -67,21 +67,38 @@ def moments(
     return made
 
 
-def _moment(data: ReadBuffer) -> tuple[float, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+class _Moment:
     """Return the time of a row, and which of its frames and of its steps are there."""
-    found = np.frombuffer(data, np.uint8)
-    num_frames, num_steps = found[8:_HEAD].view(np.int64).tolist()
-    there = found[_HEAD : _HEAD + num_frames + num_steps].astype(np.bool_)
-    return float(found[:8].view(np.float64)[0]), there[:num_frames], there[num_frames:]
+
+    accepts_buffer = True
+
+    def __call__(self, data: ReadBuffer) -> tuple[float, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        found = np.frombuffer(data, np.uint8)
+        num_frames, num_steps = found[8:_HEAD].view(np.int64).tolist()
+        there = found[_HEAD : _HEAD + num_frames + num_steps].astype(np.bool_)
+        return float(found[:8].view(np.float64)[0]), there[:num_frames], there[num_frames:]
 
 
-def _indices(data: ReadBuffer) -> npt.NDArray[np.int64]:
-    found: npt.NDArray[np.int64] = np.frombuffer(data, np.int64)
-    return np.where(found < 0, ~found, found)
+class _Indices:
+    """Return the places of a row's frames or steps in their block."""
+
+    accepts_buffer = True
+
+    def __call__(self, data: ReadBuffer) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = np.frombuffer(data, np.int64)
+        return np.where(found < 0, ~found, found)
 
 
-for _decoder in (_moment, _indices):
-    _decoder.accepts_buffer = True  # type: ignore[attr-defined]
+class _Block:
+    """Return the frames or steps of a block, without a copy."""
+
+    accepts_buffer = True
+
+    def __call__(self, data: ReadBuffer) -> npt.NDArray[Any]:
+        return npy_view(data)
+
+
+_MOMENT, _PLACES, _BLOCK = _Moment(), _Indices(), _Block()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +118,11 @@ class WindowFields:
     def decoder_for(self, field: str, /) -> Decoder:
         """See ``FieldDecoder``."""
         if field == MOMENT:
-            return _moment
+            return _MOMENT
         if field.endswith(_INDICES):
-            return _indices
+            return _PLACES
         if field in self.blocks:
-            return npy_view
+            return _BLOCK
         return self.wraps.decoder_for(dict(self.carried).get(field, field))
 
 
@@ -124,12 +141,13 @@ class WindowRows(Samples):
 
     @override
     def assembled(self, sample: Sample) -> Sample:
-        time, frames, steps = sample.pop(MOMENT)
+        given: dict[str, Any] = dict(sample)
+        time, frames, steps = given.pop(MOMENT)
         made: Sample = {}
-        for name, value in sample.items():
+        for name, value in given.items():
             if name.endswith(_INDICES):
                 continue
-            at = sample.get(indices_of(name))
+            at = given.get(indices_of(name))
             made[name] = value if at is None else np.take(value, at, axis=0)
         made["__time__"], made["__valid_frames__"] = time, frames
         if len(steps):

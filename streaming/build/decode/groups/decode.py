@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.build.decode.images import MAX_PIXELS
-from streaming.build.decode.values import require
-from streaming.build.decode.video import check_size, claims, pixels_of
+from streaming.build.decode.video import check_size, claims, ffmpeg, pixels_of
 from streaming.common.arguments import counted
 from streaming.types import Int64Array, ReadBuffer
 
@@ -193,7 +192,7 @@ def decoded_packets(
     Raises:
         ValueError: The packets are damaged, or FFmpeg has no such decoder here.
     """
-    av = require("av", extra="video")
+    av = ffmpeg()
     try:
         with claims():
             decoder = _decoder(av, form, max_pixels)

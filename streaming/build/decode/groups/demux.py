@@ -14,8 +14,7 @@ from streaming.build.decode.groups.decode import VideoFormat, decoded_packets
 from streaming.build.decode.images import MAX_PIXELS
 from streaming.build.decode.streams.files import opened
 from streaming.build.decode.streams.pictures import num_shown, starts_group
-from streaming.build.decode.values import require
-from streaming.build.decode.video import VideoReader, claims, opened_container, orientation_of
+from streaming.build.decode.video import VideoReader, claims, ffmpeg, opened_container, orientation_of
 from streaming.types import Int64Array
 
 _HEAD_BYTES: Final = 64
@@ -56,23 +55,30 @@ class FoundPackets:
     is_shown: npt.NDArray[np.bool_]
 
 
-def find_packets(data: bytes, *, max_pixels: int = MAX_PIXELS) -> FoundPackets:
+def find_packets(
+    data: bytes | bytearray, start: int = 0, stop: int | None = None, *, max_pixels: int = MAX_PIXELS
+) -> FoundPackets:
     """Return the packets of the video stream that ``Video`` decodes of a file.
 
     Every packet's bytes are compared with those at its place. Where the packets do not say which frames are shown
     (interlaced pictures, rare codecs, a file that begins without a key frame), they are decoded once.
 
     Args:
-        data: The file.
+        data: Bytes that hold the file.
+        start: Where it begins in them.
+        stop: Where it ends; None: at their end.
         max_pixels: Largest height x width that is decoded.
 
     Raises:
         ValueError: The file is damaged, of another kind, or cannot be decoded from its packets alone.
     """
-    av = require("av", extra="video")
+    av = ffmpeg()
     try:
-        with opened(data) as file, closing(opened_container(file, max_pixels)) as container, claims():
-            return _Finder(data, VideoReader(container, max_pixels), max_pixels).found(container)
+        with (
+            memoryview(data)[start:stop] as view, opened(view) as file,
+            closing(opened_container(file, max_pixels)) as container, claims(),
+        ):  # fmt: skip
+            return _Finder(data, start, len(view), VideoReader(container, max_pixels), max_pixels).found(container)
     except av.FFmpegError as error:
         raise ValueError(f"FFmpeg cannot read it: {error}") from error
 
@@ -80,8 +86,11 @@ def find_packets(data: bytes, *, max_pixels: int = MAX_PIXELS) -> FoundPackets:
 class _Finder:
     """Reads the packets of one stream."""
 
-    def __init__(self, data: bytes, reader: VideoReader, max_pixels: int) -> None:
-        self._data, self._reader, self._max_pixels = data, reader, max_pixels
+    def __init__(
+        self, data: bytes | bytearray, begin: int, num_bytes: int, reader: VideoReader, max_pixels: int
+    ) -> None:
+        self._data, self._begin, self._stop = data, begin, begin + num_bytes
+        self._reader, self._max_pixels = reader, max_pixels
         self._context = reader.stream.codec_context
         self._codec: str = self._context.name
         self._extradata: bytes = self._context.extradata or b""
@@ -132,7 +141,7 @@ class _Finder:
             raise ValueError(f"packet {number} is damaged or cut off")
         if packet.pts is None:
             raise ValueError(f"packet {number} states no time")
-        if any(map(packet.has_sidedata, _CHANGES)):
+        if any(one.data_type in _CHANGES for one in packet.iter_sidedata()):
             raise ValueError(
                 f"from packet {number} on, its packets need more than their bytes: it changes, or is secret"
             )
@@ -164,7 +173,7 @@ class _Finder:
         """
         at: int | None = packet.pos
         for skipped in range(_HEAD_BYTES) if at is not None and at >= 0 else ():
-            if self._data.startswith(view, at + skipped):
+            if self._data.startswith(view, self._begin + at + skipped, self._stop):
                 return at + skipped
         raise ValueError(f"the bytes of packet {number} are not stored as they are: it is compressed again, or secret")
 
@@ -199,7 +208,7 @@ class _Finder:
         if not is_whole and not begins_late:
             return stated
         stop = len(pts) if is_whole or keys.size < 2 else int(keys[1])
-        view = memoryview(self._data)
+        view = memoryview(self._data)[self._begin :]
         packets = (
             (at, view[low : low + num])
             for at, (low, num) in enumerate(zip(start[:stop].tolist(), size[:stop].tolist(), strict=True))
