@@ -28,7 +28,7 @@ from torch import nn
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, StreamingDataset, Windows
 
-STEPS = 6
+STEPS, STEP = 6, 0.025
 ROBOTS = {  # its cameras of the scene and of the hand, (height, width) of both, frames per second
     "one": (("front", (64, 64)), ("wrist", (48, 48)), 10),
     "two": (("top", (72, 96)), ("hand", (32, 32)), 15),
@@ -57,13 +57,12 @@ def seen(size: tuple[int, int], hand: np.ndarray, thing: np.ndarray) -> np.ndarr
 
 
 def episode(robot: str, draw: np.random.Generator) -> dict[str, object]:
-    """Return a recording: the hand moves to the thing in steps of at most 0.05, not quite straight."""
+    """Return a recording: the hand moves to the thing in steps of a length, not quite straight, until it is there."""
     (scene, scene_size), (near, near_size), rate = ROBOTS[robot]
     hand, thing = draw.uniform(0.1, 0.9, 2), draw.uniform(0.1, 0.9, 2)
     far, close, actions = [], [], []
-    for _ in range(draw.integers(30, 50)):
-        way = thing - hand
-        step = way * min(1.0, 0.05 / max(np.hypot(*way), 1e-6)) + draw.normal(0, 0.003, 2)
+    while np.hypot(*(way := thing - hand)) > STEP or len(actions) < STEPS:
+        step = way * STEP / np.hypot(*way) + draw.normal(0, 0.1 * STEP, 2)
         far.append(seen(scene_size, hand, thing))
         close.append(seen(near_size, np.array([0.5, 0.5]), 0.5 + 1.5 * way))
         actions.append(step)
@@ -105,12 +104,12 @@ class Policy(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the actions: float [B, STEPS, 2]."""
         frames = torch.cat([batch["scene"], batch["near"]], 1).float() / 128 - 1  # [B, 3, H, W, 3]
-        return self.body(frames.permute(0, 1, 4, 2, 3).flatten(1, 2)).unflatten(1, (STEPS, 2)) * 0.05
+        return self.body(frames.permute(0, 1, 4, 2, 3).flatten(1, 2)).unflatten(1, (STEPS, 2)) * STEP
 
 
 def loss_of(policy: Policy, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean error of the actions that exist, in steps of 0.05."""
-    errors = (policy(batch) - batch["actions"]).norm(dim=-1) / 0.05  # [B, STEPS]
+    """Return the mean error of the actions that exist; 1 is as long as a step."""
+    errors = (policy(batch) - batch["actions"]).norm(dim=-1) / STEP  # [B, STEPS]
     return errors[batch["__valid_steps__"]].mean()
 
 
@@ -147,6 +146,7 @@ def main(folder: Path, epochs: int, count: int) -> None:
         curve.plot(at, errors[number::2], "o-", label=f"robot {robot}, held out")
     curve.legend()
     strip.imshow(np.hstack([*batch["scene"][0].numpy(), *batch["near"][0].numpy()]))
+    curve.set(xlabel="step", ylabel="error of an action, in its length")
     strip.set(title="a window: the scene 0.2 s ago and now, and the hand's camera", xticks=[], yticks=[])
     figure.savefig(folder / "train_policy.png")
     print(f"picture: {folder / 'train_policy.png'}")
@@ -155,7 +155,7 @@ def main(folder: Path, epochs: int, count: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/examples/train_policy"), help="folder to work in")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--count", type=int, default=16, help="recordings of each robot to train on")
     given = parser.parse_args()
     main(given.out, given.epochs, given.count)

@@ -363,7 +363,8 @@ class _Export:
         with pq.ParquetWriter(out, schema, compression="snappy") as writer:
             for steps in each:
                 writer.write_table(steps.cast(schema), row_group_size=max(1, steps.num_rows))
-        return out.getvalue().to_pybytes()
+        data: bytes = out.getvalue().to_pybytes()
+        return data
 
     def finish(self) -> None:
         """Write the last group, and the descriptions of the whole set; ``info.json`` last."""
