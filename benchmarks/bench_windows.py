@@ -146,7 +146,7 @@ def make_lerobot(folder: str, episodes: int, seconds: int) -> None:
         {"g": str(2 * FPS), "bf": "0", "preset": "veryfast", "keyint_min": str(2 * FPS), "sc_threshold": "0"},
     )
     lengths = [seconds * FPS] * episodes
-    many = {"per_video": episodes, "per_table": episodes, "grain": 12}
+    many = {"per_video": episodes, "per_table": episodes, "grain": 40}
     RobotSet(lengths=lengths, cameras=CAMERAS, fps=FPS, codec=codec, **many).write(Path(folder))
 
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--lerobot", default="", help="a Python that has lerobot")
     parser.add_argument("--backends", default="torchcodec,streaming", help="of lerobot: torchcodec, pyav, streaming")
     given = parser.parse_args()
-    name = f"robots-{given.episodes}x{given.seconds}"
+    name = f"robots-{given.episodes}x{given.seconds}-grain40"
     source = made_once(given.data, name, lambda folder: make_lerobot(folder, given.episodes, given.seconds))
 
     def make_shards(folder: str) -> None:
