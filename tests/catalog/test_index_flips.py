@@ -193,8 +193,8 @@ def indexed_again(folder: Path) -> object:
 READERS: dict[str, Callable[[Path], object]] = {
     one.__name__: one
     for one in (
-        by_where, by_late_column, by_view, curriculum, balanced, packed, one_by_one, slices, keys, notes, videos, verified,
-        indexed_again,
+        by_where, by_late_column, by_view, curriculum, balanced, packed, one_by_one, slices, keys, notes, videos,
+        verified, indexed_again,
     )
 }  # fmt: skip
 ALL = frozenset(KINDS)
@@ -204,7 +204,8 @@ READ_BY = {
     "by_where": TABLES, "by_late_column": TABLES | LATE, "by_view": TABLES | LATE | {"view"},
     "curriculum": TABLES | {"values", "column"}, "balanced": TABLES | {"words"}, "packed": TABLES | {"schema"},
     "one_by_one": TABLES | {"schema"}, "slices": TABLES | {"schema"}, "keys": TABLES,
-    "notes": {"schema", "journal", "sources"}, "videos": {"chunks", "videos"}, "verified": ALL, "indexed_again": ALL,
+    "notes": {"schema", "journal", "sources"}, "videos": {"chunks", "videos"}, "verified": ALL,
+    "indexed_again": ALL,
 }  # fmt: skip
 NUM_CELLS = sum(map(len, READ_BY.values()))
 TENTHS = 1

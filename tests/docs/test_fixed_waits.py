@@ -21,7 +21,7 @@ KEPT = "how long something idle is kept"
 TIMES = {
     "build/batches/bad_file.py": {"_LOCK_S": EVENT},
     "build/decode/member_file.py": {"_LOOK_UP_S": EVENT},
-    "build/decode/video.py": {"_BEFORE_S": NO_WAIT, "_SAME_S": NO_WAIT},
+    "build/decode/video.py": {"_BEFORE_S": NO_WAIT, "SAME_S": NO_WAIT},
     "common/job/agreement.py": {"DEFAULT_TIMEOUT_S": EVENT, "_MARGIN_S": EVENT},
     "common/job/shared_results.py": {"PEER_WAIT_S": EVENT, "RESULT_WAIT_S": EVENT, "LOOK_UP_S": LOOKS},
     "common/job/store.py": {"_CONNECT_S": EVENT},

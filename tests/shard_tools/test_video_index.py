@@ -254,8 +254,9 @@ def test_it_follows_a_deletion_by_the_same_command_and_goes_with_a_prune(folder:
 def test_copies_have_it(folder: str, tmp_path: Path) -> None:
     run("index", folder, "--video")
     target = str(tmp_path / "copy")
-    run("copy", folder, target)
-    assert files(target) == files(folder)
+    for _ in range(2):
+        run("copy", folder, target)
+        assert files(target) == files(folder)
     assert report_of(run("index", target, "--video", "--json"))["num_read"] == 0
     Path(folder, "_shardstream/video/front.mp4/000.tar.parquet").write_bytes(b"damaged")
     shutil.rmtree(target)
@@ -273,14 +274,17 @@ def test_an_index_of_another_content_is_refused(folder: str) -> None:
     assert isinstance(table, ChunkTable)
 
 
+@pytest.mark.parametrize("verb", ["reshard", "split"])
 def test_rewriting_commands_say_that_they_leave_it_out(
-    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, verb: str
 ) -> None:
     run("index", folder, "--video")
+    target = str(tmp_path / "other")
+    targets = (f"{target}/train=50%", f"{target}/val=50%") if verb == "split" else (target,)
     with caplog.at_level(logging.WARNING):
-        run("reshard", folder, str(tmp_path / "other"))
+        run(verb, folder, *targets)
     assert "the index of the videos front.mp4, wrist.mkv is left out" in caplog.text
-    assert files(str(tmp_path / "other")) == {}
+    assert not [*Path(target).rglob("video")]
 
 
 def test_on_other_processes_and_machines_it_is_the_same(folder: str) -> None:

@@ -428,6 +428,18 @@ def test_batches_travel_and_sets_are_copied(folder: Path, tmp_path: Path) -> Non
             assert same(decode(encode(batch, lambda size: torch.empty(size, dtype=torch.uint8))), batch)
 
 
+@pytest.mark.parametrize("name", ["two cameras", "carried", "a table"])
+def test_batches_are_the_same_row_by_row(folder: Path, name: str) -> None:
+    windows = windows_of(folder, GRID[name])
+    by_rows = windows.map(lambda row: row)  # a function sees rows, so that each is made by itself
+    mixed = Mixture({"a": windows, "b": windows_of(folder, GRID["frames"])})
+    for one, other in ((windows, by_rows), (mixed, mixed.map(lambda row: row))):
+        with loader_of(one) as loader, loader_of(other) as others:
+            for batch, again in zip(loader, others, strict=True):
+                assert list(batch) == list(again)
+                assert same(batch, again)
+
+
 def test_a_run_goes_on_in_another_world(folder: Path) -> None:
     windows = windows_of(folder, GRID["two cameras"], seed=7)
     with loader_of(windows, size=6) as loader:

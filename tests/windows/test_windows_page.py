@@ -12,6 +12,7 @@ from shard_tools.cli import cli
 from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.subject import open_subject
 from shard_tools.look.show.data.values import value
+from shard_tools.look.show.order.pages import step_page
 from streaming import Mixture, StreamingDataset, Windows
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import PYTHON, blocks, run_python
@@ -59,6 +60,18 @@ def test_plan_counts_units_and_what_they_read(home: Path, tmp_path: Path) -> Non
     described.write_text(json.dumps({"sources": {"a": {"url": url, "windows": OPTIONS}}, "weights": {"a": 1}}))
     assert Mixture.from_file(described).sizes == {"a": len(windows)}
     assert "windows" in planned(str(described), "--batch-size", "8", "--epoch-size", "64")
+
+
+def test_a_step_leads_to_the_recordings_of_its_windows(home: Path) -> None:
+    subject = open_subject([str(home / "recordings")], windows=OPTIONS)
+    try:
+        page = step_page(subject, Query({"step": "1"}))
+        assert len(page.step.rows) > 4
+        for row in page.step.rows:
+            (number,) = (int(part.partition("=")[2]) for part in page.sample(row).split("&") if "number=" in part)
+            assert f"{number:04d}" == row.key
+    finally:
+        subject.close()
 
 
 def test_show_opens_the_recordings_of_windows(home: Path) -> None:

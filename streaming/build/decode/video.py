@@ -43,11 +43,12 @@ from streaming.errors import ConfigError
 _MATROSKA: Final = b"\x1a\x45\xdf\xa3"
 _SEGMENT: Final = b"\x18\x53\x80\x67"
 _MP4: Final = frozenset((b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot", b"styp", b"sidx", b"moof"))
-_CODECS: Final = frozenset((
+CODECS: Final = frozenset((
     *("h264", "hevc", "vvc", "av1", "libdav1d", "libaom-av1", "vp8", "vp9", "libvpx", "libvpx-vp9", "theora"),
     *("mpeg4", "mpeg1video", "mpeg2video", "msmpeg4v2", "msmpeg4v3", "h263", "svq3", "cinepak"),
     *("mjpeg", "png", "ffv1", "prores", "dnxhd", "rawvideo"),
 ))  # fmt: skip
+"""FFmpeg's decoders that are used."""
 _OPTIONS: Final = {"protocol_whitelist": "none", "enable_drefs": "0", "use_absolute_path": "0", "threads": "1"}
 _MAX_DECODED: Final = 2**38
 """Maximum number of pixels decoded for one clip and the frames before it: over an hour of 1920 x 1080, minutes of
@@ -377,9 +378,9 @@ class VideoReader:
         stream = container.streams.best("video")
         if stream is None or stream.codec_context is None:
             raise ValueError("it has no video stream that FFmpeg decodes")
-        if stream.codec_context.name not in _CODECS:
+        if stream.codec_context.name not in CODECS:
             raise ValueError(
-                f"codec {stream.codec_context.name!r} is not read; expected one of {' '.join(sorted(_CODECS))}"
+                f"codec {stream.codec_context.name!r} is not read; expected one of {' '.join(sorted(CODECS))}"
             )
         check_size(stream.codec_context.width, stream.codec_context.height, max_pixels)
         stream.codec_context.options = {"max_pixels": str(max_pixels)}

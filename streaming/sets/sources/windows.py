@@ -220,6 +220,14 @@ class WindowSource(SampleRows):
         for first, stop in pairwise(starts):
             yield from self.read(np.arange(first, stop), [source] * (stop - first))
 
+    def recording_of(self, number: int) -> int:
+        """Return the number in the dataset of the recording of a window."""
+        starts = sums(self.chunk_samples)
+        chunk = int(np.searchsorted(starts, number, side="right")) - 1
+        shard, row = int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
+        sample = self.reader.recording_of(shard, row)
+        return int(self.recordings.numbers_of(np.array([shard]), np.array([sample]))[0])
+
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
         if row in layout.damage:
             raise layout.damage[row]

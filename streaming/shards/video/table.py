@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -51,12 +52,12 @@ class VideoStream:
     first_pts: int
     last_ticks: int
     rate: tuple[int, int]
-    pts: Int64Array = field(repr=False)
-    byte_start: Int64Array = field(repr=False)
-    num_bytes: Int64Array = field(repr=False)
-    is_key: Flags = field(repr=False)
-    is_shown: Flags = field(repr=False)
-    crc32c: Int64Array = field(repr=False)
+    pts: Int64Array = dataclasses.field(repr=False)
+    byte_start: Int64Array = dataclasses.field(repr=False)
+    num_bytes: Int64Array = dataclasses.field(repr=False)
+    is_key: Flags = dataclasses.field(repr=False)
+    is_shown: Flags = dataclasses.field(repr=False)
+    crc32c: Int64Array = dataclasses.field(repr=False)
 
     @property
     def codec(self) -> str:

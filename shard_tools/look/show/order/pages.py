@@ -170,8 +170,10 @@ class StepPage:
         return address("/sample", source=name, number=str(number), **kept)
 
     def sample(self, row: RowShown) -> str:
-        """Return the address of a row's sample."""
-        return self._sample(self.set_name(row), row.sample)
+        """Return the address of a row's sample; of a window, that of its recording."""
+        leaf = dict(self.step.at.run.sets.each).get(row.leaf)
+        number = leaf.recording_of(row.sample) if hasattr(leaf, "recording_of") else row.sample
+        return self._sample(self.set_name(row), number)
 
     @cached_property
     def _numbers(self) -> dict[tuple[str, int, int], int]:

@@ -10,17 +10,27 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.batches.build import BatchBuilder, Mask, Samples
-from streaming.build.batches.rows import Rows
-from streaming.build.decode import FieldDecoder
+from streaming.build.batches.build import BatchBuilder, Mask, Recipe, Samples
+from streaming.build.batches.collate import collate_field
+from streaming.build.batches.draws import BatchDraws
+from streaming.build.batches.jagged import Allocate, fresh
+from streaming.build.batches.rows import DecodedRow, FieldRange, Rows
+from streaming.build.decode import FieldDecoder, decode_field, of_shard
 from streaming.build.decode.arrays import npy_view
 from streaming.common.arrays import sums
-from streaming.types import Decoder, ReadBuffer, Sample, override
+from streaming.common.platforms import later
+from streaming.errors import DecodeError
+from streaming.types import Batch, Decoder, ReadBuffer, Sample, override
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = later("torch", globals())
 
 BLOCK_ALIGN = 64
 """Blocks begin at multiples of this: a cache line."""
@@ -126,6 +136,93 @@ class WindowFields:
         return self.wraps.decoder_for(dict(self.carried).get(field, field))
 
 
+class WindowColumns:
+    """The rows of a batch, taken from their blocks straight into its tensors.
+
+    Rows that would not form one tensor for each entry are refused with a ``DecodeError``: build them one by one.
+
+    Args:
+        rows: The rows, all intact.
+        recipe: How to build.
+        allocate: Allocates tensors.
+    """
+
+    def __init__(self, rows: Rows, recipe: Recipe, allocate: Allocate) -> None:
+        self._rows, self._recipe, self._allocate = rows, recipe, allocate
+
+    def batch(self, low: int, high: int) -> Batch:
+        """Return the batch of rows ``[low, high)``.
+
+        Raises:
+            DecodeError: They differ in their entries.
+        """
+        rows, count = self._rows, high - low
+        batch: Batch = {"__key__": rows.keys[low:high], "__url__": rows.urls[low:high]}
+        names = [self._recipe.part_of(rows, row).name for row in range(low, high)]
+        if any(names):
+            batch["__source__"] = names
+        for name, where in rows.fields.items():
+            if name == MOMENT or name.endswith(_INDICES):
+                continue
+            at = rows.fields.get(indices_of(name))
+            span = slice(low, high)
+            batch[name] = self._carried(name, low, high) if at is None else self._taken(where.of(span), at.of(span))
+        moment = rows.fields[MOMENT]
+        found = [_MOMENT(rows.view[start : start + size]) for start, size in _places(moment.of(slice(low, high)))]
+        batch["__time__"] = collate_field([time for time, _, _ in found], name="__time__", allocate=self._allocate)
+        for name, there in {"__valid_frames__": [one for _, one, _ in found],
+                            "__valid_steps__": [one for _, _, one in found]}.items():  # fmt: skip
+            if len({len(one) for one in there}) != 1 and count:
+                raise DecodeError(f"{name}: rows have different numbers of them")
+            if count and len(there[0]):
+                batch[name] = collate_field(list(there), name=name, allocate=self._allocate)
+        return batch
+
+    def _taken(self, blocks: FieldRange, indices: FieldRange) -> Any:
+        """Return the frames or steps of rows, [B, k, …]."""
+        view = self._rows.view
+        if min(blocks.sizes.min(initial=0), indices.sizes.min(initial=0)) < 0:
+            raise DecodeError("some rows lack an entry")
+        known = {place: _BLOCK(view[place[0] : place[0] + place[1]]) for place in dict.fromkeys(_places(blocks))}
+        kinds = {(one.dtype, one.shape[1:]) for one in known.values()}
+        if len(kinds) != 1 or len(widths := set(indices.sizes.tolist())) != 1:
+            raise DecodeError("rows differ in size")
+        ((dtype, shape),) = kinds
+        made = self._allocate((len(blocks.starts), widths.pop() // 8, *shape), _torch_type(dtype))
+        for out, block, (start, size) in zip(made.numpy(), _places(blocks), _places(indices), strict=True):
+            np.take(known[block], _PLACES(view[start : start + size]), axis=0, out=out, mode="clip")
+        return made
+
+    def _carried(self, name: str, low: int, high: int) -> Any:
+        """Return the values of a field that rows have as a whole, as a batch has them."""
+        rows, values = self._rows, list[object]()
+        if rows.fields[name].sizes[low:high].min(initial=0) < 0:
+            raise DecodeError("some rows lack a field")
+        for row, (start, size) in enumerate(_places(rows.fields[name].of(slice(low, high))), low):
+            decoder = of_shard(self._recipe.part_of(rows, row).decoders.decoder_for(name), rows.urls[row])
+            of = {"url": rows.urls[row], "key": rows.keys[row], "field": name}
+            data = rows.view[start : start + size]
+            given = data if getattr(decoder, "accepts_buffer", False) else bytes(data)
+            values.append(decode_field(decoder, given, **of))
+        return collate_field(values, name=name, allocate=self._allocate)
+
+
+def _places(where: FieldRange) -> list[tuple[int, int]]:
+    return list(zip(where.starts.tolist(), where.sizes.tolist(), strict=True))
+
+
+def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's type of a NumPy type.
+
+    Raises:
+        DecodeError: There is none.
+    """
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError as error:
+        raise DecodeError(f"{dtype}: torch has no such type") from error
+
+
 @dataclass(frozen=True, slots=True)
 class WindowRows(Samples):
     """A row is a moment of a recording, with the frames and steps around it."""
@@ -137,7 +234,20 @@ class WindowRows(Samples):
 
     @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
-        return self.one_by_one(builder, rows, builder.recipe.mask_of(len(rows.keys), valid))
+        mask = builder.recipe.mask_of(len(rows.keys), valid)
+        copied = None if builder.recipe.jagged else builder.copied(self, rows, mask, rows.cuts)
+        return self.one_by_one(builder, rows, mask) if copied is None else copied
+
+    def columns(  # type: ignore[override]
+        self,
+        recipe: Recipe,
+        rows: Rows,
+        allocate: Allocate | None = None,
+        place: DecodedRow | None = None,  # noqa: ARG002
+        draws: BatchDraws | None = None,  # noqa: ARG002
+    ) -> WindowColumns:
+        """See ``GroupedRows``: of the rows of one batch."""
+        return WindowColumns(rows, recipe, allocate or fresh)
 
     @override
     def assembled(self, sample: Sample) -> Sample:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.build.decode.images import MAX_PIXELS
-from streaming.build.decode.video import check_size, claims, ffmpeg, pixels_of
+from streaming.build.decode.video import CODECS, check_size, claims, ffmpeg, pixels_of
 from streaming.common.arguments import counted
 from streaming.types import Int64Array, ReadBuffer
+
+_MOST_REORDERED: Final = 16
+"""What H.264 and H.265 allow; decoders hold an array of this length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,17 @@ class VideoFormat:
     bits: int
     reorder_depth: int
     color: tuple[int, int, int, int]
+
+    def __post_init__(self) -> None:
+        """Refuse what would end the process inside FFmpeg, or name a decoder that ``Video`` does not use.
+
+        Raises:
+            ValueError: It would.
+        """
+        if not 0 <= self.reorder_depth <= _MOST_REORDERED:
+            raise ValueError(f"{self.reorder_depth} frames that are reordered; expected at most {_MOST_REORDERED}")
+        if self.codec not in CODECS:
+            raise ValueError(f"codec {self.codec!r} is not read")
 
 
 class GroupPlace(Protocol):
@@ -142,7 +157,8 @@ def decode_group(
         places = rows.pop(packet, None)
         if places is None:  # of a neighboring group, or a picture that is not shown
             continue
-        pixels = pixels_of(frame, size, stream.format.orientation)
+        with damage():
+            pixels = pixels_of(frame, size, stream.format.orientation)
         if made is None:
             made = np.empty((len(wanted), *pixels.shape), np.uint8)
         elif made.shape[1:] != pixels.shape:
@@ -179,6 +195,16 @@ def _shown_size(form: VideoFormat, size: tuple[int, int] | None) -> tuple[int, i
     return (form.width, form.height) if form.orientation > 4 else (form.height, form.width)
 
 
+@contextmanager
+def damage() -> Iterator[None]:
+    """Report errors of FFmpeg as damage of the data: some of their types would count as failures of a store."""
+    try:
+        with claims():
+            yield
+    except ffmpeg().FFmpegError as error:
+        raise ValueError(f"FFmpeg cannot decode it: {error}") from error
+
+
 def decoded_packets(
     form: VideoFormat, packets: Iterable[tuple[int, ReadBuffer]], max_pixels: int
 ) -> Iterator[tuple[int, Any]]:
@@ -193,17 +219,14 @@ def decoded_packets(
         ValueError: The packets are damaged, or FFmpeg has no such decoder here.
     """
     av = ffmpeg()
-    try:
-        with claims():
-            decoder = _decoder(av, form, max_pixels)
-            for number, data in packets:
-                packet = av.Packet(len(data))  # with the padding behind it that decoders read
-                packet.update(data)
-                packet.pts = number  # so that each frame says which packet holds it
-                yield from _frames(decoder.decode(packet), max_pixels)
-            yield from _frames(decoder.decode(None), max_pixels)
-    except av.FFmpegError as error:
-        raise ValueError(f"FFmpeg cannot decode it: {error}") from error
+    with damage():
+        decoder = _decoder(av, form, max_pixels)
+        for number, data in packets:
+            packet = av.Packet(len(data))  # with the padding behind it that decoders read
+            packet.update(data)
+            packet.pts = number  # so that each frame says which packet holds it
+            yield from _frames(decoder.decode(packet), max_pixels)
+        yield from _frames(decoder.decode(None), max_pixels)
 
 
 def _frames(frames: Iterable[Any], max_pixels: int) -> Iterator[tuple[int, Any]]:

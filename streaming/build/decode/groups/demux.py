@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.build.decode.groups.decode import VideoFormat, decoded_packets
+from streaming.build.decode.groups.decode import VideoFormat, damage, decoded_packets
 from streaming.build.decode.images import MAX_PIXELS
 from streaming.build.decode.streams.files import opened
 from streaming.build.decode.streams.pictures import num_shown, starts_group
-from streaming.build.decode.video import VideoReader, claims, ffmpeg, opened_container, orientation_of
+from streaming.build.decode.video import VideoReader, opened_container, orientation_of
 from streaming.types import Int64Array
 
 _HEAD_BYTES: Final = 64
@@ -72,15 +73,35 @@ def find_packets(
     Raises:
         ValueError: The file is damaged, of another kind, or cannot be decoded from its packets alone.
     """
-    av = ffmpeg()
-    try:
-        with (
-            memoryview(data)[start:stop] as view, opened(view) as file,
-            closing(opened_container(file, max_pixels)) as container, claims(),
-        ):  # fmt: skip
-            return _Finder(data, start, len(view), VideoReader(container, max_pixels), max_pixels).found(container)
-    except av.FFmpegError as error:
-        raise ValueError(f"FFmpeg cannot read it: {error}") from error
+    with (
+        damage(), memoryview(data)[start:stop] as view, opened(view) as file,
+        closing(opened_container(file, max_pixels)) as container,
+    ):  # fmt: skip
+        return _Finder(data, start, len(view), VideoReader(container, max_pixels), max_pixels).found(container)
+
+
+class _Row(NamedTuple):
+    """What is noted of one packet.
+
+    Attributes:
+        pts: Its time.
+        ticks: How long its frame is shown; 0: not stated.
+        byte_start: Its first byte in the file.
+        num_bytes: Its size.
+        can_start: Whether a decoder can start there.
+        is_shown: Whether it states that its frame is shown.
+        is_known: Whether it can state that.
+        is_left_out: Whether an edit list leaves it out.
+    """
+
+    pts: int
+    ticks: int
+    byte_start: int
+    num_bytes: int
+    can_start: bool
+    is_shown: bool
+    is_known: bool
+    is_left_out: bool
 
 
 class _Finder:
@@ -104,39 +125,32 @@ class _Finder:
         Raises:
             ValueError: See :func:`find_packets`.
         """
-        rows = []
-        duration: dict[int, int] = {}
+        rows = list[_Row]()
         for packet in container.demux(self._reader.stream):
-            if not packet.size:  # the last one, which PyAV adds
-                continue
-            row = self._row(packet, len(rows))
-            duration[row[0]] = packet.duration or 0
-            rows.append(row)
+            if packet.size:  # the last one, which PyAV adds, has none
+                rows.append(self._row(packet, len(rows)))
         if self._picture is None and self._is_begun:
             self._picture = next(iter(self._context.decode(None)), None)
         if not rows or self._picture is None:
             raise ValueError("it has no frames that decode")
-        pts, start, size = (np.array([row[column] for row in rows], np.int64) for column in range(3))
-        flags = np.array([row[3:] for row in rows], np.bool_)
-        can_start, is_known = flags[:, 0], flags[:, 2]
-        form = self._format()
-        is_shown = self._shown(form, pts, start, size, flags[:, 1], can_start, is_decoded=not is_known.all())
-        shown = np.sort(pts[is_shown])
-        if not shown.size:
+        columns = {name: np.array(values) for name, values in zip(_Row._fields, zip(*rows, strict=True), strict=True)}
+        form, pts = self._format(), columns["pts"]
+        is_shown, can_start = self._settled(form, columns)
+        if not is_shown.any():
             raise ValueError("it has no frames")
-        if (np.diff(shown) == 0).any():
+        if (np.diff(np.sort(pts[is_shown])) == 0).any():
             raise ValueError("two of its frames state the same time")
-        self._reader.check_end(float((int(shown[-1]) - self._reader.first) * self._reader.base))
+        last = rows[int(np.argmax(np.where(is_shown, pts, pts.min() - 1)))]
+        self._reader.check_end(float((last.pts - self._reader.first) * self._reader.base))
         stream = self._reader.stream
         return FoundPackets(
-            format=form, time_base=self._reader.base, first_pts=self._reader.first,
-            last_ticks=max(0, duration[int(shown[-1])]),
-            rate=Fraction(stream.average_rate or stream.guessed_rate or 25), pts=pts, byte_start=start, num_bytes=size,
-            can_start=can_start, is_shown=is_shown,
+            format=form, time_base=self._reader.base, first_pts=self._reader.first, last_ticks=max(0, last.ticks),
+            rate=Fraction(stream.average_rate or stream.guessed_rate or 25), pts=pts, byte_start=columns["byte_start"],
+            num_bytes=columns["num_bytes"], can_start=can_start, is_shown=is_shown,
         )  # fmt: skip
 
-    def _row(self, packet: Any, number: int) -> tuple[int, int, int, bool, bool, bool]:
-        """Return time, place and size of a packet, and whether it can begin a group, is shown, and that is known."""
+    def _row(self, packet: Any, number: int) -> _Row:
+        """Return what is noted of a packet."""
         if packet.is_corrupt:
             raise ValueError(f"packet {number} is damaged or cut off")
         if packet.pts is None:
@@ -153,13 +167,16 @@ class _Finder:
         if num is not None and num > 1:
             raise ValueError(f"packet {number} shows {num} frames")
         is_start = is_key and starts_group(self._codec, self._extradata, view)
-        place, is_shown = self._place(packet, view, number), num != 0 and not packet.is_discard
-        return packet.pts, place, len(view), is_start, is_shown, num is not None
+        return _Row(
+            pts=packet.pts, ticks=packet.duration or 0, byte_start=self._place(packet, view, number),
+            num_bytes=len(view), can_start=is_start, is_shown=num != 0 and not packet.is_discard,
+            is_known=num is not None, is_left_out=packet.is_discard,
+        )  # fmt: skip
 
     def _offer(self, packet: Any) -> None:
         """Decode a packet, unless there was a picture, to see the size of frames, and how the camera was turned."""
         frames = packet.decode()
-        if not frames and not self._is_begun:  # no picture before later ones have been decoded, unless none will come
+        if not frames and not self._is_begun and not packet.is_discard:  # it waits for later ones: none will come
             frames = self._context.decode(None)
             self._context.flush_buffers()
         self._is_begun = True
@@ -171,10 +188,10 @@ class _Finder:
         Raises:
             ValueError: They lie nowhere: the file stores them otherwise.
         """
-        at: int | None = packet.pos
-        for skipped in range(_HEAD_BYTES) if at is not None and at >= 0 else ():
-            if self._data.startswith(view, self._begin + at + skipped, self._stop):
-                return at + skipped
+        first: int = -1 if packet.pos is None else packet.pos
+        for at in range(first, first + _HEAD_BYTES) if first >= 0 else ():
+            if self._data.startswith(view, self._begin + at, self._stop):
+                return at
         raise ValueError(f"the bytes of packet {number} are not stored as they are: it is compressed again, or secret")
 
     def _format(self) -> VideoFormat:
@@ -187,39 +204,48 @@ class _Finder:
             bits=form.bits, reorder_depth=form.reorder_depth, color=form.color,
         )  # fmt: skip
 
-    def _shown(
-        self, form: VideoFormat, pts: Int64Array, start: Int64Array, size: Int64Array,
-        stated: npt.NDArray[np.bool_], can_start: npt.NDArray[np.bool_], *, is_decoded: bool,
-    ) -> npt.NDArray[np.bool_]:  # fmt: skip
-        """Return which packets are shown: as they state, or, where that is not sure, as decoding them says.
+    def _settled(
+        self, form: VideoFormat, columns: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return which packets are shown, and where a decoder can start.
+
+        These are what packets state, or, where that is not sure, what decoding them says.
 
         Args:
             form: The format.
-            pts: As of ``FoundPackets``.
-            start: Likewise.
-            size: Likewise.
-            stated: bool [P], whether packets state that they are shown.
-            can_start: As of ``FoundPackets``.
-            is_decoded: Whether only decoding can tell.
+            columns: An array for each member of ``_Row``.
         """
+        pts, stated, can_start = columns["pts"], columns["is_shown"], columns["can_start"]
+        if _is_joined(columns):  # what is decoded depends on all that comes before
+            can_start = np.arange(len(pts)) == 0
         keys = np.flatnonzero(can_start)
-        is_whole = is_decoded or self._context.field_order > _PROGRESSIVE
+        is_whole = _is_joined(columns) or not columns["is_known"].all() or self._context.field_order > _PROGRESSIVE
         begins_late = not keys.size or keys[0] > 0 or bool((pts[stated] < pts[0]).any())
         if not is_whole and not begins_late:
-            return stated
+            return stated, can_start
         stop = len(pts) if is_whole or keys.size < 2 else int(keys[1])
+        places = zip(columns["byte_start"][:stop].tolist(), columns["num_bytes"][:stop].tolist(), strict=True)
         view = memoryview(self._data)[self._begin :]
-        packets = (
-            (at, view[low : low + num])
-            for at, (low, num) in enumerate(zip(start[:stop].tolist(), size[:stop].tolist(), strict=True))
-        )
+        packets = ((number, view[at : at + size]) for number, (at, size) in enumerate(places))
         order = [number for number, _ in decoded_packets(form, packets, self._max_pixels) if stated[number]]
         if (np.diff(pts[order]) <= 0).any():
             raise ValueError("its frames are not shown in the order of their times")
         found = stated.copy()
         found[:stop] = False
         found[order] = True
-        return found
+        return found, can_start
+
+
+def _is_joined(columns: Mapping[str, npt.NDArray[Any]]) -> bool:
+    """Return whether an edit list joins several parts of a file, given an array for each member of ``_Row``.
+
+    One that only cuts off the beginning and the end leaves nothing out between frames that are shown.
+    """
+    pts, shown = columns["pts"], columns["pts"][columns["is_shown"]]
+    if not shown.size:
+        return False
+    between = columns["is_left_out"] & (pts > shown.min()) & (pts < shown.max())
+    return bool(between.any() or (np.diff(columns["byte_start"]) <= 0).any())
 
 
 def _format_before(context: Any, extradata: bytes) -> VideoFormat:
