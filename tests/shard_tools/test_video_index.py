@@ -130,8 +130,16 @@ def write_texts(folder: Path) -> str:
 
 def test_an_index_elsewhere(folder: str, tmp_path: Path) -> None:
     elsewhere = str(tmp_path / "index")
+    run("index", folder, "--index", elsewhere)
+    rows = read_chunks(Storage(), elsewhere).of_shard(0)
+    with pytest.raises(IndexMissingError, match=f"run `shard_tools index {folder} --index {elsewhere} --video`"):
+        read_video_index(Storage(), elsewhere, rows, ["front.mp4"], folder=folder)
     run("index", folder, "--index", elsewhere, "--video")
     assert len(files(elsewhere)) == 4
+    Path(elsewhere, "_shardstream/video/front.mp4/000.tar.parquet").unlink()
+    told = run("verify", folder, "--index", elsewhere, code=1).output
+    assert f"`shard_tools index {folder} --index {elsewhere} --video`" in told
+    run("index", folder, "--index", elsewhere, "--video")
     storage = Storage()
     table = read_chunks(storage, elsewhere)
     assert len(read_video_index(storage, elsewhere, table.of_shard(0), ["front.mp4"]).streams("front.mp4")) == 3

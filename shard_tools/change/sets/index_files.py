@@ -125,15 +125,19 @@ def _videos(
 ) -> list[tuple[str, _Check]]:  # fmt: skip
     """Return the checks of the index of videos, of each shard, for each field that some shard of the set has."""
     fields = dict.fromkeys(one.field for one in list_videos(storage, home))
-    return [
-        (join_url(home, video_path(name, shard_name(url, index_url))), partial(_check_video, storage, home, rows, name))
-        for url, rows in rows_of.items() for name in fields
-    ]  # fmt: skip
+    found = list[tuple[str, _Check]]()
+    for url, rows in rows_of.items():
+        name, folder = shard_name(url, index_url), split_url(url)[0]
+        for field in fields:
+            found.append(
+                (join_url(home, video_path(field, name)), partial(_check_video, storage, home, rows, field, folder))
+            )
+    return found
 
 
-def _check_video(storage: Storage, home: str, rows: ChunkTable, name: str) -> None:
+def _check_video(storage: Storage, home: str, rows: ChunkTable, name: str, folder: str) -> None:
     try:
-        read_video_table(storage, home, rows, name)
+        read_video_table(storage, home, rows, name, folder=folder)
     except IndexMissingError as error:  # the shard came after the others were indexed
         raise IndexMismatchError(str(error)) from error
 

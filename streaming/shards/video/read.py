@@ -23,7 +23,9 @@ from streaming.storage import Storage, join_url, redact
 from streaming.types import ReadBuffer
 
 
-def read_video_index(storage: Storage, home: str, rows: ChunkTable, fields: Collection[str]) -> VideoIndex:
+def read_video_index(
+    storage: Storage, home: str, rows: ChunkTable, fields: Collection[str], *, folder: str | None = None
+) -> VideoIndex:
     """Return where the packets of video fields of one shard are.
 
     Args:
@@ -31,30 +33,32 @@ def read_video_index(storage: Storage, home: str, rows: ChunkTable, fields: Coll
         home: The directory of the index.
         rows: The chunk table of this shard alone.
         fields: The fields.
+        folder: The directory of the shards, if it is another one, for messages.
 
     Raises:
         IndexMissingError: A field of this shard was not indexed; the message names the command.
         IndexMismatchError: The index is of another content of the shard.
         IndexFormatError: The index is damaged.
     """
-    return VideoIndex({name: read_video_table(storage, home, rows, name) for name in fields})
+    return VideoIndex({name: read_video_table(storage, home, rows, name, folder=folder) for name in fields})
 
 
-def read_video_table(storage: Storage, home: str, rows: ChunkTable, field: str) -> VideoTable:
+def read_video_table(
+    storage: Storage, home: str, rows: ChunkTable, field: str, *, folder: str | None = None
+) -> VideoTable:
     """Return where the packets of one field of one shard are; see :func:`read_video_index`."""
-    shard = rows.shards[0].name
+    shard, again = rows.shards[0].name, video_command(home, folder)
     url = join_url(home, video_path(field, shard))
     try:
         found = storage.read_parsed(url, VideoTable.from_parquet, is_sealed)
     except NotFoundError as error:
         raise IndexMissingError(
-            f"field {field!r}: the videos of shard {redact(join_url(home, shard))} are not indexed; run "
-            f"{video_command(home)}, which reads only shards that lack this"
+            f"field {field!r}: the videos of shard {redact(join_url(folder or home, shard))} are not indexed; run "
+            f"{again}, which reads only shards that lack this"
         ) from error
     if (found.field, found.fingerprint) != (field, rows.fingerprint):
         raise IndexMismatchError(
-            f"{redact(url)}: this index of videos is of another content of the shard, or of another field; run "
-            f"{video_command(home)}"
+            f"{redact(url)}: this index of videos is of another content of the shard, or of another field; run {again}"
         )
     return found
 
@@ -87,9 +91,11 @@ def list_videos(storage: Storage, home: str) -> list[VideoFile]:
     ]  # fmt: skip
 
 
-def video_command(home: str) -> str:
-    """Return the command that indexes the videos of a set."""
-    return f"`shard_tools index {shell_place(home)} --video`"
+def video_command(home: str, folder: str | None = None) -> str:
+    """Return the command that indexes the videos of the shards in a folder, whose index is in ``home``."""
+    if folder is None or folder.rstrip("/") == home.rstrip("/"):
+        return f"`shard_tools index {shell_place(home)} --video`"
+    return f"`shard_tools index {shell_place(folder)} --index {shell_place(home)} --video`"
 
 
 def read_group(storage: Storage, url: str, stream: VideoStream, group_number: int, *, key: str) -> ReadBuffer:
