@@ -98,6 +98,13 @@ def test_each_number_text_and_frame_is_that_of_the_set(name: str, tmp_path: Path
                 assert data == own, "a file of one episode is stored as it is"
 
 
+def key_times(data: bytes) -> list[float]:
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.video[0]
+        first, base = stream.start_time or 0, stream.time_base
+        return [float((one.pts - first) * base) for one in container.demux(stream) if one.size and one.is_keyframe]
+
+
 REFUSED = "frames depend on frames that follow|no key frame|depends on earlier ones"
 
 
@@ -114,7 +121,7 @@ def test_a_cut_holds_the_packets_and_decodes_to_the_frames_of_the_whole(number: 
     whole = Video(details=True)(data)
     assert isinstance(whole, dict)
     times, rng = whole["times"], np.random.default_rng(number)
-    known = {content for _, content in packets(data)}
+    known, keys = {content for _, content in packets(data)}, key_times(data)
     num_cut = 0
     for _ in range(6):
         first, stop = sorted(int(one) for one in rng.choice(len(times) + 1, 2, replace=False))
@@ -128,7 +135,7 @@ def test_a_cut_holds_the_packets_and_decodes_to_the_frames_of_the_whole(number: 
         np.testing.assert_array_equal(made["frames"], whole["frames"][first:stop], words)
         np.testing.assert_allclose(made["times"], times[first:stop] - times[first], atol=2e-3)
         assert {content for _, content in packets(found.data)} <= known, words
-        assert found.num_hidden >= 0
+        assert found.num_hidden == 0 or not np.isclose(keys, times[first], atol=1e-6).any(), words
     assert num_cut or not re.search("h264 in mp4.* 0 between", words), words
 
 
