@@ -397,7 +397,8 @@ class _Export:
         moved = self._tasks.num_moved + self._subtasks.num_moved
         if moved:
             _log.warning("%s: %d tasks have another number than in the sets that they come from", shown, moved)
-        lacks = {one.name for one in self._features} - {name for one in self._stats for name in one}
+        counted = {one.name for one in self._features if one.dtype != "string"}
+        lacks = counted - {name for one in self._stats for name in one}
         if lacks and self._stats:
             _log.warning("%s: no statistics of %s: its episodes have none", shown, ", ".join(sorted(lacks)))
 
