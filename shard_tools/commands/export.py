@@ -42,8 +42,8 @@ _SHOWN = 3
     metavar="NAME=PATTERN",
     help="Shards of a split, such as val='val-*.tar'; the first pattern that fits decides.  [default: by folder]",
 )
-@click.option("--where", metavar="CONDITION", help="Parquet only: keep samples that match.")
-@click.option("--view", metavar="NAME", help="Parquet only: keep the samples of a saved view.")
+@click.option("--where", metavar="CONDITION", help="Parquet, lerobot: keep samples that match.")
+@click.option("--view", metavar="NAME", help="Parquet, lerobot: keep the samples of a saved view.")
 @click.option("--fields", type=names, metavar="EXT,...", help="Parquet only: keep these fields.")
 @click.option("--columns", type=names, default=(), metavar="A,B", help="Parquet only: late columns to keep.")
 @click.option("--workers", type=COUNT, default=DEFAULT_WORKERS["local"], show_default=True, help="Shards in parallel.")
@@ -58,8 +58,9 @@ def export_command(
     """Write the files that another program needs to read the shards at URL: metadata, or Parquet in TARGET.
 
     energon, dali, wids and card write metadata from the index, and those programs read the tars themselves. parquet and
-    hf (for `datasets`, with a card) write the samples, one file per shard. The shards are never changed. A run that was
-    stopped continues where it left off when it is run again.
+    hf (for `datasets`, with a card) write the samples, one file per shard; lerobot writes the episodes of a set that
+    `convert --from lerobot` wrote. The shards are never changed. A run that was stopped continues where it left off
+    when it is run again.
 
     \b
     Example:

@@ -46,6 +46,17 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(batch["length"].tolist()) == 32_000
 
 
+def test_the_policy_learns_from_both_robots(forked: Forked, tmp_path: Path) -> None:
+    words = (str(EXAMPLES / "train_policy.py"), "--out", str(tmp_path / "out"), "--epochs", "4", "--count", "16")
+    example = forked.start(PROGRAM, *words, output=tmp_path / "output", leads=True)
+    assert example.wait_for_all(800) == 0, (tmp_path / "output").read_text()
+    said = (tmp_path / "output").read_text()
+    errors = [float(one) for found in re.findall(r"error ([\d.]+) and ([\d.]+)", said) for one in found]
+    assert len(errors) == 8
+    assert max(errors[-2:]) < 0.7, said  # 1 is an error as long as a step
+    assert (tmp_path / "out" / "train_policy.png").stat().st_size > 5_000
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "least"),
     [

@@ -19,6 +19,7 @@ from PIL import Image
 import shard_tools
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import PYTHON, SHELL, Block, blocks, run_python, run_shell
+from tests.support.sources.robot_sets import RobotSet
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # a page has several programs
 
@@ -64,12 +65,9 @@ def write_inputs(folder: Path) -> None:
             table.write(json.dumps({"text": f"text {number}", "tokens": number}) + "\n")
     write_speech(folder)
     rows = [{"id": f"{n:04d}", "image": jpeg(n), "label": n % 10} for n in range(128)]
-    steps = [
-        {"index": n, "episode_index": n // 32, "observation.state": [n / 7, 1.0], "action": [1.0]} for n in range(128)
-    ]
-    for name, table_rows in (("rows/000000.parquet", rows), ("robot/data/chunk-000/file-000.parquet", steps)):
-        (folder / name).parent.mkdir(parents=True)
-        pq.write_table(pa.Table.from_pylist(table_rows), folder / name)
+    (folder / "rows").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows/000000.parquet")
+    RobotSet(lengths=[18] * 4).write(folder / "robot")
 
 
 def write_speech(folder: Path) -> None:

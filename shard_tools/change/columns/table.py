@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shard_tools.make.convert.base.arrow import plain_list
+from shard_tools.make.convert.base.arrow import open_parquet, plain_list, told
 from shard_tools.make.convert.base.files import SourceFile, find_files
 from shard_tools.make.convert.base.identity import SourceStorage, origins_of
 from shard_tools.make.convert.base.records import SourceOptions
-from shard_tools.make.convert.parquet import open_parquet, told
 from shard_tools.make.convert.sources import LAYOUTS, kind_of_name, open_source
 from shard_tools.make.write.columns import ColumnValue, column_array, stored_type, stored_value
 from streaming.errors import ConfigError

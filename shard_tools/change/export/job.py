@@ -54,6 +54,21 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The files of an export.
+
+    Attributes:
+        files: Their names below the target, each with whether this run wrote it.
+        num_samples: Number of samples that the other program will read.
+        num_bytes: Bytes of shards that were read; 0 if the index sufficed.
+    """
+
+    files: tuple[tuple[str, bool], ...]
+    num_samples: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
     """A set to be exported.
 

@@ -19,9 +19,9 @@ from shard_tools.change.sets.bad_list import BadList
 from shard_tools.change.sets.rewrite.selection import ShardPart, Taken, select
 from shard_tools.change.sets.rewrite.shard_source import ShardSource
 from shard_tools.make.convert.base.annotated import IMAGE_EXTENSIONS
+from shard_tools.make.convert.base.arrow import open_parquet
 from shard_tools.make.convert.base.files import SourceFile
 from shard_tools.make.convert.base.records import Record
-from shard_tools.make.convert.parquet import open_parquet
 from shard_tools.running.progress import NoProgress
 from streaming.build.decode import values
 from streaming.build.decode.registry import BY_EXTENSION

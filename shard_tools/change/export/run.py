@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
-from shard_tools.change.export import card, dali, energon, wids
-from shard_tools.change.export.job import ExportJob, ExportOptions
+from shard_tools.change.export import card, dali, energon, lerobot, wids
+from shard_tools.change.export.job import ExportJob, ExportOptions, Written
 from shard_tools.change.export.parquet import ParquetExport, can_name_classes, part_namer
 from shard_tools.change.sets.late import Takes, stored_schemas
 from shard_tools.change.sets.open_set import open_set
@@ -21,6 +22,8 @@ from streaming.shards.schema.meeting import RESHARD, met
 from streaming.storage import Storage, join_url, redact
 
 Files: TypeAlias = "Callable[[ExportJob, Progress], Iterator[tuple[str, bytes]]]"
+_OF_PARQUET = frozenset({"--where", "--view", "--fields", "--columns"})
+_OF_EPISODES = frozenset({"--where", "--view"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,30 +53,6 @@ class ExportReport(Report):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportFormat:
-    """A format.
-
-    Attributes:
-        files: Yields the names and contents of metadata files for a job; the last one completes the set.
-        parquet: Samples are written, too, in files named as ``datasets`` names them, below ``data/`` (``"hub"``), or as
-            the shards.
-    """
-
-    files: Files | None = None
-    parquet: str | None = None
-
-
-FORMATS: Mapping[str, ExportFormat] = {
-    "energon": ExportFormat(files=energon.files),
-    "wids": ExportFormat(files=wids.files),
-    "dali": ExportFormat(files=dali.files),
-    "parquet": ExportFormat(parquet="shards"),
-    "hf": ExportFormat(parquet="hub"),
-    "card": ExportFormat(files=card.files),
-}
-
-
 def export(
     urls: Sequence[str], target: str, *, to: str, options: ExportOptions | None = None,
     storage_options: Mapping[str, object] | None = None, progress: Progress | None = None,
@@ -81,7 +60,8 @@ def export(
     """Write the files that another program needs to read a set. The set itself is never changed.
 
     ``energon``, ``dali``, ``wids`` and ``card`` write files beside the tars, from the index alone. ``parquet`` and
-    ``hf`` write the samples, one file per shard; an interrupted run continues where it stopped.
+    ``hf`` write the samples, one file per shard, and ``lerobot`` the episodes of sets that ``convert --from lerobot``
+    wrote; an interrupted run continues where it stopped.
 
     Args:
         urls: Shards, as for ``StreamingDataset``.
@@ -102,11 +82,9 @@ def export(
     chosen = FORMATS.get(to)
     if chosen is None:
         raise ConfigError(f"--to {to!r}: expected one of {', '.join(FORMATS)}")
-    for name in options.of_samples if chosen.parquet is None else ():
-        raise ConfigError(
-            f"{name}: --to {to} writes about the tars as they are, with all their samples; write other shards first, "
-            f"with `shard_tools reshard … {name} …`"
-        )
+    for name in (one for one in options.of_samples if one not in chosen.takes):
+        what = "writes whole episodes" if chosen.takes else "writes about the tars as they are, with all their samples"
+        raise ConfigError(f"{name}: --to {to} {what}; write other shards first, with `shard_tools reshard … {name} …`")
     storage = Storage(storage_options)
     opened = open_set(urls, storage, options.index_url, allow_unfinished=options.allow_unfinished, meets=False)
     schemas = stored_schemas(opened, storage, _takes(chosen, options))
@@ -116,26 +94,27 @@ def export(
         classes={name: one.classes for name, one in said.columns.items() if one.classes} | said.classes,
     )  # fmt: skip
     progress.start(total_bytes=None, total=len(opened.urls))
-    if chosen.files is not None:
-        written = [(name, _put(job, name, content)) for name, content in chosen.files(job, progress)]
-        num_samples, num_bytes = opened.chunks.total_samples, 0
-    else:
-        written, num_samples, num_bytes = _write_samples(job, progress, hub=chosen.parquet == "hub")
+    written = chosen.write(job, progress)
     return ExportReport(
-        to=to, target=redact(job.target), num_shards=len(opened.urls), num_samples=num_samples,
-        files=tuple(name for name, _ in written), num_written=sum(is_new for _, is_new in written),
-        num_bytes=num_bytes, reads_tars=chosen.parquet is None, seconds=time.monotonic() - started,
+        to=to, target=redact(job.target), num_shards=len(opened.urls), num_samples=written.num_samples,
+        files=tuple(name for name, _ in written.files), num_written=sum(is_new for _, is_new in written.files),
+        num_bytes=written.num_bytes, reads_tars=not chosen.takes, seconds=time.monotonic() - started,
     )  # fmt: skip
 
 
 def _takes(chosen: ExportFormat, options: ExportOptions) -> Takes:
     """Return what a format has of what lies beside the shards."""
-    if chosen.parquet is None:
+    if "--columns" not in chosen.takes:
         return Takes(keep_columns=lambda _: "shardstream alone reads them", classes=lambda _: False, makes_set=False)
-    has_names = chosen.parquet == "hub"
     return Takes(
-        columns=options.columns, classes=lambda name: has_names and can_name_classes(name), makes_set=False
+        columns=options.columns, classes=lambda name: chosen.names_classes and can_name_classes(name), makes_set=False
     )  # fmt: skip
+
+
+def _write_metadata(files: Files, job: ExportJob, progress: Progress) -> Written:
+    """Write the metadata of a format that reads the tars."""
+    written = tuple((name, _put(job, name, content)) for name, content in files(job, progress))
+    return Written(files=written, num_samples=job.opened.chunks.total_samples)
 
 
 def _put(job: ExportJob, name: str, content: bytes) -> bool:
@@ -159,8 +138,8 @@ def _put(job: ExportJob, name: str, content: bytes) -> bool:
     return True
 
 
-def _write_samples(job: ExportJob, progress: Progress, *, hub: bool) -> tuple[list[tuple[str, bool]], int, int]:
-    """Write one file per shard with selected samples, and a card for a hub; return files, samples and bytes."""
+def _write_samples(job: ExportJob, progress: Progress, *, hub: bool = False) -> Written:
+    """Write one file per shard with selected samples, and a card for a hub."""
     samples = ParquetExport.of(job, files=hub)
     names = job.names
     positions = [position for position, part in enumerate(samples.taken.parts) if part.rows.size]
@@ -181,7 +160,7 @@ def _write_samples(job: ExportJob, progress: Progress, *, hub: bool) -> tuple[li
     if renamed is not None:
         content = card.card(job, {split: [renamed[name] for name in some] for split, some in splits.items()}, ())
         written.append((card.NAME, _put(job, card.NAME, content)))
-    return written, samples.taken.num_samples, sum(sizes)
+    return Written(files=tuple(written), num_samples=samples.taken.num_samples, num_bytes=sum(sizes))
 
 
 def _hub_names(splits: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -191,3 +170,30 @@ def _hub_names(splits: Mapping[str, Sequence[str]]) -> dict[str, str]:
         for split, names in splits.items()
         for number, name in enumerate(names)
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFormat:
+    """A format.
+
+    Attributes:
+        write: Writes the files of a job.
+        takes: The options that select samples, fields and columns, as far as it takes them; none: it writes metadata
+            for a program that reads the tars.
+        names_classes: Whether it has the names of classes.
+    """
+
+    write: Callable[[ExportJob, Progress], Written]
+    takes: frozenset[str] = frozenset()
+    names_classes: bool = False
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "energon": ExportFormat(write=partial(_write_metadata, energon.files)),
+    "wids": ExportFormat(write=partial(_write_metadata, wids.files)),
+    "dali": ExportFormat(write=partial(_write_metadata, dali.files)),
+    "parquet": ExportFormat(write=_write_samples, takes=_OF_PARQUET),
+    "hf": ExportFormat(write=partial(_write_samples, hub=True), takes=_OF_PARQUET, names_classes=True),
+    "card": ExportFormat(write=partial(_write_metadata, card.files)),
+    "lerobot": ExportFormat(write=lerobot.write, takes=_OF_EPISODES),
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -12,12 +11,12 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.make.convert.base.arrow import ArrowColumns, count_types, plain_rows
+from shard_tools.make.convert.base.arrow import ArrowColumns, count_types, open_parquet, plain_rows, told
 from shard_tools.make.convert.base.columns_met import FileColumns, meet_columns
-from shard_tools.make.convert.base.files import FileSource, SourceFile, open_stored, table_files
+from shard_tools.make.convert.base.files import FileSource, SourceFile, table_files
 from shard_tools.make.convert.base.records import Record, SourceOptions, permutation
 from shard_tools.make.convert.base.rows import RowMapper, unreadable_rest
-from streaming.errors import DataError, ShardstreamError
+from streaming.errors import DataError
 from streaming.storage import Storage
 
 SUFFIXES = (".parquet", ".pq")
@@ -133,34 +132,6 @@ def _kind_of(kind: pa.DataType) -> str:
         "text": (pa.types.is_string, pa.types.is_large_string), "list": (pa.types.is_list, pa.types.is_large_list),
     }  # fmt: skip
     return next((name for name, checks in kinds.items() if any(check(kind) for check in checks)), "")
-
-
-def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
-    """Open a stored Parquet file; close it with ``close(force=True)``, which also releases its buffers.
-
-    Raises:
-        DataError: It is not a Parquet file, or is damaged.
-    """
-    stream = open_stored(file, storage, unzip=False)
-    try:
-        with told(file):
-            return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
-    except ShardstreamError:
-        stream.close()
-        raise
-
-
-@contextlib.contextmanager
-def told(file: SourceFile) -> Iterator[None]:
-    """Name the file in errors of pyarrow."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, ShardstreamError):
-            raise
-        raise DataError(
-            f"{file.shown_url}: not a Parquet file, or a damaged one: {error}; fetch it again, or write it anew"
-        ) from error
 
 
 def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:

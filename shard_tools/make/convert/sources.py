@@ -25,6 +25,8 @@ from shard_tools.make.convert.media.audio import AUDIO_EXTENSIONS, AudioFolder
 from shard_tools.make.convert.media.images import ImageFolder
 from shard_tools.make.convert.media.metadata import NAMES as METADATA_NAMES
 from shard_tools.make.convert.media.metadata import STATS
+from shard_tools.make.convert.robots.layout import INFO
+from shard_tools.make.convert.robots.lerobot import LeRobotSet
 from streaming.errors import ConfigError, NotFoundError, shell_word
 from streaming.storage import Storage, local_path, redact
 from streaming.types import SHARD_SUFFIXES
@@ -143,6 +145,7 @@ LAYOUTS: dict[str, Layout] = {
         open=CocoFolder, classes=True, shuffles=True, zips=True, images=True, parts=True, image_folder=True
     ),
     "voc": Layout(open=VocFolder, classes=True, shuffles=True, zips=True, images=True, parts=True),
+    "lerobot": Layout(open=LeRobotSet, shuffles=True),
     "hf": Layout(
         open=HfDataset, fields=True, shuffles=True, images=True, parts=True, configs=True, named=True, numbers=True,
     ),
@@ -150,6 +153,7 @@ LAYOUTS: dict[str, Layout] = {
 SOURCE_KINDS = ("auto", *LAYOUTS)
 # Layouts without distinctive endings are recognized by a file that other layouts do not have.
 _MARKS = (
+    ("lerobot", re.compile(re.escape(INFO))),
     ("hf", re.compile(r"dataset_dict\.json|state\.json")),
     ("coco", re.compile(r"(.*/)?annotations/(instances|captions|person_keypoints)_[^/]*\.json")),
     ("voc", re.compile(r"(.*/)?ImageSets/Main/[^/]*\.txt")),

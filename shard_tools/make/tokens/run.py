@@ -53,7 +53,7 @@ from streaming.shards.index.layout import samples_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
 
-_WITHOUT_TEXT = ("images", "audio", "coco", "voc")
+_WITHOUT_TEXT = ("images", "audio", "coco", "voc", "lerobot")
 _log = logging.getLogger(__name__)
 
 

@@ -316,8 +316,8 @@ LIBRARIES = (
         name="LeRobot",
         page="lerobot",
         names={
-            "LeRobotDataset": "`shard_tools convert --from parquet` makes shards of steps; windows are not there yet",
-            "StreamingLeRobotDataset": "`shard_tools convert --from parquet` makes shards of steps",
+            "LeRobotDataset": "streaming.Windows, over what `shard_tools convert --from lerobot` has made",
+            "StreamingLeRobotDataset": "streaming.Windows, over what `shard_tools convert --from lerobot` has made",
             "MultiLeRobotDataset": _MIX,
             "LeRobotDatasetMetadata": "`shard_tools info` and `shard_tools stats` say what a set holds",
             "EpisodeAwareSampler": "leave it out: streaming.DataLoader deals samples to ranks and workers",

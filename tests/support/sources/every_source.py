@@ -172,6 +172,8 @@ EVERY: dict[str, Callable[[Path], Made]] = {
     "files, re-encoded": _made("files", kind="files", images=ImageOptions(max_side=9, format="webp")),
     "coco": _made("coco", images=ImageOptions(max_side=9)),
     "voc": _made("voc", shuffle_seed=4),
+    "lerobot": _made("lerobot"),
+    "lerobot, shuffled": _made("lerobot", shuffle_seed=4),
     "hf": _made("hf", shuffle_seed=4),
     "hf, built": _built,
 }

@@ -13,6 +13,8 @@ import numpy as np
 import soundfile
 from PIL import Image
 
+from tests.support.sources.robot_sets import robots
+
 
 def picture(number: int = 0, size: tuple[int, int] = (24, 16), kind: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
@@ -106,5 +108,5 @@ def zipped(folder: Path, count: int) -> Path:
     return folder / "photos.zip"
 
 
-MAKE = {"files": files, "audio": audio, "coco": coco, "voc": voc, "hf": hf, "zip": zipped}
+MAKE = {"files": files, "audio": audio, "coco": coco, "voc": voc, "hf": hf, "zip": zipped, "lerobot": robots}
 """Each writes a source of so many samples into a folder; ``--from`` is needed for ``files`` alone."""

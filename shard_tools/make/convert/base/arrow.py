@@ -1,7 +1,11 @@
-"""Map Arrow columns to fields: decide the field of a column once for all rows, and convert values to plain Python."""
+"""Open Parquet files, and map Arrow columns to fields.
+
+The field of a column is decided once for all rows; values become plain Python.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -9,12 +13,43 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from shard_tools.make.convert.base.files import SourceFile, open_stored
 from shard_tools.make.convert.base.rows import DROP, RowMapper, as_payload, choose_type, safe_extension, with_lists
 from shard_tools.make.write.filetypes import file_type
-from streaming.errors import ConfigError, DataError, shell_word
+from streaming.errors import ConfigError, DataError, ShardstreamError, shell_word
+from streaming.storage import Storage
 
 LOOKED_AT = 10_000  # values of a binary column that decide its type; later ones are compared with it when they are read
+
+
+def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
+    """Open a stored Parquet file; close it with ``close(force=True)``, which also releases its buffers.
+
+    Raises:
+        DataError: It is not a Parquet file, or is damaged.
+    """
+    stream = open_stored(file, storage, unzip=False)
+    try:
+        with told(file):
+            return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
+    except ShardstreamError:
+        stream.close()
+        raise
+
+
+@contextlib.contextmanager
+def told(file: SourceFile) -> Iterator[None]:
+    """Name the file in errors of pyarrow."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, ShardstreamError):
+            raise
+        raise DataError(
+            f"{file.shown_url}: not a Parquet file, or a damaged one: {error}; fetch it again, or write it anew"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
