@@ -18,6 +18,7 @@ MADE_IN_USE = {
     "shard_tools/terminal/config_file.py": "of the name of an option, for lines of the user's own file",
     "shard_tools/make/tokens/adapters.py": "of three names of ours",
     "shard_tools/make/tokens/chat.py": "of one word between borders",
+    "shard_tools/make/tokens/messages.py": "of the names of some media",
     "streaming/shards/catalog/urls.py": "of the pattern that the user writes, for names of objects",
     "streaming/storage/adapters/fsspec_adapter.py": "of one number between borders",
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streaming import Balanced, Curriculum, Mixture, Packed, StreamingDataset
+from streaming import Balanced, Curriculum, Mixture, Packed, StreamingDataset, Windows
 from streaming.common.arguments import option_names
 from streaming.errors import ConfigError
 from streaming.sets.datasets.trust import DATA_OF_STORES, FILES, OF_THE_MACHINE, check_trusted, refusable
@@ -28,8 +28,9 @@ DATA = {
     ),
     Packed: (
         "documents length column field dtype overlong mask_field shift_labels labels_across pad_id ignore_id max_docs "
-        "multiple padded stride overlap_labels budgets alike"
+        "multiple padded stride overlap_labels budgets alike alike_across_ranks carry placeholder"
     ),
+    Windows: "recordings every video columns edge size clocks carry names groups",
     Balanced: "dataset by weights power nulls quotas name_sources",
     Curriculum: "dataset metric schedule by buckets nulls quotas name_sources",
 }

@@ -306,6 +306,15 @@ def opened(place: Place, local: Path, url: str = "", **options: Any) -> streamin
     )  # fmt: skip
 
 
+def without_videos(place: Place, told: Told, local: Path) -> None:
+    """What windows say of a set without an index of its videos, or of a store that fails."""
+    with pytest.raises(streaming.errors.ShardstreamError) as raised:
+        streaming.Windows(opened(place, local), every="frame", video={"txt": [0.0]})
+    told.add(raised.value)
+    if not place.works:
+        raise raised.value
+
+
 def loop_over(loader: Any, told: Told, *, owner: Any = None) -> None:
     """An epoch, and all that can be asked of what reads it; ``owner`` is the loader that it stands for."""
     told.add(loader)
@@ -368,6 +377,7 @@ CLASSES: dict[str, Read] = {
         streaming.DataLoader(streaming.Mixture({"a": opened(place, local), "b": opened(place, local)}), 2), told
     ),
     "Packed": lambda place, told, local: loop_over(streaming.DataLoader(packed(place, local), 2), told),
+    "Windows": lambda place, told, local: without_videos(place, told, local),
     "DeviceMeshFetcher": lambda place, told, local: loop_over(
         streaming.DeviceMeshFetcher(opened(place, local), 2), told
     ),

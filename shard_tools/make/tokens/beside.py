@@ -24,7 +24,7 @@ from streaming.errors import ConfigError, NotFoundError
 from streaming.shards.catalog.lines import MAX_LINE_BYTES
 from streaming.storage import Storage, join_url, local_path, redact, scheme_of, split_url
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,40}):")
 _DATA = re.compile(r"data:([^,;]*(?:;[^,;=]+=[^,;]*)*)(;base64)?,", re.IGNORECASE)
 _OF_SERVERS = re.compile(r"[%?#\\]")  # a server may read these in a path as something else
 _SHOWN = 80

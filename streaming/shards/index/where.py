@@ -39,7 +39,7 @@ _MAX_DEPTH = 50
 _MOST_DIGITS = 38  # of an integer, as in Arrow's decimals
 _TOKEN = re.compile(
     r"""(?P<blank>\s+)
-    |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w))
+    |(?P<number>(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][+-]?\d++)?(?!\w))
     |(?P<text>'(?:[^']|'')*')
     |(?P<quoted>"(?:[^"]|"")+")
     |(?P<name>[^\W\d]\w*(?:\.\w+)*)

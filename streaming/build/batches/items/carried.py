@@ -49,7 +49,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placed:
+class CarriedPlaces:
     """The values of one entry, placed in rows: each array int64 [n], in the order of rows.
 
     Attributes:
@@ -103,14 +103,14 @@ class CarriedColumns(PackColumns):
         self._carry, self._forms = carry, forms
         self._placed = {name: self._places_of(name, values.get(name) or Values()) for name in carry.names}
 
-    def _places_of(self, name: str, values: Values) -> Placed:
+    def _places_of(self, name: str, values: Values) -> CarriedPlaces:
         """Return the values of an entry by row; documents that were lost before them have moved them forward."""
         segments, pieces = self._segments, np.array(values.pieces, np.int64)
         number = sums(segments.there)[pieces]  # of the piece among those with tokens
         runs = np.flatnonzero(segments.documents != NO_DOCUMENT)[number]
         rows = self._pieces.packs[pieces]
         positions = segments.begins[runs] - np.array(segments.places)[rows] + np.array(values.offsets, np.int64)
-        return Placed(
+        return CarriedPlaces(
             found=values.found, keys=[self._rows.keys[piece] for piece in values.pieces], rows=rows,
             documents=segments.documents[runs].astype(np.int64),
             positions=positions if name in dict(self._carry.placeholders) else None,
