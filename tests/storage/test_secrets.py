@@ -377,7 +377,7 @@ CLASSES: dict[str, Read] = {
         streaming.DataLoader(streaming.Mixture({"a": opened(place, local), "b": opened(place, local)}), 2), told
     ),
     "Packed": lambda place, told, local: loop_over(streaming.DataLoader(packed(place, local), 2), told),
-    "Windows": lambda place, told, local: without_videos(place, told, local),
+    "Windows": without_videos,
     "DeviceMeshFetcher": lambda place, told, local: loop_over(
         streaming.DeviceMeshFetcher(opened(place, local), 2), told
     ),
