@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Mapping
 from functools import cache
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -364,17 +367,58 @@ def test_recordings_without_a_stream_are_named(tmp_path: Path, caplog: pytest.Lo
     assert "'0002'" in caplog.text
 
 
-def test_tables_that_end_early_are_masked_or_bad(tmp_path: Path) -> None:
-    one = recordings.recorded(0)
-    short = np.load(io.BytesIO(one.members["action.npy"]))[:-4]
-    folder = recordings.write(
-        tmp_path / "set",
-        [recordings.Recorded(key="0000", members={**one.members, "action.npy": recordings.npy(short)})],
+def with_table(folder: Path, tables: Mapping[str, bytes | None]) -> Path:
+    """Write two recordings: one as it is, and one whose tables are these; None: it lacks the table."""
+    first, second = recordings.recorded(0), recordings.recorded(1)
+    members = {name: value for name, value in {**second.members, **tables}.items() if value is not None}
+    return recordings.write(folder, [first, recordings.Recorded(key="0001", members=members)])
+
+
+@pytest.mark.parametrize("more", [-30, -1, 0, 1, 30])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"columns": {"action.npy": (0, 3)}},
+        {"columns": {"action.npy": [-0.1, 0.1]}},
+        {"columns": {"imu.npy": (0, 3)}, "clocks": {"imu.npy": 120.0}},
+        {"columns": {"imu.npy": (-0.05, 0.05)}, "clocks": {"imu.npy": 120.0}},
+    ],
+    ids=["steps of frames", "seconds of frames", "steps of a rate", "a span of a rate"],
+)  # fmt: skip
+def test_dropped_rows_are_those_that_padding_would_mark(tmp_path: Path, options: dict[str, Any], more: int) -> None:
+    (name,) = options["columns"]
+    steps = np.load(io.BytesIO(recordings.recorded(1).members[name]))
+    long = np.concatenate([steps, steps])[: max(1, len(steps) + more)]
+    folder = with_table(tmp_path / "set", {name: recordings.npy(long)})
+    padded, cut = (
+        windows_of(folder, {"video": {"front.mp4": [0.0]}, "edge": edge, **options}) for edge in ("pad", "drop")
     )
-    windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}})
-    assert [bool(row["__valid_steps__"].all()) for row in windows] == [True] * (len(windows) - 4) + [False] * 4
-    cut = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}, "edge": "drop"})
-    with pytest.raises(DataError, match=r"'action.npy' ends before its video.*edge=\"pad\""):
+    whole = [(row["__key__"], row["__time__"]) for row in padded if row["__valid_steps__"].all()]
+    assert [(row["__key__"], row["__time__"]) for row in cut] == whole
+    assert all(row["__valid_steps__"].all() for row in cut)
+
+
+@pytest.mark.parametrize("name", ["action.npy", "force_time.npy"])
+def test_recordings_without_a_table_have_no_rows(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = with_table(tmp_path / "set", {name: None})
+    options = {"columns": {"action.npy": [0], "force.npy": [0]}, "clocks": {"force.npy": "force_time.npy"}}
+    with caplog.at_level(logging.WARNING):
+        windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, **options})
+    assert {row["__key__"] for row in windows} == {"0000"}
+    assert f"no windows of 1 recording without {name!r}" in caplog.text
+
+
+def test_a_table_whose_size_says_no_number_of_steps_ends_early(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"action": [0.0, 1.0, 2.0]}), buffer)
+    folder = recordings.write(tmp_path / "set", [
+        recordings.Recorded(key="0000", members={**recordings.recorded(0).members, "steps.parquet": buffer.getvalue()})
+    ])  # fmt: skip
+    cut = windows_of(folder, {
+        "video": {"front.mp4": [0.0]}, "columns": {"steps.parquet:action": [0]}, "edge": "drop"
+    })  # fmt: skip
+    assert cut[2]["steps.parquet:action"] == 2.0
+    with pytest.raises(DataError, match=r"ends before its video.*edge=\"pad\""):
         cut[len(cut) - 1]
 
 

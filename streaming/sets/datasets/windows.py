@@ -150,6 +150,8 @@ def _check_recordings(recordings: Any) -> None:
             f"Windows: expected a StreamingDataset, got a {type(recordings).__name__}; make windows of each data set, "
             'and mix these: Mixture({"kitchen": Windows(kitchen, …), "lab": Windows(lab, …)}, weights=…)'
         )
+    given = f"a {type(recordings).__name__}" if isinstance(recordings, list | dict) else repr(recordings)
     raise ConfigError(
-        f"Windows: expected a StreamingDataset, got {recordings!r}; write Windows(StreamingDataset(…), …)"
+        f"Windows: expected a StreamingDataset, got {given}; write Windows(StreamingDataset(…), …), or a slice of "
+        "one, recordings[a:b]"
     )

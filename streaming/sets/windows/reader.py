@@ -18,7 +18,7 @@ from streaming.errors import ChecksumError, ConfigError, DataError, DecodeError,
 from streaming.sets.windows.recording import CutRecording
 from streaming.sets.windows.rescue import Summed, intact
 from streaming.sets.windows.shard import ShardWindows, WindowFacts, windows_of
-from streaming.sets.windows.spec import WindowSpec
+from streaming.sets.windows.spec import ColumnEntry, WindowSpec
 from streaming.sets.windows.tables import StepShape, StepTable, check_step, table_of
 from streaming.sets.windows.unit import GroupFrames, carried_of, fill_rows
 from streaming.shards.catalog.build import place_in_index
@@ -62,7 +62,7 @@ class WindowReader:
         self._recent = LruCache[tuple[int, int], tuple[tuple[StepTable, ...], Mapping[str, bytes]]](
             _TABLES_BYTES, _size_of
         )
-        self._shapes = self._first_shapes(peers)
+        self._shapes, self._heads = self._first_shapes(peers)
 
     # --- what there is ---
 
@@ -84,7 +84,8 @@ class WindowReader:
             WindowFacts(
                 shard=shard, samples=self._samples_of(shard), index=self._index_of(shard), shapes=self._shapes,
                 carried_bytes=partial(self._field_bytes, shard, tuple(field for _, field in self._spec.carry)),
-                table_bytes=partial(self._read_bytes, shard),
+                table_bytes=partial(self._read_bytes, shard), lacking=partial(self._lacking, shard),
+                num_steps=partial(self._num_steps, shard),
             ),
         )  # fmt: skip
 
@@ -99,19 +100,37 @@ class WindowReader:
         low, high = self._recordings.table.rows_of(shard)
         return self._recordings.selection.samples(low, high) if low < high else np.empty(0, np.int64)
 
+    def _size_of(self, shard: int, name: str, sample: int) -> int | None:
+        """Return the bytes of a field of a recording: -1 if it lacks it, None without a sample table."""
+        late = next((one for one in self._tables.late if one.name == name), None)
+        if late is None:
+            held = self._recordings.samples_at(self._recordings.urls[shard])
+            if held is None:
+                return None
+        else:
+            tar = int(late.shards[shard])
+            if tar < 0:
+                return -1
+            held = late.sample_table(self._recordings.storage, tar)
+        starts, sizes = held.fields.get(name, ((), ()))
+        return int(sizes[sample]) if len(starts) and starts[sample] >= 0 else -1
+
     def _field_bytes(self, shard: int, fields: Sequence[str], sample: int) -> int:
-        """Return the size of some fields of a recording, by its sample table."""
-        found = 0
-        late = {one.name: one for one in self._tables.late}
-        table = self._recordings.samples_at(self._recordings.urls[shard])
-        for name in fields:
-            if name in late:
-                tar = int(late[name].shards[shard])
-                held = None if tar < 0 else late[name].sample_table(self._recordings.storage, tar)
-            else:
-                held = table
-            if held is not None and name in held.fields:
-                found += max(0, int(held.fields[name][1][sample]))
+        """Return the size of some fields of a recording, as far as it has them."""
+        return sum(max(0, self._size_of(shard, name, sample) or 0) for name in fields)
+
+    def _lacking(self, shard: int, sample: int) -> str:
+        """Return the first field of tables that a recording lacks; "": none."""
+        of_tables = (name for entry in self._spec.columns for name in entry.fields)
+        return next((name for name in of_tables if self._size_of(shard, name, sample) == -1), "")
+
+    def _num_steps(self, shard: int, sample: int) -> list[int | None]:
+        """Return the number of steps of each table of a recording, by its size; None: a size does not say it."""
+        found = list[int | None]()
+        for entry, shape, head in zip(self._spec.columns, self._shapes, self._heads, strict=True):
+            size = None if head is None else self._size_of(shard, entry.field, sample)
+            count, rest = (0, 1) if size is None or head is None else divmod(size - head, max(1, shape.num_bytes))
+            found.append(None if rest or count < 0 else count)
         return found
 
     def _read_bytes(self, shard: int, sample: int) -> int:
@@ -123,40 +142,51 @@ class WindowReader:
         whole = int(table.record_starts[sample + 1] - table.record_starts[sample])
         return whole if whole < REMOTE_GAP_BYTES else found
 
-    def _first_shapes(self, peers: Peers | None) -> tuple[StepShape, ...]:
-        """Return what the steps of tables are, from the first recording that can be read; with peers, rank 0 reads it.
+    def _first_shapes(self, peers: Peers | None) -> tuple[tuple[StepShape, ...], tuple[int | None, ...]]:
+        """Return what the steps of tables are, and the bytes of each table before them; None: they are not one array.
+
+        The first recording that can be read says it; with peers, rank 0 reads it.
 
         Raises:
             ConfigError: No recording has the tables.
         """
         if not self._spec.columns:
-            return ()
+            return (), ()
         name = digest_of([self._recordings.fingerprint, self._spec.plain])
 
         def look() -> bytes:
-            found = self._first_tables()
-            return json.dumps([[one.dtype.str, one.shape, one.rate] for one in found]).encode()
+            return json.dumps([
+                [one.dtype.str, one.shape, one.rate, head] for one, head in self._first_tables()
+            ]).encode()  # fmt: skip
 
-        return tuple(
-            StepShape(dtype=np.dtype(dtype), shape=tuple(shape), rate=rate)
-            for dtype, shape, rate in json.loads(shared(peers, f"window-tables/{name}", look))
-        )
+        found = json.loads(shared(peers, f"window-tables/{name}", look))
+        shapes = (
+            StepShape(dtype=np.dtype(dtype), shape=tuple(shape), rate=rate) for dtype, shape, rate, _ in found
+        )  # fmt: skip
+        return tuple(shapes), tuple(head for *_, head in found)
 
-    def _first_tables(self) -> list[StepShape]:
+    def _first_tables(self) -> list[tuple[StepShape, int | None]]:
         failure: DataError | None = None
         first = (
             (shard, sample)
             for shard in range(len(self._recordings.urls))
-            for sample in self._samples_of(shard)[:4].tolist()
+            for sample in self._samples_of(shard).tolist()
+            if not self._lacking(shard, sample)
         )
         for shard, sample in islice(first, _TRIED):
             try:
                 tables, _ = self._read_tables(shard, sample, check=False)
             except DataError as error:
                 failure = failure or error
-            else:
-                return [one.shape for one in tables]
-        raise ConfigError(f"Windows: columns: none of the first recordings can be read: {failure}") from failure
+                continue
+            heads = (self._head_of(shard, sample, *one) for one in zip(self._spec.columns, tables, strict=True))
+            return [(one.shape, head) for one, head in zip(tables, heads, strict=True)]
+        why = failure or "each lacks one of them"
+        raise ConfigError(f"Windows: columns: none of the first recordings can be read: {why}") from failure
+
+    def _head_of(self, shard: int, sample: int, entry: ColumnEntry, table: StepTable) -> int | None:
+        size = None if entry.column or entry.is_sound else self._size_of(shard, entry.field, sample)
+        return None if size is None else size - table.steps.nbytes
 
     # --- reading ---
 

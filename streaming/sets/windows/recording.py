@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.build.decode.video import SAME_S
+from streaming.common.arguments import is_number
 from streaming.sets.windows.spec import ColumnEntry, VideoEntry, WindowSpec
 from streaming.shards.video.table import VideoStream
 from streaming.types import Int64Array
@@ -117,8 +118,16 @@ def _steps_at(clock: float | Float64Array, times: Float64Array) -> Int64Array:
 # --- rows ---
 
 
-def rows_of(spec: WindowSpec, streams: tuple[VideoStream, ...]) -> tuple[Float64Array, Int64Array]:
-    """Return the moments of the rows of a recording, and the frame of the first stream that is shown at each."""
+def rows_of(
+    spec: WindowSpec, streams: tuple[VideoStream, ...], num_steps: Sequence[int | None] = ()
+) -> tuple[Float64Array, Int64Array]:  # fmt: skip
+    """Return the moments of the rows of a recording, and the frame of the first stream that is shown at each.
+
+    Args:
+        spec: The options.
+        streams: The streams.
+        num_steps: With ``edge="drop"``, the number of steps of each table; None: it is not known.
+    """
     first = streams[0]
     if spec.every == "frame":
         moments, frames = np.asarray(first.times, np.float64), np.arange(len(first.times))
@@ -129,27 +138,30 @@ def rows_of(spec: WindowSpec, streams: tuple[VideoStream, ...]) -> tuple[Float64
         placed = shown(first, moments)
         moments, frames = moments[placed.valid], placed.numbers[placed.valid]
     if spec.edge == "drop":
-        whole = _are_whole(spec, streams, moments, frames)
+        one = CutRecording(sample=-1, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
+        whole = _are_whole(spec, one, num_steps)
         moments, frames = moments[whole], frames[whole]
     return moments, frames
 
 
-def _are_whole(
-    spec: WindowSpec, streams: tuple[VideoStream, ...], moments: Float64Array, frames: Int64Array
-) -> BoolArray:
-    """Return which rows lie within the recording with all their frames and steps, bool [M]."""
-    whole = np.ones(len(moments), np.bool_)
-    for entry, stream in zip(spec.video, streams, strict=True):
+def _are_whole(spec: WindowSpec, one: CutRecording, num_steps: Sequence[int | None]) -> BoolArray:
+    """Return which rows have all their frames and steps, bool [M].
+
+    A table whose number of steps is not known is taken to be as long as the first stream.
+    """
+    first, rows = one.streams[0], np.arange(len(one.moments))
+    whole = np.ones(len(rows), np.bool_)
+    for number, entry in enumerate(spec.video):
         for offset in entry.offsets:
-            whole &= shown(stream, moments + offset).valid
-    first = streams[0]
-    for column in spec.columns:
-        if column.by_frame and column.steps is not None:
-            low, high = min(column.steps), max(column.steps)
-            whole &= (frames + low >= 0) & (frames + high < len(first.times))
+            whole &= one.frames_of(number, (offset,), rows).valid[:, 0]
+    for column, count in zip(spec.columns, num_steps, strict=True):
+        rate = float(column.clock) if is_number(column.clock) else None
+        if column.by_frame or (count is not None and rate is not None):
+            steps = one.steps_of(column, rows, rate)
+            whole &= clipped(steps, len(first.times) if count is None else count).valid.all(axis=1)
             continue
         for second in _edges(column):
-            whole &= shown(first, moments + second).valid
+            whole &= shown(first, one.moments + second).valid
     return whole
 
 

@@ -72,7 +72,7 @@ class LeftOut:
     """Recordings without windows, by the reason.
 
     Attributes:
-        lacking: Number of those that lack a stream, by its field.
+        lacking: Number of those that lack a stream or a table, by its field.
         damaged: Number of those with a stream that the index could not read, by its field.
         short: Number of those of which no moment has all frames and steps.
         example: One of the damaged: its field, its key and the reason; ("", "", ""): there is none.
@@ -158,6 +158,8 @@ class WindowFacts:
         shapes: What the steps of each table are.
         carried_bytes: Returns the bytes of the fields of a recording that rows have as a whole.
         table_bytes: Returns the bytes that reading the tables of a recording takes.
+        lacking: Returns the first field of tables that a recording lacks; "": none, as far as is known.
+        num_steps: Returns the number of steps of each table of a recording; None: it is not known before it is read.
     """
 
     shard: int
@@ -166,6 +168,8 @@ class WindowFacts:
     shapes: Sequence[StepShape]
     carried_bytes: Callable[[int], int]
     table_bytes: Callable[[int], int]
+    lacking: Callable[[int], str]
+    num_steps: Callable[[int], Sequence[int | None]]
 
 
 def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
@@ -177,6 +181,9 @@ def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
         whole = tuple(one for one in streams if one is not None and one.num_frames)
         if len(whole) < len(streams):
             left_out += _why(spec, facts.index, sample, streams)
+            continue
+        if lacking := facts.lacking(sample):
+            left_out += LeftOut(lacking={lacking: 1})
             continue
         one = _recording(spec, facts, sample, whole)
         if not len(one.moments):
@@ -203,7 +210,7 @@ def _why(spec: WindowSpec, index: VideoIndex, sample: int, streams: Sequence[Vid
 
 
 def _recording(spec: WindowSpec, facts: WindowFacts, sample: int, streams: tuple[VideoStream, ...]) -> CutRecording:
-    moments, frames = rows_of(spec, streams)
+    moments, frames = rows_of(spec, streams, facts.num_steps(sample) if spec.edge == "drop" else ())
     one = CutRecording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
     frame_bytes = [int(np.prod(frame_shape(one, spec, number))) for number in range(len(streams))]
     borders = cut_units(
