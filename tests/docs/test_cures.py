@@ -531,6 +531,22 @@ def text_is_kept_beside_its_tokens(folder: Path) -> None:
 
 
 @scenario()
+def a_shard_that_was_left_behind_is_not_indexed(folder: Path) -> None:
+    home = folder / "lives"
+    with ShardWriter(f"{home}/{{:06d}}.tar", max_samples=3) as writer:
+        for number in range(6):
+            writer.write({"__key__": f"k{number}", "txt": f"t{number}"})
+    (folder / "keys.txt").write_text("k1\n")
+    tool("delete", home, "--keys", folder / "keys.txt")
+    for more in ([], ["--force"]):
+        text = error_of(lambda more=more: tool_error("index", home / "000000.tar", *more))  # type: ignore[misc]
+        assert "would bring them back" in text
+        do(text, "index")
+    assert sorted(sample["__key__"] for sample in StreamingDataset(home)) == ["k0", "k2", "k3", "k4", "k5"]
+    assert len(StreamingDataset(home, version=1)) == 6
+
+
+@scenario()
 def classes_are_given(folder: Path) -> None:
     (folder / "val" / "bee").mkdir(parents=True)
     (folder / "val" / "bee" / "1.png").write_bytes(b"x")

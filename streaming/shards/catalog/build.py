@@ -35,6 +35,7 @@ from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, samples_path
 from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.shards.schema.value import Schema
 from streaming.shards.tar.passed_over import OnPassedOver, PassedOver
+from streaming.shards.versions.history import kept_versions, number_of
 from streaming.shards.versions.publish import read_table, schema_of, write_index
 from streaming.storage import Reader, Storage, WrongBytesError, join_url, redact, split_url
 from streaming.types import DuplicateKeys
@@ -159,6 +160,7 @@ def index_shards(
         with suppress(NotFoundError, IndexFormatError):
             known[home] = read_chunks(storage, home)
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
+    _refuse_replaced(storage, homes, rows_of, known)
     todo = _to_do(homes, rows_of)
     if index_url is not None and not force:
         _check_same_folder(storage, todo, rows_of)
@@ -180,6 +182,29 @@ def index_shards(
             write_index(storage, home, table, known[home])
     _tell_of_all(indexed, on_passed_over or tell_passed_over)
     return in_order(urls, index_url, merged)
+
+
+def _refuse_replaced(
+    storage: Storage, homes: Mapping[str, Mapping[str, str]], rows_of: Mapping[str, Mapping[str, ChunkTable]],
+    known: Mapping[str, ChunkTable | None],
+) -> None:  # fmt: skip
+    """Refuse shards that only earlier versions of a set have: their samples were deleted, or lie in others now.
+
+    Raises:
+        ConfigError: There is such a shard.
+    """
+    living = (home for home, table in known.items() if table is not None and number_of(table) > 1)
+    for home in living:
+        added = homes[home].keys() - rows_of[home].keys()
+        for one in reversed(kept_versions(storage, home)) if added else ():
+            replaced = one.table.by_shard().keys() & added
+            if replaced:
+                version = repr(one.name) if one.is_tag else one.number
+                raise ConfigError(
+                    f"{redact(join_url(home, min(replaced)))}: version {one.name} was the last one with this shard; "
+                    "its samples were deleted since, or written anew, and indexing it would bring them back. Index "
+                    f"the set: shard_tools index {shell_place(home)}; or open that version: version={version}"
+                )
 
 
 def _tell_of_all(indexed: Sequence[_Indexed], tell: OnPassedOver) -> None:
