@@ -200,19 +200,6 @@ def test_sets_with_unlike_cameras_mix(folder: Path, written: list[recordings.Rec
     assert 50 <= sources.count("kitchen") <= 70
 
 
-def damaged(folder: Path, target: Path, places: list[tuple[str, int]]) -> Path:
-    """A copy of a set of which single bytes differ: each by shard and byte."""
-    target.mkdir()
-    (target / "_shardstream").symlink_to(folder / "_shardstream")
-    for shard in sorted(folder.glob("*.tar")):
-        data = bytearray(shard.read_bytes())
-        for name, at in places:
-            if name == shard.name:
-                data[at] ^= 0xFF
-        (target / shard.name).write_bytes(data)
-    return target
-
-
 @cache
 def large(number: int) -> recordings.Recorded:
     """A recording whose videos have checksums of their own, as those of more than 128 KiB have."""
@@ -232,7 +219,7 @@ def test_damaged_groups_are_bad_samples(tmp_path: Path, where: str) -> None:
     recording, _ = windows.source.reader.shard(0).place_of(0)
     stream = next(one for one in recording.streams if one.field == where)
     group = stream.groups[1]
-    place = damaged(folder, tmp_path / "bad", [("000.tar", group.byte_start + 7)])
+    place = recordings.damaged(folder, tmp_path / "bad", [("000.tar", group.byte_start + 7)])
     model = recordings.Model(written, options)
     lost = [
         number for number, (row, (which, _)) in enumerate(zip(model.rows, model.places, strict=True))

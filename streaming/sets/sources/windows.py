@@ -222,11 +222,15 @@ class WindowSource(SampleRows):
 
     def recording_of(self, number: int) -> int:
         """Return the number in the dataset of the recording of a window."""
-        starts = sums(self.chunk_samples)
-        chunk = int(np.searchsorted(starts, number, side="right")) - 1
-        shard, row = int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
+        shard, row = self.place_of(number)
         sample = self.reader.recording_of(shard, row)
         return int(self.recordings.numbers_of(np.array([shard]), np.array([sample]))[0])
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return the shard of a window, and its number among the windows there."""
+        starts = sums(self.chunk_samples)
+        chunk = int(np.searchsorted(starts, number, side="right")) - 1
+        return int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
 
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
         if row in layout.damage:
