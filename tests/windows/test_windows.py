@@ -520,9 +520,9 @@ def test_an_older_version_without_an_index_of_videos_is_refused_with_words(tmp_p
     options = {"video": {"front.mp4": [0.0]}}
     folder = recordings.write(tmp_path / "set", recordings.of_set(3), index=False)
     delete(str(folder), storage=Storage(), where="number < 1")
-    with pytest.raises(IndexMissingError, match="index .*--video"):
+    with pytest.raises(IndexMissingError, match=r"index .*--video"):
         windows_of(folder, options)
-    with pytest.raises(ConfigError, match="version=1 of .*newest version, 2. Leave version out"):
+    with pytest.raises(ConfigError, match=r"version=1 of .*newest version, 2\. Leave version out"):
         windows_of(folder, options, version=1)
     index_video([str(folder)], storage=Storage(), workers=1)
     assert len(windows_of(folder, options)) == len(windows_of(folder, options, version=2)) > 0
