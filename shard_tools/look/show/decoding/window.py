@@ -115,7 +115,9 @@ def steps(data: bytes, request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _column(fields: dict[str, bytes], one: dict[str, Any], where: str) -> dict[str, Any]:
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in one["entry"].items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in one["entry"].items()
+    }
     entry, (dtype, shape, rate) = ColumnEntry(**given), one["shape"]
     table = table_of(entry, fields, where)
     check_step(entry, table, StepShape(dtype=np.dtype(dtype), shape=tuple(shape), rate=rate), where)
