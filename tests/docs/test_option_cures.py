@@ -35,11 +35,13 @@ from streaming import (
     ShuffleConfig,
     StageFields,
     StreamingDataset,
+    Windows,
     decode,
 )
 from streaming.common.platforms import num_cores
 from streaming.watch.tuned.file import Tuned
 from tests.support.code.cure_messages import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
+from tests.support.sets import recordings
 from tests.support.sets.data_sets import write_set
 
 pytestmark = pytest.mark.thorough
@@ -606,6 +608,26 @@ def classes_between_balanced_and_as_they_come(folder: Path) -> None:
 def readers_ask_for_more_memory(folder: Path) -> None:
     del folder
     assert RemoteGroup(name="readers", memory="2GiB").memory_bytes == 2 << 30
+
+
+@cure("video", "clocks", "edge", "names", "groups")
+def windows_are_cut_as_messages_say(folder: Path) -> None:
+    of = StreamingDataset(recordings.write(folder, recordings.of_set(2)))
+    one = {"front.mp4": [0.0]}
+    said(lambda: Windows(of, video={}), 'such as {"front.mp4": [-0.2, 0.0]}')
+    assert len(Windows(of, video={"front.mp4": [-0.2, 0.0]}))
+    span = {"action.npy": (-0.5, 0.5)}
+    said(lambda: Windows(of, video=one, columns=span), "clocks={'action.npy': 200.0}")
+    assert Windows(of, video=one, columns=span, clocks={"action.npy": 200.0})[0]["action.npy"].shape == (200, 2)
+    timed: Any = {"columns": {"force.npy": [0]}, "clocks": {"force.npy": "force_time.npy"}}
+    said(lambda: Windows(of, video=one, **timed, edge="drop"), 'edge="pad"')
+    assert len(Windows(of, video=one, **timed, edge="pad"))
+    two: dict[str, list[float]] = {"front.mp4": [0.0], "wrist.mp4": [0.0]}
+    said(lambda: Windows(of, video=two, names={"front.mp4": "a", "wrist.mp4": "a"}), "names={…: …}")
+    assert {"a", "b"} < {*Windows(of, video=two, names={"front.mp4": "a", "wrist.mp4": "b"})[0]}
+    few, many = (Windows(of, video=one, groups=groups) for groups in (4, 1))
+    said(lambda: Mixture({"a": few}, weights={"a": 1}, fetch_bytes="1MiB", quotas="exact"), "groups= says")
+    assert max(many.source.chunk_bytes) < max(few.source.chunk_bytes)
 
 
 @pytest.mark.parametrize("run", _CURES, ids=lambda function: function.__name__)

@@ -36,7 +36,19 @@ from tests.support.sets.data_sets import mesh_of
 
 pytestmark = pytest.mark.thorough
 
-SHOWN = ("plain", "mixture", "nested", "packed", "by size", "balanced", "unindexed", "map-style", "iterable", "remote")
+SHOWN = (
+    "plain",
+    "mixture",
+    "nested",
+    "packed",
+    "by size",
+    "balanced",
+    "windows",
+    "unindexed",
+    "map-style",
+    "iterable",
+    "remote",
+)
 """Kinds that `make test` walks. `make matrix` walks all: the others are read in the same way as one of these."""
 CURE = "write the page anew: PYTHONPATH=. .venv/bin/python tests/docs/test_option_table.py"
 PAGE = ROOT / "docs" / "options.md"
@@ -181,7 +193,8 @@ def tuned_file() -> str:
 def ratios_of(_: DataLoader, data: Any) -> Any:
     """Return what fields of each source may inflate to."""
     parts = getattr(getattr(data, "source", None), "recipe_parts", ())
-    return [getattr(part.decoders, "max_gzip_ratio", None) for part in parts]
+    decoders = [getattr(part.decoders, "wraps", part.decoders) for part in parts]  # of windows, for carried fields
+    return [getattr(one, "max_gzip_ratio", None) for one in decoders]
 
 
 def lines_of(_loader: DataLoader, _data: Any) -> Any:
@@ -222,7 +235,8 @@ CASES: dict[str, dict[str, Case]] = {
             cannot={("unindexed",): "cache_dir= is refused there"}),
         "duplicate_keys": Case("keep", base={"StreamingDataset": {"urls": "twice"}}, cannot={
             (*OF_TEXT, "where", "by size", "balanced", "curriculum"): "their columns need an index, made with "
-            "`shard_tools index --duplicate-keys`"}),
+            "`shard_tools index --duplicate-keys`",
+            ("windows",): "they need an index, made with `shard_tools index --duplicate-keys`"}),
         "allow_unfinished": Case(True, base={"StreamingDataset": {"urls": "unfinished"}}),
         "version": Case(1, base={"StreamingDataset": {"urls": "living"}}),
         "max_gzip_ratio": Case(2.0, look=ratios_of, cannot={
@@ -296,6 +310,19 @@ CASES: dict[str, dict[str, Case]] = {
         "nulls": Case("drop", base={"Curriculum": {"metric": "maybe"}}),
         "quotas": Case("exact", look=ledger),
         "name_sources": Case(True),
+    },
+    "Windows": {
+        "recordings": Case(lambda places, of: StreamingDataset(places.url("other"))),
+        "every": Case(0.05),
+        "video": Case({"front.mp4": [0.0]}),
+        "columns": Case({"vec.npy": (0, 3)}),
+        "edge": Case("drop"),
+        "size": Case((8, 8)),
+        "clocks": Case({"vec.npy": 60.0}),
+        "carry": Case(("cls", "txt")),
+        "names": Case({"front.mp4": "camera"}),
+        "groups": Case(2),
+        "transform": Case(marked),
     },
     "DataLoader": {
         "dataset": Case(By(lambda kind, _: set_or_function(kind))),
@@ -405,9 +432,9 @@ because the kind is not made of that class, or for the reason below.
 Kinds: `plain`, `where`, `subset`, `exclude`: a `StreamingDataset`, and one narrowed by that option. `mixture`: a
 `Mixture`, whose source gets the options of `StreamingDataset`; `nested`: a `Mixture` in a `Mixture`, of which the inner
 one gets the options. `packed`, `padded`, `by size`: a `Packed`, of tokens in rows, of tokens in padded batches, of
-whole samples by a budget. `balanced`, `curriculum`: a `Balanced`, a `Curriculum`. `unindexed`: shards that can only be
-streamed. `map-style`, `iterable`: torch datasets. `remote`: a `StreamingDataset` read in the actors of a
-`remote_group`.
+whole samples by a budget. `balanced`, `curriculum`: a `Balanced`, a `Curriculum`. `windows`: a `Windows` of recordings,
+which get the options of `StreamingDataset`. `unindexed`: shards that can only be streamed. `map-style`, `iterable`:
+torch datasets. `remote`: a `StreamingDataset` read in the actors of a `remote_group`.
 """
 TITLES = f"| option | {' | '.join(KINDS)} |\n|---|{'---|' * len(KINDS)}"
 Cells = Mapping[str, tuple[str, str]]

@@ -19,6 +19,7 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.change.columns.video import index_video
+from shard_tools.change.life.delete import delete
 from streaming import (
     Balanced,
     Curriculum,
@@ -203,19 +204,6 @@ def test_sets_with_unlike_cameras_mix(folder: Path, written: list[recordings.Rec
     assert 50 <= sources.count("kitchen") <= 70
 
 
-def damaged(folder: Path, target: Path, places: list[tuple[str, int]]) -> Path:
-    """A copy of a set of which single bytes differ: each by shard and byte."""
-    target.mkdir()
-    (target / "_shardstream").symlink_to(folder / "_shardstream")
-    for shard in sorted(folder.glob("*.tar")):
-        data = bytearray(shard.read_bytes())
-        for name, at in places:
-            if name == shard.name:
-                data[at] ^= 0xFF
-        (target / shard.name).write_bytes(data)
-    return target
-
-
 @cache
 def large(number: int) -> recordings.Recorded:
     """A recording whose videos have checksums of their own, as those of more than 128 KiB have."""
@@ -235,7 +223,7 @@ def test_damaged_groups_are_bad_samples(tmp_path: Path, where: str) -> None:
     recording, _ = windows.source.reader.shard(0).place_of(0)
     stream = next(one for one in recording.streams if one.field == where)
     group = stream.groups[1]
-    place = damaged(folder, tmp_path / "bad", [("000.tar", group.byte_start + 7)])
+    place = recordings.damaged(folder, tmp_path / "bad", [("000.tar", group.byte_start + 7)])
     model = recordings.Model(written, options)
     lost = [
         number for number, (row, (which, _)) in enumerate(zip(model.rows, model.places, strict=True))
@@ -569,3 +557,25 @@ def test_tables_of_unlike_types_are_bad_samples(tmp_path: Path) -> None:
     with loader_of(windows) as loader:
         assert {key for batch in loader for key in batch["__key__"]} == {"0000"}
         assert loader.metrics()["bad_samples"] == 20
+
+
+def test_an_older_version_without_an_index_of_videos_is_refused_with_words(tmp_path: Path) -> None:
+    """The command that indexes videos reads the newest version, so it is no cure for an older one."""
+    options = {"video": {"front.mp4": [0.0]}}
+    folder = recordings.write(tmp_path / "set", recordings.of_set(3), index=False)
+    delete(str(folder), storage=Storage(), where="number < 1")
+    with pytest.raises(IndexMissingError, match=r"index .*--video"):
+        windows_of(folder, options)
+    with pytest.raises(ConfigError, match=r"version=1 of .*newest version, 2\. Leave version out"):
+        windows_of(folder, options, version=1)
+    index_video([str(folder)], storage=Storage(), workers=1)
+    assert len(windows_of(folder, options)) == len(windows_of(folder, options, version=2)) > 0
+    with pytest.raises(ConfigError, match="version=1 of "):
+        windows_of(folder, options, version=1)
+
+
+def test_the_fields_that_rows_lack_are_named_as_rows_have_them(tmp_path: Path) -> None:
+    folder = recordings.write(tmp_path / "set", recordings.of_set(1))
+    windows = windows_of(folder, {"video": {"front.mp4": [0.0]}})
+    with pytest.raises(ConfigError, match=r"jagged: a row has 'front.mp4', not 'json'.*carry=\('json',\)"):
+        DataLoader(windows, batch_size=4, jagged=("json",))

@@ -10,7 +10,6 @@ from urllib.parse import parse_qsl
 from shard_tools.look.show.base.page import Media, Page, Query
 from shard_tools.look.show.base.render import STYLES, as_markup, render, template
 from shard_tools.look.show.base.subject import Subject
-from shard_tools.look.show.frames import answered
 from streaming.errors import ConfigError, ShardstreamError
 
 _MOST_PICTURE_BYTES = 1 << 20
@@ -46,13 +45,12 @@ class _Inside:
             ConfigError: The page has nothing but a problem to show.
         """
         query = Query(page.file_asks)
-        found = answered(page, self.subject, query)
-        if problem := getattr(found.answer, "problem", ""):
+        found = page.answer(self.subject, query)  # without its parts, which a file has no room for
+        if problem := getattr(found, "problem", ""):
             raise ConfigError(f"--html: the page {page.title!r}: {problem}")
         return template(page.template).render(
             frame="bare.html", is_file=True, subject=self.subject, to=self.to, src=self.src, title=page.title,
-            path=page.path, query=query, answer=found.answer, pages=(),
-            parts=[(part.template, found.parts[part.name]) for part in page.parts],
+            path=page.path, query=query, answer=found, pages=(), parts=[],
         )  # fmt: skip
 
     def to(self, path: str, /, **given: object) -> str:  # noqa: ARG002  the signature of `address`

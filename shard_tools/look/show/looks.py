@@ -1,4 +1,4 @@
-"""Show what rows look like: samples as tiles, packs by the text of their documents; epochs and sets side by side."""
+"""Show what rows look like: samples as tiles, windows by frames, packs by texts; epochs and sets side by side."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shard_tools.look.show.base.page import Query, address
 from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.data.gallery import GalleryRow, rows_of
 from shard_tools.look.show.data.previews import FieldShown
+from shard_tools.look.show.data.windows import TimeLeft, WindowLook, window_of
 from shard_tools.look.show.order.form import RefusedForm
 from shard_tools.look.show.order.pages import STEP_ASKS, StepPage, step_page
 from shard_tools.look.show.order.step import RowShown
@@ -19,6 +20,7 @@ from streaming.storage import redact_text
 BESIDE_ASKS = ("epochs", "sources", "page", *(name for name in STEP_ASKS if name not in ("epoch", "first")))
 _TILES: Final = 24
 _PACKS: Final = 6
+_WINDOWS: Final = 8
 _DOCUMENTS: Final = 4
 """Documents of a pack whose beginnings are shown."""
 _SIDES: Final = 4
@@ -47,6 +49,7 @@ class Looks:
     Attributes:
         tiles: Rows that are samples.
         packs: Rows that are packs.
+        windows: Rows that are windows of recordings.
         others: Number of rows that are not shown here.
         problem: Why they cannot be shown; "": they can.
         beside: Address of the same step beside that of the next epoch; "": none.
@@ -54,14 +57,15 @@ class Looks:
 
     tiles: tuple[GalleryRow, ...] = ()
     packs: tuple[PackLook, ...] = ()
+    windows: tuple[WindowLook, ...] = ()
     others: int = 0
     problem: str = ""
     beside: str = ""
 
     @property
-    def rows(self) -> Sequence[GalleryRow | PackLook]:
+    def rows(self) -> Sequence[GalleryRow | PackLook | WindowLook]:
         """The rows, whatever they are."""
-        return self.tiles or self.packs
+        return self.tiles or self.packs or self.windows
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-able form: the rows themselves are in that of the page."""
@@ -77,12 +81,15 @@ def looks_of(subject: Subject, query: Query, page: StepPage | RefusedForm) -> Lo
     following = at.run.steps.count(at.epoch + 1)
     beside = address("/beside", **{**kept, "epochs": f"{at.epoch},{at.epoch + 1}", "step": str(at.batch)})
     try:
-        return _looks(subject, page, _TILES, _PACKS, beside if following is None or at.batch < following else "")
+        follows = following is None or at.batch < following
+        return _looks(subject, page, _TILES, _PACKS, TimeLeft(), beside if follows else "")
     except ShardstreamError as error:
         return Looks(problem=redact_text(str(error)))
 
 
-def _looks(subject: Subject, page: StepPage, tiles: int, packs: int, beside: str = "") -> Looks:
+def _looks(
+    subject: Subject, page: StepPage, tiles: int, packs: int, left: TimeLeft, beside: str = ""
+) -> Looks:  # fmt: skip
     rows = page.step.rows
     if any(row.documents for row in rows):
         shown = rows[:packs]
@@ -93,6 +100,10 @@ def _looks(subject: Subject, page: StepPage, tiles: int, packs: int, beside: str
         found = _by_number(subject, wanted)
         listed = (_pack(page, row, found) for row in shown)
         return Looks(packs=tuple(one for one in listed if one.documents), others=len(rows) - len(shown), beside=beside)
+    if subject.windows:  # all sources of a mixture are, or none
+        shown = rows[: min(_WINDOWS, tiles)]
+        windows = tuple(window_of(subject, *_place(page, row), page.sample(row), left) for row in shown)
+        return Looks(windows=windows, others=len(rows) - len(shown), beside=beside)
     shown = rows[:tiles]
     wanted = {}
     for row in shown:
@@ -204,12 +215,13 @@ def _listed(query: Query, name: str) -> list[str]:
 def _of_epochs(subject: Subject, query: Query, epochs: list[str]) -> Beside:
     kept = {name: value for name, value in query.given.items() if name in STEP_ASKS}
     pages = [step_page(subject, Query({**kept, "epoch": epoch})) for epoch in epochs]
+    left = TimeLeft()
     titles = [f"epoch {page.step.at.epoch:,}" for page in pages]
     rows = [{place: place for place in (_place(page, row) for row in page.step.rows)} for page in pages]
     sides = tuple(
         ShownSide(
             name=title, link=page.to(epoch=page.step.at.epoch, step=page.step.at.batch),
-            looks=_looks(subject, page, _BESIDE, _PACKS), others=_others(titles, rows, at),
+            looks=_looks(subject, page, _BESIDE, _PACKS, left), others=_others(titles, rows, at),
         )
         for at, (title, page) in enumerate(zip(titles, pages, strict=True))
     )  # fmt: skip

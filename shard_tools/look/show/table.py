@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shard_tools.look.show import looks
 from shard_tools.look.show.base.page import Media, Page, PagePart, always, never
-from shard_tools.look.show.data import bad, columns, gallery, sample, values
+from shard_tools.look.show.data import bad, columns, gallery, sample, values, windows
 from shard_tools.look.show.find import keys
 from shard_tools.look.show.order import mixture
 from shard_tools.look.show.order import pages as order
@@ -53,6 +53,7 @@ PAGES: tuple[Page, ...] = (
 
 MEDIA: tuple[Media, ...] = (
     Media(path="/value", answer=values.value, asks=values.ASKS),
+    Media(path="/frame", answer=windows.frame, asks=windows.FRAME_ASKS),
     Media(path="/keys", answer=keys.keys, asks=keys.ASKS),
 )
 """Bytes that pages show, or offer to save."""

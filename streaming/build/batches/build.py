@@ -201,6 +201,15 @@ class RowKind(ABC):
         """Exchanges the rows of a global batch between ranks; None: each rank keeps its own rows."""
         return None
 
+    def lacks(self, name: str, fields: Sequence[str]) -> str:
+        """Return the words for a field that rows lack, with the cure.
+
+        Args:
+            name: The field.
+            fields: The fields that are read.
+        """
+        return f"field {name!r} is not among the fields read, fields={fields}; add it there"
+
     # --- which samples, for the engine ---
 
     def order(self, stock: Stock, of: PlannedRows) -> Index:  # noqa: ARG002

@@ -89,9 +89,7 @@ def check_jagged(recipe: Recipe, dataset: AnySource) -> None:
         return
     unread = [name for name in recipe.jagged if recipe.fields is not None and name not in recipe.fields]
     if unread:
-        raise ConfigError(
-            f"jagged: field {unread[0]!r} is not among the fields read, fields={recipe.fields}; add it there"
-        )
+        raise ConfigError(f"jagged: {recipe.items.lacks(unread[0], recipe.fields or ())}")
     if isinstance(dataset, SampleSource):
         dataset.warn_of_names(tuple(recipe.jagged), option="jagged")
 

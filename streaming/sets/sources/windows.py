@@ -38,7 +38,9 @@ from streaming.shards.fetch.layout import Fetched, UnitLayout
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.index.sample_table import SampleLocation
 from streaming.shards.late.fields import LateField, late_names
-from streaming.storage import ActiveRequest, Checked
+from streaming.shards.versions.history import number_of
+from streaming.shards.versions.publish import read_head
+from streaming.storage import ActiveRequest, Checked, redact
 from streaming.types import Int64Array, Sample, Transform, override
 
 _REQUESTS = 16
@@ -117,13 +119,32 @@ class WindowSource(SampleRows):
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self.urls), rank, world_size)
-        found = on_threads(self.reader.shard, mine, _REQUESTS, name="shardstream-windows")
+        try:
+            found = on_threads(self.reader.shard, mine, _REQUESTS, name="shardstream-windows")
+        except IndexMissingError as error:
+            self._check_newest(error)
+            raise
         left_out = LeftOut()
         for one in found:
             left_out += one.left_out
         once_bytes = sum(one.once_bytes for one in found)
         head = {"digests": [one.digest for one in found], "left_out": left_out.plain, "once_bytes": once_bytes}
         return framed(head, WindowUnits.joined([one.units for one in found]).to_bytes())
+
+    def _check_newest(self, error: IndexMissingError) -> None:
+        """Refuse an older version that lacks an index of its videos: ``shard_tools index`` reads the newest.
+
+        Raises:
+            ConfigError: It is such a version.
+        """
+        for home, opened in self.recordings.shards.versions.items():
+            newest = number_of(read_head(self.storage, home).table)
+            if opened < newest:
+                raise ConfigError(
+                    f"version={opened} of {redact(home)}: the videos of one of its shards are not indexed, and "
+                    f"`shard_tools index --video` indexes those of the newest version, {newest}. Leave version out; "
+                    "later, index videos before a set is changed"
+                ) from error
 
     def _tell(self) -> None:
         """Log how many windows there are, and which recordings have none."""
@@ -222,11 +243,15 @@ class WindowSource(SampleRows):
 
     def recording_of(self, number: int) -> int:
         """Return the number in the dataset of the recording of a window."""
-        starts = sums(self.chunk_samples)
-        chunk = int(np.searchsorted(starts, number, side="right")) - 1
-        shard, row = int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
+        shard, row = self.place_of(number)
         sample = self.reader.recording_of(shard, row)
         return int(self.recordings.numbers_of(np.array([shard]), np.array([sample]))[0])
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return the shard of a window, and its number among the windows there."""
+        starts = sums(self.chunk_samples)
+        chunk = int(np.searchsorted(starts, number, side="right")) - 1
+        return int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
 
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
         if row in layout.damage:

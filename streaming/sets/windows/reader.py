@@ -51,6 +51,9 @@ class WindowReader:
         recordings: The dataset.
         spec: What a window is.
         peers: The ranks of the job, if there are several.
+
+    Attributes:
+        shapes: What the steps of each table are.
     """
 
     def __init__(self, recordings: ChunkSource, spec: WindowSpec, peers: Peers | None) -> None:
@@ -62,7 +65,7 @@ class WindowReader:
         self._recent = LruCache[tuple[int, int], tuple[tuple[StepTable, ...], Mapping[str, bytes]]](
             _TABLES_BYTES, _size_of
         )
-        self._shapes, self._heads = self._first_shapes(peers)
+        self.shapes, self._heads = self._first_shapes(peers)
 
     # --- what there is ---
 
@@ -82,7 +85,7 @@ class WindowReader:
         return windows_of(
             self._spec,
             WindowFacts(
-                shard=shard, samples=self._samples_of(shard), index=self._index_of(shard), shapes=self._shapes,
+                shard=shard, samples=self._samples_of(shard), index=self._index_of(shard), shapes=self.shapes,
                 carried_bytes=partial(self._field_bytes, shard, tuple(field for _, field in self._spec.carry)),
                 table_bytes=partial(self._read_bytes, shard), lacking=partial(self._lacking, shard),
                 num_steps=partial(self._num_steps, shard),
@@ -100,7 +103,7 @@ class WindowReader:
         low, high = self._recordings.table.rows_of(shard)
         return self._recordings.selection.samples(low, high) if low < high else np.empty(0, np.int64)
 
-    def _size_of(self, shard: int, name: str, sample: int) -> int | None:
+    def _stored_size(self, shard: int, name: str, sample: int) -> int | None:
         """Return the bytes of a field of a recording: -1 if it lacks it, None without a sample table."""
         late = next((one for one in self._tables.late if one.name == name), None)
         if late is None:
@@ -117,18 +120,18 @@ class WindowReader:
 
     def _field_bytes(self, shard: int, fields: Sequence[str], sample: int) -> int:
         """Return the size of some fields of a recording, as far as it has them."""
-        return sum(max(0, self._size_of(shard, name, sample) or 0) for name in fields)
+        return sum(max(0, self._stored_size(shard, name, sample) or 0) for name in fields)
 
     def _lacking(self, shard: int, sample: int) -> str:
         """Return the first field of tables that a recording lacks; "": none."""
         of_tables = (name for entry in self._spec.columns for name in entry.fields)
-        return next((name for name in of_tables if self._size_of(shard, name, sample) == -1), "")
+        return next((name for name in of_tables if self._stored_size(shard, name, sample) == -1), "")
 
     def _num_steps(self, shard: int, sample: int) -> list[int | None]:
         """Return the number of steps of each table of a recording, by its size; None: a size does not say it."""
         found = list[int | None]()
-        for entry, shape, head in zip(self._spec.columns, self._shapes, self._heads, strict=True):
-            size = None if head is None else self._size_of(shard, entry.field, sample)
+        for entry, shape, head in zip(self._spec.columns, self.shapes, self._heads, strict=True):
+            size = None if head is None else self._stored_size(shard, entry.field, sample)
             count, rest = (0, 1) if size is None or head is None else divmod(size - head, max(1, shape.num_bytes))
             found.append(None if rest or count < 0 else count)
         return found
@@ -136,7 +139,7 @@ class WindowReader:
     def _read_bytes(self, shard: int, sample: int) -> int:
         """Return about how many bytes reading the tables of a recording takes, the same wherever the set lies."""
         table = self._recordings.samples_at(self._recordings.urls[shard])
-        found = self._field_bytes(shard, self._spec.tables, sample)
+        found = self.fields_bytes(shard, sample)
         if table is None:
             return found
         whole = int(table.record_starts[sample + 1] - table.record_starts[sample])
@@ -185,7 +188,7 @@ class WindowReader:
         raise ConfigError(f"Windows: columns: none of the first recordings can be read: {why}") from failure
 
     def _head_of(self, shard: int, sample: int, entry: ColumnEntry, table: StepTable) -> int | None:
-        size = None if entry.column or entry.is_sound else self._size_of(shard, entry.field, sample)
+        size = None if entry.column or entry.is_sound else self._stored_size(shard, entry.field, sample)
         return None if size is None else size - table.steps.nbytes
 
     # --- reading ---
@@ -209,15 +212,19 @@ class WindowReader:
             StorageError: The store failed.
         """
         recording, first = self.shard(shard).place_of(int(rows[0]))
-        key = self._key_of(shard, recording.sample)
-        where = f"{redact(self._recordings.urls[shard])}: sample {key!r}"
+        key, where = self.key_of(shard, recording.sample), self.where_of(shard, recording.sample)
         tables, carried = self._tables_of(shard, recording.sample)
         return fill_rows(
             self._spec, recording, rows - rows[0] + first, out, key=key, tables=tables, carried=carried,
             read=partial(self._groups, shard, recording, where), where=where,
         )  # fmt: skip
 
-    def _key_of(self, shard: int, sample: int) -> str:
+    def key_of(self, shard: int, sample: int) -> str:
+        """Return the key of a recording.
+
+        Raises:
+            IndexMissingError: The sample table of its shard is gone.
+        """
         table = self._recordings.samples_at(self._recordings.urls[shard])
         if table is None:
             raise IndexMissingError(
@@ -225,7 +232,15 @@ class WindowReader:
             )
         return str(table.keys[sample])
 
+    def where_of(self, shard: int, sample: int) -> str:
+        """Return the recording as messages name it."""
+        return f"{redact(self._recordings.urls[shard])}: sample {self.key_of(shard, sample)!r}"
+
     # --- tables ---
+
+    def fields_bytes(self, shard: int, sample: int) -> int:
+        """Return the size of the fields of a recording that are read beside its streams."""
+        return self._field_bytes(shard, self._spec.tables, sample)
 
     def _tables_of(self, shard: int, sample: int) -> tuple[tuple[StepTable, ...], Mapping[str, bytes]]:
         if not self._spec.tables:
@@ -235,17 +250,18 @@ class WindowReader:
     def _read_tables(
         self, shard: int, sample: int, *, check: bool = True
     ) -> tuple[tuple[StepTable, ...], Mapping[str, bytes]]:
-        key = self._key_of(shard, sample)
-        where = f"{redact(self._recordings.urls[shard])}: sample {key!r}"
-        data = self._fields_of(shard, sample)
+        where = self.where_of(shard, sample)
+        data = self.fields_of(shard, sample)
         tables = tuple(table_of(entry, data, where) for entry in self._spec.columns)
         if check:
-            for entry, found, expected in zip(self._spec.columns, tables, self._shapes, strict=True):
+            for entry, found, expected in zip(self._spec.columns, tables, self.shapes, strict=True):
                 check_step(entry, found, expected, where)
         return tables, carried_of(self._spec, data)
 
-    def _fields_of(self, shard: int, sample: int) -> dict[str, bytes]:
+    def fields_of(self, shard: int, sample: int) -> dict[str, bytes]:
         """Return the bytes of the fields of a recording that are read beside its streams, checked.
+
+        They take up to ``fields_bytes``.
 
         Raises:
             DataError: They are damaged.
@@ -308,6 +324,18 @@ class WindowReader:
 
     # --- groups of pictures ---
 
+    def group(self, shard: int, stream: VideoStream, group: int) -> memoryview:
+        """Return the bytes of one group of pictures, compared with its checksum.
+
+        Raises:
+            ChecksumError: They are damaged.
+            StorageError: The store failed.
+        """
+        found = self._read_run(shard, stream, [group])[group]
+        if isinstance(found, DataError):
+            raise found
+        return found
+
     def _groups(
         self, shard: int, recording: CutRecording, where: str, number: int, groups: Int64Array, frames: Int64Array
     ) -> Sequence[GroupFrames]:
@@ -326,7 +354,7 @@ class WindowReader:
     def _decoded(
         self, stream: VideoStream, group: int, data: memoryview | DataError, frames: Int64Array, entry: int, where: str
     ) -> GroupFrames:  # fmt: skip
-        what = f"{where}: field {stream.field!r}, group {group} of pictures ({_seconds(stream, group)})"
+        what = f"{where}: {words_of(stream, group)}"
         if isinstance(data, DataError):
             return GroupFrames(frames, type(data)(f"{what}: {data}"))
         try:
@@ -393,9 +421,11 @@ def _touching(stream: VideoStream, groups: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _seconds(stream: VideoStream, group: int) -> str:
+def words_of(stream: VideoStream, group: int) -> str:
+    """Return a group of pictures as messages name it."""
     one = stream.groups[group]
-    return f"seconds {stream.times[one.first_frame]:.3f} to {stream.times[one.stop_frame - 1]:.3f}"
+    seconds = f"seconds {stream.times[one.first_frame]:.3f} to {stream.times[one.stop_frame - 1]:.3f}"
+    return f"field {stream.field!r}, group {group} of pictures ({seconds})"
 
 
 def _size_of(found: tuple[tuple[StepTable, ...], Mapping[str, bytes]]) -> int:

@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shard_tools import ShardWriter
+from shard_tools.change.columns.video import index_video
 from shard_tools.change.life.delete import delete
 from streaming import (
     Balanced,
@@ -31,12 +33,14 @@ from streaming import (
     Schedule,
     ShuffleConfig,
     StreamingDataset,
+    Windows,
 )
 from streaming.errors import ShardstreamError
 from streaming.others.remote import cluster
 from streaming.sets.filters.views import View, save_view
 from streaming.storage import Storage
 from tests.support.sets.data_sets import mesh_of
+from tests.support.sources import streams
 
 COUNT, PER_SHARD = 24, 8
 MOST = 12  # batches of a run
@@ -44,12 +48,18 @@ BAD = 3
 """Number of the sample of the set "bad" that cannot be decoded, nor packed."""
 Options = Mapping[str, Any]
 OWNERS: dict[str, Any] = {
-    one.__name__: one for one in (StreamingDataset, Mixture, Packed, Balanced, Curriculum, DataLoader)
+    one.__name__: one for one in (StreamingDataset, Mixture, Packed, Balanced, Curriculum, Windows, DataLoader)
 }  # fmt: skip
 
 
-def sample_of(number: int, *, bad: bool = False) -> dict[str, Any]:
-    """One sample; all its values follow from the number."""
+@cache
+def picture() -> bytes:
+    """A video of three frames."""
+    return streams.video("mp4", 3, size=(16, 16), gop=1)
+
+
+def sample_of(number: int, *, bad: bool = False, recorded: bool = False) -> dict[str, Any]:
+    """One sample; all its values follow from the number, but the video that a recording has."""
     length = 6 + number % 5 + 6 * (number >= 100)
     made = {
         "__key__": f"{number:05d}",
@@ -61,8 +71,10 @@ def sample_of(number: int, *, bad: bool = False) -> dict[str, Any]:
         "tok": (np.arange(length, dtype="<u2") + number).tobytes(),
         "mask": bytes(one % 2 for one in range(length)),
     }
+    if recorded:
+        made["front.mp4"] = picture()
     if bad:
-        del made["tok"]
+        del made["vec.npy" if recorded else "tok"]
     return made
 
 
@@ -95,8 +107,16 @@ class Places:
     def url(self, name: str) -> str:
         return f"{self.root}/{name}/"
 
+    @cached_property
+    def recorded(self) -> Places:
+        """The same sets, each sample with a video that is indexed; written when they are first asked for."""
+        found = Places.write(self.root / "recorded", recorded=True)
+        for name in ("whole", "other", "bad", "living", "unlike", "unfinished"):
+            index_video([found.url(name)], storage=Storage(), workers=1, allow_unfinished=True)
+        return found
+
     @classmethod
-    def write(cls, root: Path) -> Places:
+    def write(cls, root: Path, *, recorded: bool = False) -> Places:
         """Write all sets.
 
         ``whole``, and ``other``: other samples; ``bad``: with a sample that cannot be read; ``gz``, ``badgz``: without
@@ -108,15 +128,17 @@ class Places:
             pattern, classes = f"{root}/unlike/from-{first}/{{:06d}}.tar", {"cls": [*names]}
             with ShardWriter(pattern, max_samples=PER_SHARD, columns=COLUMNS, classes=classes) as writer:
                 for number in range(first, first + COUNT // 2):
-                    writer.write(sample_of(number))
+                    writer.write(sample_of(number, recorded=recorded))
         for name, first in (("whole", 0), ("other", 100), ("bad", 0), ("twice", 0), ("unfinished", 0)):
             where = root / ("begun" if name == "unfinished" else name)
             indexed: dict[str, Any] = {"index": False} if name == "twice" else {"columns": COLUMNS}
             with ShardWriter(f"{where}/{{:06d}}.tar", max_samples=PER_SHARD, **indexed) as writer:
                 for number in range(first, first + COUNT):
-                    writer.write(sample_of(number, bad=name == "bad" and number == BAD))
+                    writer.write(sample_of(number, bad=name == "bad" and number == BAD, recorded=recorded))
                 if name == "unfinished":
                     shutil.copytree(where, root / name)
+        if recorded:
+            index_video([f"{root}/whole"], storage=Storage(), workers=1)  # before it is changed: all versions have it
         shutil.copytree(root / "whole", root / "living")
         delete(f"{root}/living", storage=Storage(), where="n < 3")
         for name in ("whole", "bad"):
@@ -169,6 +191,13 @@ def curriculum(places: Places, of: Mapping[str, Options]) -> Curriculum:
     return Curriculum(options.pop("dataset", opened)(places, of), **options)
 
 
+def windows(places: Places, of: Mapping[str, Options]) -> Windows:
+    options = {"video": {"front.mp4": [0.0, 0.05]}, "columns": {"vec.npy": (0, 2)}, "carry": ("cls",)} | dict(
+        of.get("Windows", {})
+    )
+    return Windows(options.pop("recordings", opened)(places.recorded, of), **options)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of set.
@@ -210,6 +239,7 @@ KINDS: dict[str, Kind] = {
     ),
     "balanced": Kind(balanced, ("StreamingDataset", "Balanced"), ENDLESS),
     "curriculum": Kind(curriculum, ("StreamingDataset", "Curriculum"), ENDLESS),
+    "windows": Kind(windows, ("StreamingDataset", "Windows")),
     "unindexed": Kind(lambda places, of: opened(places, of, "gz", shuffle=ShuffleConfig(window=16)), loader=ENDLESS),
     "map-style": Kind(lambda _places, _of: Rows(), ()),
     "iterable": Kind(lambda _places, _of: Stream(), ()),

@@ -93,6 +93,19 @@ def of_set(num: int = 7) -> list[Recorded]:
     return [recorded(number) for number in range(num)]
 
 
+def damaged(folder: Path, target: Path, places: list[tuple[str, int]]) -> Path:
+    """A copy of a set of which single bytes differ: each by shard and byte."""
+    target.mkdir()
+    (target / "_shardstream").symlink_to(folder / "_shardstream")
+    for shard in sorted(folder.glob("*.tar")):
+        data = bytearray(shard.read_bytes())
+        for name, at in places:
+            if name == shard.name:
+                data[at] ^= 0xFF
+        (target / shard.name).write_bytes(data)
+    return target
+
+
 # --- the model: whole videos, one row at a time ---
 
 

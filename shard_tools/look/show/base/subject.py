@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from streaming.storage import Storage, redact, redact_text
 
 if TYPE_CHECKING:
     from streaming.sets.sources.mixed import AnySource
+    from streaming.sets.sources.windows import WindowSource
 
 _T = TypeVar("_T")
 
@@ -68,6 +69,13 @@ class Subject:
         return {} if self.source is None else {name: SampleSet(one) for name, one in sorted(_sets(self.source).items())}
 
     @cached_property
+    def windows(self) -> dict[str, WindowSource]:
+        """The sources whose rows are windows, by the name of the set of their recordings; {}: there are none."""
+        return {} if self.source is None else {
+            name: one for name, one in _leaves(self.source) if hasattr(one, "recordings")
+        }  # fmt: skip
+
+    @cached_property
     def bad_lists(self) -> tuple[str, ...]:
         """Files of bad samples that the user names, else existing files at the sets' default locations."""
         if self.bad or self.source is None:
@@ -112,20 +120,24 @@ class Subject:
                 one.close()
 
 
-def _sets(source: Any, name: str = "") -> dict[str, Any]:
-    """Return the sources that hold samples: of packs documents, of windows recordings, of groups the underlying set."""
-    if hasattr(source, "documents"):
-        return {name: source.documents}
-    if hasattr(source, "recordings"):
-        return {name: source.recordings}
-    if hasattr(source, "dataset"):
-        return {name: source.dataset}
-    if not hasattr(source, "sources"):
-        return {name: source}
-    found: dict[str, Any] = {}
+def _leaves(source: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the sources that are no mixtures, with their names in batches."""
+    if not hasattr(source, "sources") or any(hasattr(source, part) for part in _PARTS):
+        yield name, source
+        return
     for inner, one in source.sources.items():
-        found |= _sets(one, f"{name}/{inner}" if name else inner)
-    return found
+        yield from _leaves(one, f"{name}/{inner}" if name else inner)
+
+
+_PARTS = ("documents", "recordings", "dataset")
+"""Attributes that hold samples: of packs documents, of windows recordings, of groups the underlying set."""
+
+
+def _sets(source: Any) -> dict[str, Any]:
+    """Return the sources that hold samples, by name."""
+    return {
+        name: next((getattr(one, part) for part in _PARTS if hasattr(one, part)), one) for name, one in _leaves(source)
+    }
 
 
 def _shown(option: Any) -> Any:

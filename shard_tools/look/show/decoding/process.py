@@ -220,13 +220,31 @@ def _drawn(kind: str, data: bytes, pixels: int) -> tuple[dict[str, Any], bytes]:
     return facts, _encoded(picture, exactly=picture.mode == "RGBA")
 
 
+def _of_window(kind: str, data: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Return frames or steps of a window.
+
+    Raises:
+        Exception: The data is damaged; the error may come from any library.
+    """
+    from shard_tools.look.show.decoding import window  # noqa: PLC0415  pictures need no library of videos or tables
+
+    if kind == "steps":
+        return {"columns": window.steps(data, request)}, b""
+    pictures = [_encoded(one, exactly=False) for one in window.frames(data, request)]
+    return {"sizes": [len(one) for one in pictures]}, b"".join(pictures)
+
+
 _TEXTS = Texts()
+_OF_A_WINDOW = frozenset(("frames", "steps"))
+"""Parts of values, or several of them: no gzip field, however they begin."""
 _WORK: Final[dict[str, Callable[[bytes, dict[str, Any]], tuple[dict[str, Any], bytes]]]] = {
     "image": lambda data, request: shrink(data, request["pixels"]),
     "tensor": lambda data, request: arrays(data, request["pixels"]),
     "audio": lambda data, request: _drawn("audio", data, request["pixels"]),
     "video": lambda data, request: _drawn("video", data, request["pixels"]),
     "strip": lambda data, request: _drawn("strip", data, request["pixels"]),
+    "frames": lambda data, request: _of_window("frames", data, request),
+    "steps": lambda data, request: _of_window("steps", data, request),
     "tokenizer": _TEXTS.open,
     "tokens": _TEXTS.pieces,
 }
@@ -242,7 +260,9 @@ def main() -> None:
         request = json.loads(_exactly(source, facts_bytes))
         data = _exactly(source, data_bytes)
         try:
-            if is_gzip(data):  # no image or array begins like this: a gzip field
+            if request["kind"] not in _OF_A_WINDOW and is_gzip(
+                data
+            ):  # no image or array begins like this: a gzip field
                 data = unpacked(data)
             answer, found = _WORK[request["kind"]](data, request)
         except MemoryError:

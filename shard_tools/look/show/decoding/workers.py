@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -73,18 +73,35 @@ class DecodingWorkers:
         self._is_closed = False
         self._known: LruCache[tuple[Any, ...], Decoded] = LruCache(_KEPT_BYTES, lambda one: one.num_bytes)
 
-    def known(self, name: tuple[Any, ...], kind: str, pixels: int, num_bytes: int, read: Callable[[], Any]) -> Decoded:
+    def known(
+        self, name: tuple[Any, ...], kind: str, pixels: int, num_bytes: int, read: Callable[[], Any],
+        facts: Mapping[str, Any] | None = None,
+    ) -> Decoded:  # fmt: skip
         """Return a decoded value, from the cache or by :meth:`decode` of the result of ``read``.
+
+        Args:
+            name: Names the value, and with it ``facts``.
+            kind: See :meth:`decode`.
+            pixels: See :meth:`decode`.
+            num_bytes: Size of the value.
+            read: Returns the value.
+            facts: See :meth:`decode`.
 
         Raises:
             DecodeError: See :meth:`decode`.
         """
         if num_bytes > MOST_BYTES:
             raise DecodeError(f"not decoded: {format_bytes(num_bytes)}, more than {format_bytes(MOST_BYTES)}")
-        return self._known.of((*name, kind, pixels), lambda: self.decode(kind, pixels, bytes(read())))
+        return self._known.of((*name, kind, pixels), lambda: self.decode(kind, pixels, bytes(read()), facts))
 
-    def decode(self, kind: str, pixels: int, data: bytes) -> Decoded:
+    def decode(self, kind: str, pixels: int, data: bytes, facts: Mapping[str, Any] | None = None) -> Decoded:
         """Decode a value.
+
+        Args:
+            kind: How to decode it.
+            pixels: Largest width and height of a picture.
+            data: The value.
+            facts: What else its kind must know, as JSON.
 
         Raises:
             DecodeError: It is damaged, or takes too much time or memory; then only the worker is lost.
@@ -93,7 +110,7 @@ class DecodingWorkers:
         try:
             if worker is None:
                 worker = self._start()
-            answer = worker.ask({"kind": kind, "pixels": pixels}, data, self._seconds)
+            answer = worker.ask({"kind": kind, "pixels": pixels, **(facts or {})}, data, self._seconds)
         except _LostError as error:
             if worker is not None:
                 worker.kill()

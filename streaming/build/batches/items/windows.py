@@ -233,6 +233,11 @@ class WindowRows(Samples):
         return None
 
     @override
+    def lacks(self, name: str, fields: Sequence[str]) -> str:
+        shown = ", ".join(repr(one) for one in fields if one != MOMENT and not one.endswith(_INDICES))
+        return f"a row has {shown}, not {name!r}; name a field of the recordings in Windows(…, carry=({name!r},))"
+
+    @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         mask = builder.recipe.mask_of(len(rows.keys), valid)
         copied = None if builder.recipe.jagged else builder.copied(self, rows, mask, rows.cuts)
