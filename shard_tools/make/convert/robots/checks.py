@@ -92,7 +92,7 @@ def check_statistics(arrays: Mapping[str, Numbers], statistics: Mapping[str, Any
         if not isinstance(stated, Mapping) or name in RENUMBERED or not values.size:
             continue
         count = _stated(name, "count", stated)
-        if count is not None and count.size == 1 and not _is_count(int(count.reshape(-1)[0]), values):
+        if count is not None and count.size == 1 and not _is_count(float(count.reshape(-1)[0]), values):
             raise DataError(f"feature {name!r}: {len(values)} values, expected {count.reshape(-1)[0]:g} by {_SOURCE}")
         bounds = {kind: _stated(name, kind, stated) for kind in ("min", "max")}
         scale = max(
@@ -100,17 +100,21 @@ def check_statistics(arrays: Mapping[str, Numbers], statistics: Mapping[str, Any
         )
         for kind, one in bounds.items():
             if one is not None:
-                _compare(name, kind, values, one, _SHARE * scale)
+                _compare(name, kind, values, one, _share_of(values) * scale)
 
 
 _SOURCE: Final = "the episode's statistics"
+
+
+def _share_of(values: Numbers) -> float:
+    return max(_SHARE, 2 * float(np.finfo(values.dtype).eps)) if values.dtype.kind == "f" else _SHARE
 
 
 def _finite(values: Numbers) -> Numbers:
     return values[np.isfinite(values)]
 
 
-def _is_count(count: int, values: Numbers) -> bool:
+def _is_count(count: float, values: Numbers) -> bool:
     """Return whether LeRobot counts so many values: steps, or of features with several axes their rows."""
     return count in {len(values), values.size // (values.shape[-1] if values.ndim > 1 else 1)}
 
@@ -120,7 +124,7 @@ def _stated(name: str, kind: str, stated: Mapping[str, Any]) -> Numbers | None:
         return None
     try:
         return np.asarray(stated[kind], np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"feature {name!r}: {kind} in {_SOURCE} is {str(stated[kind])[:40]!r}, expected numbers"
         ) from error

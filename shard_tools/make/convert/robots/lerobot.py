@@ -192,8 +192,8 @@ class LeRobotSet:
 
     def _cures(self, *others: str) -> str:
         """Return what helps, with the option that leaves an episode out unless it is given."""
-        *some, last = (*others, *(() if self._tolerant else ("leave the episode out with --on-error skip",)))
-        return f"{', '.join(some)}, or {last}"
+        cures = [*others] if self._tolerant else [*others, "leave the episode out with --on-error skip"]
+        return f"{', '.join(cures[:-1])}, or {cures[-1]}"
 
     def _steps(self, episode: Episode, where: str) -> pa.Table:
         """Return the steps of an episode.
