@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from shard_tools.cli import cli
 from shard_tools.make.convert import ConvertOptions, convert
 from shard_tools.make.convert.robots.cut import CutVideo, cut_video
-from shard_tools.make.convert.robots.lerobot import HIDDEN, SURPLUS, TOO_SHORT
+from shard_tools.make.convert.robots.lerobot import HIDDEN, SURPLUS, TOO_SHORT, of_camera
 from streaming import StreamingDataset
 from streaming.build.decode.video import Video
 from streaming.errors import DataError, NotFoundError, TooManyBadSamplesError
@@ -144,16 +144,15 @@ def test_an_episode_between_key_frames_keeps_its_frames_and_hides_those_before(t
     made.write(tmp_path / "in")
     table = tmp_path / "in/meta/episodes/chunk-000/file-000.parquet"
     (row,) = pq.read_table(table).to_pylist()
-    data, steps = tmp_path / "in/data/chunk-000/file-000.parquet", made.table(0)
-    at = steps.schema.get_field_index("episode_index")
-    steps = steps.set_column(at, "episode_index", pa.array([0] * 5 + [1] * 7))
-    pq.write_table(steps, data)
+    data, two = tmp_path / "in/data/chunk-000/file-000.parquet", RobotSet(lengths=(5, 7))
+    pq.write_table(pa.concat_tables([two.table(0), two.table(1)]), data)
+    row = {name: value for name, value in row.items() if not name.startswith("stats/")}
     second = row | {"episode_index": 1, "length": 7, f"videos/{FRONT}/from_timestamp": 0.5}
     pq.write_table(pa.Table.from_pylist([row | {"length": 5}, second]), table)
     described = json.loads((tmp_path / "in/meta/info.json").read_text()) | {"total_episodes": 2}
     (tmp_path / "in/meta/info.json").write_text(json.dumps(described))
     report = convert(f"{tmp_path}/in", f"{tmp_path}/out")
-    assert report.remarks == {HIDDEN: 1}
+    assert report.remarks == {of_camera(FRONT, HIDDEN): 1}
     samples = list(StreamingDataset(f"{tmp_path}/out/", shuffle=False, decode={f"{FRONT}.mp4": "video"}))
     whole = frames_of(made.video(FRONT, 0))
     np.testing.assert_array_equal(np.asarray(samples[0][f"{FRONT}.mp4"]), whole[:5])
@@ -167,7 +166,7 @@ def test_a_video_of_another_length_than_its_episode(change: int, remark: str | N
     longer = RobotSet(lengths=(6 - change, 6), per_video=1)
     (tmp_path / "in" / f"videos/{FRONT}/chunk-000/file-000.mp4").write_bytes(longer.video(FRONT, 0))
     report = convert(f"{tmp_path}/in", f"{tmp_path}/out")
-    assert report.remarks == ({remark: 1} if remark else {})
+    assert report.remarks == ({of_camera(FRONT, remark): 1} if remark else {})
     sample = StreamingDataset(f"{tmp_path}/out/", shuffle=False, decode={f"{FRONT}.mp4": None})[0]
     np.testing.assert_array_equal(frames_of(bytes(sample[f"{FRONT}.mp4"])), frames_of(longer.video(FRONT, 0))[:6])
 
@@ -176,7 +175,7 @@ def test_a_video_that_is_too_short_is_counted(tmp_path: Path) -> None:
     made = RobotSet(lengths=(6,), per_video=1)
     made.write(tmp_path / "in")
     (tmp_path / "in" / f"videos/{FRONT}/chunk-000/file-000.mp4").write_bytes(RobotSet(lengths=(4,)).video(FRONT, 0))
-    assert convert(f"{tmp_path}/in", f"{tmp_path}/out").remarks == {TOO_SHORT: 1}
+    assert convert(f"{tmp_path}/in", f"{tmp_path}/out").remarks == {of_camera(FRONT, TOO_SHORT): 1}
 
 
 # ---------------------------------------------------------------------------------------------- hostile, damaged
@@ -235,6 +234,34 @@ WHOLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "an episode twice": (changed_row(episode_index=0), "episode 0 is there twice"),
     "a damaged table of tasks": (cut_off("meta/tasks.parquet"), "not a Parquet file"),
 }
+
+
+def changed_steps(name: str, place: int | slice, value: Any) -> Callable[[Path], None]:
+    """Change values of episode 1, which is the second of its table: rows 7 to 10."""
+
+    def change(folder: Path) -> None:
+        path = folder / "data/chunk-000/file-000.parquet"
+        table = pq.read_table(path)
+        values = table.column(name).to_pylist()
+        values[place] = value(values[place]) if callable(value) else value
+        at = table.schema.get_field_index(name)
+        column = pa.array(values, table.schema.field(at).type)
+        pq.write_table(table.set_column(at, name, column), path)
+
+    return change
+
+
+def ordered(order: Sequence[int]) -> Callable[[Path], None]:
+    """Put the rows of episode 1 into another order."""
+
+    def change(folder: Path) -> None:
+        path = folder / "data/chunk-000/file-000.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.take(pa.array([*range(7), *(7 + one for one in order)])), path)
+
+    return change
+
+
 ONE: dict[str, tuple[Callable[[Path], None], str, int]] = {
     "no video": (lambda folder: (folder / f"videos/{FRONT}/chunk-000/file-001.mp4").unlink(), "file-001.mp4", 2),
     "an empty video": (cut_off(f"videos/{FRONT}/chunk-000/file-001.mp4", 0), "file-001.mp4", 2),
@@ -243,6 +270,35 @@ ONE: dict[str, tuple[Callable[[Path], None], str, int]] = {
     "a table cut off": (cut_off("data/chunk-000/file-001.parquet"), "not a Parquet file", 2),
     "another length": (changed_row(length=3), "4 steps in the table", 1),
     "frames elsewhere": (changed_row(**{f"videos__{FRONT}__from_timestamp": 99.0}), "no frame is shown", 1),
+    "a value above": (
+        changed_steps("action", 8, lambda old: [old[0], 9e9, old[2]]),
+        "feature 'action': its max[1] is 9e+09, exp",
+        1,
+    ),
+    "a value that is none": (
+        changed_steps("action", 8, lambda old: [*old[:2], float("nan")]),
+        "'action': its min[2] is nan, exp",
+        1,
+    ),
+    "a value without end": (
+        changed_steps("action", 9, lambda old: [float("-inf"), *old[1:]]),
+        "its min[0] is -inf, exp",
+        1,
+    ),
+    "the lowest lost": (changed_steps("observation.state", slice(7, 11), [[0.0] * 3] * 4), "'observation.state'", 1),
+    "whole numbers": (
+        changed_steps("observation.grid", 7, lambda old: [old[0], [77, 9]]),
+        "its max[1, 0] is 77, expected",
+        1,
+    ),
+    "another count": (changed_row(stats__action__count=[5]), "'action': 4 values, expected 5 by", 1),
+    "statistics that are none": (changed_row(stats__action__max=None, stats__action__min=[1.0, 2.0]), "shape [2]", 1),
+    "rows exchanged": (ordered([0, 2, 1, 3]), "'frame_index': row 1 has 2, expected 1", 1),
+    "a row twice": (ordered([0, 1, 1, 3]), "'frame_index': row 2 has 1, expected 2", 1),
+    "rows backward": (ordered([3, 2, 1, 0]), "'frame_index': row 0 has 3, expected 0", 1),
+    "indexes that fall": (changed_steps("index", 9, 8), "'index': row 2 has 8 after 8", 1),
+    "a time elsewhere": (changed_steps("timestamp", 8, 0.15), "'timestamp': row 1 is at second 0.15, expected 0.1", 1),
+    "a later start": (changed_steps("timestamp", slice(7, 11), [0.5, 0.6, 0.7, 0.8]), "row 0 is at second 0.5", 1),
     "fewer episodes than counted": (changed_info(total_episodes=6), "counts 6 episodes", 0),
 }
 
@@ -271,12 +327,15 @@ def test_what_damages_an_episode_is_an_error_or_left_out(name: str, sound_set: P
     change, message, num_bad = ONE[name]
     shutil.copytree(sound_set, tmp_path / "in")
     change(tmp_path / "in")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
         convert(f"{tmp_path}/in", f"{tmp_path}/out")
+    if " from second " in str(caught.value) or ": feature '" in str(caught.value):
+        assert "--on-error skip" in str(caught.value)
     skipping = ConvertOptions(on_error="skip")
     report = convert(f"{tmp_path}/in", f"{tmp_path}/rest", options=skipping)
     assert report.num_samples == len(LENGTHS) - num_bad
     assert message in str(report.skipped)
+    assert "--on-error skip" not in str(report.skipped), "it is given"
     keys = [sample["__key__"] for sample in StreamingDataset(f"{tmp_path}/rest/", shuffle=False, decode=None)]
     sound = convert(str(sound_set), f"{tmp_path}/sound")
     assert sound.num_samples == len(LENGTHS)

@@ -295,6 +295,14 @@ def test_rewriting_commands_say_that_they_leave_it_out(
     assert not [*Path(target).rglob("video")]
 
 
+@pytest.mark.parametrize("to", ["parquet", "card"])
+def test_exports_say_nothing_of_it(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, to: str) -> None:
+    run("index", folder, "--video")
+    with caplog.at_level(logging.WARNING):
+        run("export", folder, folder if to == "card" else str(tmp_path / "other"), "--to", to)
+    assert "indexes of videos" not in caplog.text
+
+
 def test_on_other_processes_and_machines_it_is_the_same(folder: str) -> None:
     index_video([folder], storage=Storage(), workers=1)
     here = files(folder)

@@ -325,6 +325,12 @@ def test_status_codes_inside_names_are_no_status_codes() -> None:
         (("index.json", "shard.00000.mds.zstd"), "Mosaic's MDS, which `shard_tools convert`"),
         (("index.json", "chunk-0-0.bin"), "LitData's chunks"),
         (("cat/1.jpg",), "it looks like images"),
+        (
+            ("meta/info.json", "data/chunk-000/file-000.parquet"),
+            "a LeRobot set; make shards of it: shard_tools convert",
+        ),
+        (("robot/meta/info.json", "robot/data/a.parquet", "robot/videos/a.mp4"), "/robot/ TARGET"),
+        (("meta/info.json", "other/a.parquet"), "it looks like Parquet"),
         (("data.bin", "_shardstream/chunks.parquet", ".git/x.png"), "check the prefix"),
         ((), "check the prefix"),
     ],

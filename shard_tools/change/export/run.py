@@ -105,9 +105,12 @@ def export(
 def _takes(chosen: ExportFormat, options: ExportOptions) -> Takes:
     """Return what a format has of what lies beside the shards."""
     if "--columns" not in chosen.takes:
-        return Takes(keep_columns=lambda _: "shardstream alone reads them", classes=lambda _: False, makes_set=False)
+        return Takes(
+            keep_columns=lambda _: "shardstream alone reads them", classes=lambda _: False, videos=True, makes_set=False
+        )  # fmt: skip
     return Takes(
-        columns=options.columns, classes=lambda name: chosen.names_classes and can_name_classes(name), makes_set=False
+        columns=options.columns, classes=lambda name: chosen.names_classes and can_name_classes(name), videos=True,
+        makes_set=False,
     )  # fmt: skip
 
 

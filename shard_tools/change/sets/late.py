@@ -67,7 +67,8 @@ class Takes:
         keep_columns: Says how to keep late columns, given their names, separated by commas.
         classes: Whether it keeps the names of the classes of a field or column, given its name.
         tables: Whether it keeps the columns of the sample tables.
-        videos: Whether it keeps the indexes of videos, which hold places in shards.
+        videos: Whether the indexes of videos, which hold places in shards and no values, are kept, or not missed where
+            no set is written.
         makes_set: Whether it writes a set, to which late fields and views can be added.
     """
 
@@ -114,7 +115,7 @@ def _left_out(home: str, schema: Schema, storage: Storage, takes: Takes) -> Iter
     add = f"add them to the new set: shard_tools field add TARGET NAME --from {place}"
     yield "late fields", sorted(schema.late_fields), add if takes.makes_set else other
     videos = [] if takes.videos else sorted({one.field for one in list_videos(storage, home)})
-    yield "indexes of videos", videos, "make them: shard_tools index TARGET --video" if takes.makes_set else other
+    yield "indexes of videos", videos, "make them: shard_tools index TARGET --video"
     save = f"save each for the new set, with the options that this shows: shard_tools view show {place} NAME"
     yield "views", view_names(storage, home), save if takes.makes_set else other
     tags = [name for name in version_names(storage, home) if not name.isdecimal()]

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
-from streaming.errors import SEVERAL, ConfigError, NotFoundError
+from streaming.errors import SEVERAL, ConfigError, NotFoundError, shell_place
 from streaming.storage import HTTP_SCHEMES, ObjectInfo, as_url, local_path, looked_for, redact, scheme_of, split_query
 from streaming.storage.adapters.local import is_directory
 from streaming.storage.facade import Storage
@@ -232,11 +232,16 @@ _OTHER_LAYOUTS = ((".mds", "Mosaic's MDS"), (".mds.zstd", "Mosaic's MDS"), (".bi
                   (".arrow", "a saved Hugging Face set"), (".tfrecord", "TFRecord"), (".parquet", "Parquet"),
                   (".jsonl", "JSON lines"), (".jpg", "images"), (".png", "images"))  # fmt: skip
 """Contents of files with other endings, which ``shard_tools convert`` turns into shards."""
+_LEROBOT = "meta/info.json"
+"""The file that a LeRobot set has, beside the tables in ``data/``."""
 
 
 def _what_else(listed: Sequence[ObjectInfo], base: str) -> str:
     """Return the cure for files that are not shards: convert known types, or look elsewhere."""
     urls = [one.url for one in listed if f"/{INDEX_DIRECTORY}/" not in one.url and not is_hidden(one.url, base)]
+    for root in (url.removesuffix(_LEROBOT) for url in urls if url.endswith(f"/{_LEROBOT}")):
+        if any(url.startswith(f"{root}data/") and url.endswith(".parquet") for url in urls):
+            return f"it looks like a LeRobot set; make shards of it: shard_tools convert {shell_place(root)} TARGET"
     has_index = any(url.endswith("/index.json") for url in urls)
     for ending, kind in _OTHER_LAYOUTS:
         if any(url.endswith(ending) for url in urls) and (has_index or ending != ".bin"):

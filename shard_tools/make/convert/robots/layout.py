@@ -28,6 +28,8 @@ CHUNK_FILES: Final = 1000
 """Files in one folder ``chunk-000``, unless ``info.json`` has another number."""
 SERIAL: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Features of every set, which number its steps."""
+RENUMBERED: Final = ("episode_index", "index", "task_index")
+"""Those whose numbers change when sets are joined or split."""
 OF_FILES: Final = ("data/", "videos/", "meta/", "dataset_", "stats/")
 """Beginnings of the columns of episodes that describe files; the other columns describe the episode."""
 OF_EPISODE: Final = ("episode_index", "tasks", "length")

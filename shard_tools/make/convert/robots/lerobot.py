@@ -10,6 +10,7 @@ import json
 from collections.abc import Generator, Mapping
 from typing import Any
 
+import numpy.typing as npt
 import pyarrow as pa
 
 from shard_tools.make.convert.base.files import SourceFile, identity_of, list_files, open_stored, read_file
@@ -24,6 +25,7 @@ from shard_tools.make.convert.base.records import (
     permutation,
 )
 from shard_tools.make.convert.base.rows import dump_array, json_of
+from shard_tools.make.convert.robots.checks import check_order, check_statistics
 from shard_tools.make.convert.robots.cut import cut_video, num_frames
 from shard_tools.make.convert.robots.episodes import Episode, Footage, SetFiles, read_episodes
 from shard_tools.make.convert.robots.layout import INFO, Info
@@ -39,6 +41,11 @@ TOO_SHORT = "a video has fewer frames than its episode has steps"
 OTHER_TYPE = "numbers are stored in the type that info.json declares, and the tables have another"
 SURPLUS = "frames of a video that belong to no episode are left out"
 _JSON = "json"
+
+
+def of_camera(name: str, remark: str) -> str:
+    """Return a remark about the video of a camera."""
+    return f"camera {name!r}: {remark}"
 
 
 class LeRobotSet:
@@ -148,30 +155,45 @@ class LeRobotSet:
         """
         table = self._steps(episode, where)
         remarks: list[str] = []
-        fields: dict[str, bytes] = {}
+        fields = {one.field: packed(table.column(one.name), one.name) for one in self._info.columns if not one.is_array}
+        statistics = self._there.statistics(episode, self._old)
+        arrays = self._arrays(table, statistics, where)
         for feature in self._info.columns:
-            column = table.column(feature.name)
-            if not feature.is_array:
-                fields[feature.field] = packed(column, feature.name)
-                continue
-            try:
-                fields[feature.field] = dump_array(array_of(column, feature))
-            except DataError as error:
-                raise DataError(
-                    f"{where}: {error}; correct it, or leave the episode out with --on-error skip"
-                ) from error
-            remarks += [OTHER_TYPE] if type_differs(column, feature) else []
+            if feature.is_array:
+                fields[feature.field] = dump_array(arrays[feature.name])
+                remarks += [OTHER_TYPE] if type_differs(table.column(feature.name), feature) else []
         for feature in self._info.videos:
             data, remark = self._video(episode, episode.videos[feature.name], where)
             fields[feature.field] = data
-            remarks += [remark] if remark else []
-        content = self._said(episode, table)
+            remarks += [of_camera(feature.name, remark)] if remark else []
+        content = self._said(episode, table, statistics)
         fields[_JSON], remark = json_of(content)
         remarks += [remark] if remark else []
         metadata = {**episode.notes, **{name: content[name] for name in self.columns}, "tasks": list(episode.tasks)}
         return Record(
             key=key, fields=fields, metadata=metadata, where=where, remarks=tuple(dict.fromkeys(remarks))
         )  # fmt: skip
+
+    def _arrays(self, table: pa.Table, statistics: Mapping[str, Any], where: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the features of numbers by name, as the set states them.
+
+        Raises:
+            DataError: They are not: of another shape, out of order, or beyond the episode's statistics.
+        """
+        try:
+            found = {one.name: array_of(table.column(one.name), one) for one in self._info.columns if one.is_array}
+            check_order(found, self._info.fps)
+            check_statistics(found, statistics)
+        except DataError as error:
+            raise DataError(
+                f"{where}: {error}; {self._cures('fetch the set again', 'correct what is wrong in it')}"
+            ) from error
+        return found
+
+    def _cures(self, *others: str) -> str:
+        """Return what helps, with the option that leaves an episode out unless it is given."""
+        cures = [*others] if self._tolerant else [*others, "leave the episode out with --on-error skip"]
+        return f"{', '.join(cures[:-1])}, or {cures[-1]}"
 
     def _steps(self, episode: Episode, where: str) -> pa.Table:
         """Return the steps of an episode.
@@ -202,9 +224,8 @@ class LeRobotSet:
             raise
         except Exception as error:
             raise DataError(
-                f"{where}: {footage.file.shown_url} from second {footage.begin_s:.3f} on: {error}; fetch the file "
-                "again, encode it with a key frame at the beginning of each episode, or leave the episode out with "
-                "--on-error skip"
+                f"{where}: {footage.file.shown_url} from second {footage.begin_s:.3f} on: {error}; "
+                + self._cures("fetch the file again", "encode it with a key frame at the beginning of each episode")
             ) from error
 
     def _whole_or_cut(self, footage: Footage, length: int) -> tuple[bytes, str]:
@@ -218,7 +239,7 @@ class LeRobotSet:
             return cut_video(data, footage.begin_s, length).data, SURPLUS
         return data, TOO_SHORT if num < length else ""
 
-    def _said(self, episode: Episode, table: pa.Table) -> dict[str, Any]:
+    def _said(self, episode: Episode, table: pa.Table, statistics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of ``json``."""
         numbers = {
             kind: {
@@ -231,6 +252,6 @@ class LeRobotSet:
         return {
             "episode_index": episode.index, "length": episode.length, "task": tasks[0] if tasks else None,
             "tasks": list(tasks), "fps": self._info.content["fps"], "robot_type": self._info.content.get("robot_type"),
-            "notes": episode.notes, "texts": numbers, "stats": self._there.statistics(episode, self._old),
+            "notes": episode.notes, "texts": numbers, "stats": statistics,
             NOTE: self._whole,
         }  # fmt: skip
