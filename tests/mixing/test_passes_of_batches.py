@@ -1,4 +1,4 @@
-"""Passes of whole batches of quotas that are no whole batches: what waits, by an independent model, and on any world."""
+"""Passes of whole batches, with quotas that are no whole batches: an independent model of what waits, and worlds."""
 
 from __future__ import annotations
 
