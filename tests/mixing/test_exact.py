@@ -229,10 +229,10 @@ def test_each_global_batch_of_a_pass_that_ends_is_of_one_source(case: Case) -> N
         assert (0, place) in order.find(chunk, offset, 0, stop)
 
 
-def test_quotas_of_batches_are_whole_batches() -> None:
+def test_quotas_of_batches_hold_a_batch() -> None:
     sources = Sources({"a": [9], "b": [8]}, OrderSettings(seed=1, lanes=2, window=6))
-    with pytest.raises(ConfigError, match=r"whole batches of 4 .*'a': 9"):
-        BatchPasses(sources, batch_size=4)
+    with pytest.raises(ConfigError, match=r"at least a batch of 10 samples of each source, got .*'a': 9"):
+        BatchPasses(sources, quotas={"a": 9, "b": 16}, batch_size=10)
     with pytest.raises(ConfigError, match=r"2 lanes do not divide a global batch of 3.*lanes="):
         BatchPasses(sources, quotas={"a": 9, "b": 6}, batch_size=3)
 

@@ -82,17 +82,46 @@ def test_a_step_has_one_kind_and_is_the_same_on_every_world(folder: Path, worker
     assert sum(one != other for one, other in pairwise(kinds)) > len(kinds) // 4, "kinds are mixed"
 
 
-def test_what_fills_no_batch_comes_first_in_the_next_epoch(folder: Path) -> None:
-    packed = images(folder)
-    packs = Counter[tuple[int, int]]()
-    for number in range(len(packed)):
-        packs[size_of(int(packed[number]["__key__"][0]))] += 1
-    epochs = 3
-    steps = steps_of(packed, 1, epochs)
-    assert len(steps) == epochs * sum(count // GLOBAL for count in packs.values())
+@pytest.mark.parametrize("size", [4, 6, 8])
+def test_what_fills_no_batch_comes_first_in_the_next_epoch(folder: Path, size: int) -> None:
+    """After each epoch less than a global batch of each kind waits, and no sample of a kind comes before others."""
+    packed, epochs = images(folder), 6
+    packs = Counter(size_of(int(packed[number]["__key__"][0])) for number in range(len(packed)))
+    steps = steps_of(packed, 1, epochs, size=size)
+    per_epoch = -(-len(packed) // size)
+    assert len(steps) == epochs * per_epoch
+    drawn = Counter[tuple[int, int]]()
+    for number, step in enumerate(steps, 1):
+        drawn[size_of(int(step[0][0]))] += size
+        epoch, rest = divmod(number, per_epoch)
+        more = epoch * (per_epoch * size - len(packed))
+        assert rest or all(-more - size < epoch * count - drawn[kind] < size for kind, count in packs.items())
     times = Counter(key for step in steps for pack in step for key in pack)
     assert set(times) == {f"{number:04d}" for number in range(NUM)}
-    assert max(times.values()) - min(times.values()) <= 1
+    for kind in packs:
+        counts = [count for key, count in times.items() if size_of(int(key)) == kind]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_later_epochs_differ_by_kind_and_go_on_on_another_world(folder: Path) -> None:
+    whole = steps_of(images(folder), 1, 3, size=8)
+    per_epoch = len(whole) // 3
+    kinds = [Counter(size_of(int(step[0][0])) for step in whole[at * per_epoch :][:per_epoch]) for at in range(2)]
+    assert kinds[0] != kinds[1], "36 packs of a kind are 4 batches, then 5"
+    for at in (per_epoch - 1, per_epoch + 5):
+        with loader_of(images(folder), size=8) as loader:
+            running = (batch for _ in range(3) for batch in loader)
+            for _ in range(at):
+                next(running)
+            state = loader.state_dict()
+            running.close()
+        ranks = []
+        for rank in range(4):
+            with loader_of(images(folder), rank, 4, size=8) as loader:
+                loader.load_state_dict(state)
+                left = 3 - loader.state_dict()["epoch"]
+                ranks.append([[tuple(pack["__key__"]) for pack in one] for _ in range(left) for one in loader])
+        assert [sorted(pack for share in step for pack in share) for step in zip(*ranks, strict=True)] == whole[at:]
 
 
 def test_a_state_goes_on_on_another_world(folder: Path) -> None:

@@ -133,6 +133,11 @@ ORDERS: dict[str, Callable[[Int64Array, OrderSettings, int], Orders]] = {
     "endless": mixed(lambda sources, sizes, _: MixedLanes(sources, weighed(sizes))),
     "exact": mixed(lambda sources, sizes, _: ExactLanes(sources, weighed(sizes))),
     "passes of one source": mixed(lambda sources, sizes, size: BatchPasses(sources, quotas=sizes, batch_size=size)),
+    "passes of kinds": mixed(
+        lambda sources, _, size: BatchPasses(
+            sources, quotas={name: max(one, size) for name, one in sources.sizes.items()}, batch_size=size
+        )
+    ),
     "batches of one source": mixed(lambda sources, sizes, size: BatchLanes(sources, weighed(sizes), batch_size=size)),
     "packs, mixed": mixed(lambda sources, sizes, _: MixedPasses(sources, quotas=sizes)),
 }

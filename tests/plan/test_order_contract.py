@@ -73,6 +73,13 @@ class TestPassesOfOneSource(OrderTests):
         return BatchPasses(sources(), quotas={"code": 12, "web": 24}, batch_size=12)
 
 
+class TestPassesOfKinds(OrderTests):
+    is_passed = False
+
+    def orders(self) -> Any:
+        return BatchPasses(sources(), quotas={"code": 13, "web": 23}, batch_size=12)
+
+
 class TestMixedLanes(OrderTests):
     is_passed = False
 

@@ -97,6 +97,10 @@ class Granularity(ABC):
         """
         return blend.pack_passes(passes, sizes)
 
+    def epoch_words(self, num_samples: int, num_readable: int) -> str:  # noqa: ARG002  an epoch has all samples
+        """Say how an epoch of ``num_samples`` differs from the samples of an epoch as asked; "" if it does not."""
+        return ""
+
     def memory_cure(self, smaller: Callable[[], str]) -> str:  # noqa: ARG002  no source has more than others
         """Return advice that reduces the memory of a mixture, for messages; "" if there is none.
 
@@ -292,6 +296,15 @@ class ByBatches(Granularity):
         return {}
 
     @override
+    def epoch_words(self, num_samples: int, num_readable: int) -> str:
+        if num_samples >= num_readable:
+            return ""
+        return (
+            f"an epoch has {num_samples} of {num_readable} samples, in whole batches of each source; the rest of each "
+            "source comes first in the next epoch"
+        )
+
+    @override
     def memory_cure(self, smaller: Callable[[], str]) -> str:
         return _cure('batches="one_source"', smaller(), 'batches="mixed"')
 
@@ -314,7 +327,16 @@ class ByKinds(ByBatches):
                 f"of one kind: it would never come. Leave such samples out, StreamingDataset(…, where='NOT ({name})'), "
                 "or give a smaller batch, a smaller length, or coarser kinds"
             )
-        return ByBatches.drawn_of(self, blend)
+        return blend  # with the size of batches, which the ledger records: batches of a kind differ between epochs
+
+    @override
+    def epoch_words(self, num_samples: int, num_readable: int) -> str:
+        more = num_samples - num_readable
+        return (
+            f"an epoch has {num_samples // self._size} global batches of one kind each: the {num_readable} packs"
+            + (f", and {more} of the next pass, which fill the last one" if more else "")
+            + f". Of each kind fewer than {self._size} packs wait for the next epoch, and come first there"
+        )
 
     @override
     def memory_cure(self, smaller: Callable[[], str]) -> str:

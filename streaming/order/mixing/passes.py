@@ -443,8 +443,13 @@ class MixedPasses:
     def drawn_before(self, row: int) -> Int64Array:
         """Count the samples of each source in the first ``row`` rows of all passes, int64 [sources]."""
         number, rest = divmod(row, self.samples_per_pass)
-        whole = np.array([self.quotas[name] for name in self.sources.names], np.int64)
-        return number * whole + self.of_pass(number).drawn_before(rest)
+        drawn = self.drawn_by(number)
+        whole = np.array([drawn[name] for name in self.sources.names], np.int64)
+        return whole + self.of_pass(number).drawn_before(rest)
+
+    def drawn_by(self, number: int) -> dict[str, int]:
+        """Count the samples of each source in all passes before a pass."""
+        return {name: number * quota for name, quota in self.quotas.items()}
 
     def under(self, settings: OrderSettings) -> Self:
         """Return the orders of the same mixture with other settings."""

@@ -28,6 +28,7 @@ from streaming.order.mixing.exact import check_lanes, located
 from streaming.order.mixing.passes import MixedPasses, Parts, Sources, Weights, drawn_in_lanes, keyed_number
 from streaming.order.mixing.shares import UNIT_BITS, BatchShares, ShareTree, product, steps_to
 from streaming.order.mixing.streams import DrawsAhead, own_settings
+from streaming.order.plan.blend import in_whole_batches
 from streaming.order.plan.order import ENDLESS, LaidOrder, LaneParts, OrderSettings
 from streaming.types import Int64Array, override
 
@@ -180,16 +181,21 @@ class ExactPasses(MixedPasses):
 
     @override
     def of_pass(self, number: int) -> ExactPass:
-        return ExactPass(self.sources, self.quotas, number, self._shares(_phases(self.settings, number)))
+        starts, stops = self.drawn_by(number), self.drawn_by(number + 1)
+        quotas = {name: stops[name] - starts[name] for name in self.sources.names}
+        return ExactPass(self.sources, starts, stops, number, self._shares(quotas, _phases(self.settings, number)))
 
-    def _shares(self, seed: int) -> PassShares:
-        """Return the shares of a pass: the source that each of its positions draws from."""
-        quotas = {name: self.quotas[name] for name in self.sources.names}
+    def _shares(self, quotas: Mapping[str, int], seed: int) -> PassShares:
+        """Return the shares of a pass with these quotas: the source that each of its positions draws from."""
         return QuotaTree(quotas, lanes=self.settings.lanes, seed=seed)
 
 
 class BatchPasses(ExactPasses):
     """The orders of a finite mixture in which each global batch comes from one source.
+
+    All passes have the same number of batches: those of all quotas together, rounded up. Quotas that are no whole
+    number of batches are averages: see ``batches_by``. At the end of any pass, fewer than G samples of each source
+    wait, compared to as many passes of its quota.
 
     Args:
         sources: See ``MixedPasses``.
@@ -197,20 +203,26 @@ class BatchPasses(ExactPasses):
         quotas: See ``MixedPasses``.
 
     Raises:
-        ConfigError: See ``MixedPasses``; or a quota is not a whole number of batches, or the lanes do not divide one.
+        ConfigError: See ``MixedPasses``; or a quota is less than a batch, or the lanes do not divide a batch.
     """
 
     def __init__(self, sources: Sources, *, batch_size: int, quotas: Mapping[str, int] | None = None) -> None:
         super().__init__(sources, quotas=quotas)
         self.batch_size = batch_size
         check_lanes(self.settings, batch_size)
-        cut = {name: quota for name, quota in self.quotas.items() if quota % batch_size}
-        if cut:
-            raise ConfigError(f"quotas: expected whole batches of {batch_size} samples of one source, got {cut}")
+        few = {name: quota for name, quota in self.quotas.items() if 0 < quota < batch_size}
+        if few:
+            raise ConfigError(f"quotas: expected at least a batch of {batch_size} samples of each source, got {few}")
+        self.samples_per_pass = in_whole_batches(sum(self.quotas.values()), batch_size)
 
     @override
-    def _shares(self, seed: int) -> PassShares:
-        batches = {name: self.quotas[name] // self.batch_size for name in self.sources.names}
+    def drawn_by(self, number: int) -> dict[str, int]:
+        found = batches_by(self.quotas, number * (self.samples_per_pass // self.batch_size))
+        return {name: batches * self.batch_size for name, batches in found.items()}
+
+    @override
+    def _shares(self, quotas: Mapping[str, int], seed: int) -> PassShares:
+        batches = {name: quota // self.batch_size for name, quota in quotas.items()}
         lanes = self.settings.lanes
         return QuotaBatches(batches, lanes=lanes, batch_rows=self.batch_size // lanes, seed=seed)
 
@@ -219,22 +231,40 @@ class BatchPasses(ExactPasses):
         return type(self)(self.sources.under(settings), quotas=self.quotas, batch_size=self.batch_size)
 
 
+def batches_by(quotas: Mapping[str, int], num_batches: int) -> dict[str, int]:
+    """Divide a number of batches among sources in proportion to their quotas, each to within less than one batch.
+
+    Shares are rounded down, and up for the largest remainders; ties go to the first name. Counts never fall from one
+    pass to the next: a pass adds at least one whole batch to the share of a source whose quota is at least a batch, so
+    the next share rounded down is no less than the last one rounded up. Any pass is found without its predecessors.
+    """
+    names, total = sorted(quotas), sum(quotas.values())
+    found = {name: num_batches * quotas[name] // total for name in names}
+    missing = num_batches - sum(found.values())
+    for name in sorted(names, key=lambda name: -(num_batches * quotas[name] % total))[:missing]:
+        found[name] += 1
+    return found
+
+
 class ExactPass:
     """The order of one pass over a mixture whose shares are exact at every row.
 
     Args:
         sources: The sources.
-        quotas: Samples of each source in the pass.
+        starts: Samples of each source in all passes before this one.
+        stops: The same, with this pass.
         number: Number of the pass.
         shares: The source that each position draws from.
     """
 
-    def __init__(self, sources: Sources, quotas: Mapping[str, int], number: int, shares: PassShares) -> None:
+    def __init__(
+        self, sources: Sources, starts: Mapping[str, int], stops: Mapping[str, int], number: int, shares: PassShares
+    ) -> None:
         settings = sources.settings
         self._sources, self._lanes, self._shares = sources, settings.lanes, shares
         self._passes = [
             SourcePass(
-                listing.samples(number * quotas[name], (number + 1) * quotas[name]),
+                listing.samples(starts[name], stops[name]),
                 own_settings(listing, settings), number, sizes,
             )
             for (name, listing), sizes in zip(sources.listings.items(), self._shares.sizes, strict=True)

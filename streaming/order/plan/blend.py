@@ -131,16 +131,23 @@ class Blend(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PassBlend(Blend):
-    """A number of samples of each source in each pass."""
+    """A number of samples of each source in each pass.
+
+    Attributes:
+        quotas: The numbers, by name.
+        batch_size: Samples of a batch of one source, if a pass consists of such batches. Quotas that are no whole
+            number of batches are then averages over passes; see ``BatchPasses``.
+    """
 
     quotas: Mapping[str, int]
+    batch_size: int | None = None
     is_endless = False
     what = "samples of each source in a pass"
 
     @override
     @property
     def samples_per_pass(self) -> int:  # type: ignore[override]
-        return sum(self.quotas.values())
+        return in_whole_batches(sum(self.quotas.values()), self.batch_size or 1)
 
     @override
     def check(self, sources: Mapping[str, str]) -> None:
@@ -302,9 +309,15 @@ class EndlessBlend(Blend):
         return endless()
 
 
+def in_whole_batches(num_samples: int, batch_size: int) -> int:
+    """Return a number of samples, rounded up to whole batches."""
+    return -(-num_samples // batch_size) * batch_size
+
+
 def blend_of_entry(
-    weights: Mapping[str, float], schedule: WeightSchedule | None, quotas: Mapping[str, int] | None
-) -> Blend:
+    weights: Mapping[str, float], schedule: WeightSchedule | None, quotas: Mapping[str, int] | None,
+    batch_size: int | None = None,
+) -> Blend:  # fmt: skip
     """Return the blend that the fields of a ledger's entry record.
 
     Raises:
@@ -315,7 +328,7 @@ def blend_of_entry(
         return constant if schedule is None else EndlessBlend(schedule)
     if weights or schedule is not None:
         raise ConfigError("weights: a pass of the mixture has quotas, so it cannot have weights")
-    return PassBlend(quotas)
+    return PassBlend(quotas, batch_size)
 
 
 def check_by_source(what: str, given: object, sources: Mapping[str, str] | None = None) -> None:

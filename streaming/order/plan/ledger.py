@@ -64,7 +64,8 @@ class Entry:
         sources: Fingerprint of each source.
         why: The cause of the entry.
         schedule: Weights by row of the whole run, from that row on; None: weights are constant.
-        quotas: Samples of each source in a pass over a finite mixture; None: the mixture is endless.
+        quotas: Samples of each source in a pass over a finite mixture, on average if they are no whole number of
+            batches; None: the mixture is endless.
         dealt: Unit in which shares are dealt: chunks, single samples (``quotas="exact"``), or batches of one source
             each.
         batch_size: Samples of such a batch over all ranks; None for the other units.
@@ -75,7 +76,7 @@ class Entry:
         even: Sources that are dealt by single samples: each lane has an equal run of every pass (``"runs"``), or all
             lanes draw together, row by row (``"rows"``, for sources with few chunks or samples). The first entry with a
             source decides for the run. ``dealt`` applies to all other sources.
-        blend: The blend that ``weights``, ``schedule`` and ``quotas`` describe.
+        blend: The blend that ``weights``, ``schedule``, ``quotas`` and ``batch_size`` describe.
     """
 
     start: int
@@ -102,7 +103,7 @@ class Entry:
             raise ConfigError("sources: none are named")
         _check_strings([*self.sources, *self.sources.values()])
         check_by_source("weights", self.weights, self.sources)
-        object.__setattr__(self, "blend", blend_of_entry(self.weights, self.schedule, self.quotas))
+        object.__setattr__(self, "blend", blend_of_entry(self.weights, self.schedule, self.quotas, self.batch_size))
         self.blend.check(self.sources)
         if self.dealt not in get_args(Dealt) or (self.dealt == "batches") != (self.batch_size is not None):
             raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")

@@ -213,11 +213,9 @@ class Mixed(RunOrder):
         self.ledger: Ledger = mixture.begun(size, mixture.order_settings(shape.sizes.size_for_lanes))
         self.samples_per_pass: int = self.ledger.last.blend.samples_per_pass
         self.num_samples = int(mixture.chunk_samples.sum())
-        if self.samples_per_pass < mixture.num_readable:
-            _log.info(
-                "%s: an epoch has %d of %d samples, in whole batches of each source; the rest of each source comes "
-                "first in the next epoch", mixture.deal.spelled, self.samples_per_pass, mixture.num_readable,
-            )  # fmt: skip
+        said = mixture.deal.under(size).epoch_words(self.samples_per_pass, mixture.num_readable)
+        if said:
+            _log.info("%s: %s", mixture.deal.spelled, said)
         self._has_begun = False
         self._orders: Orders | None = None
         self._running: Callable[[], ReplannedRun | None] = lambda: None

@@ -139,7 +139,8 @@ class Packed(DataSet[PackedDocuments | KindsOfPacks]):
             "width")`` of images, or a late column of bucket numbers. Each group leaves one partial batch for each
             combination of values.
         alike_across_ranks: Whether the packs of all ranks in a step are alike, too: each global batch holds packs of
-            one combination of values. What fills no global batch comes first in the next epoch. Not in a ``Mixture``.
+            one combination of values. What fills no global batch comes first in the next epoch: the number of batches
+            of a kind differs between epochs, and fewer packs of it than a global batch wait. Not in a ``Mixture``.
         carry: Fields of the documents that packs bring along, such as ``("jpg", "flac")``; or the fields of each entry
             of a batch, ``{"images": ("0.jpg", "1.jpg")}``, in their order within a document. Documents may lack them.
             Documents of more than T tokens are dropped, since a cut could take a value.
