@@ -185,7 +185,9 @@ def test_a_number_of_any_library_is_a_cost(made: Callable[[Any], Any]) -> None:
     assert pack_costs(lengths, splits, sizes, lambda some: made(int(some.sum()))).tolist() == [3, 9]
 
 
-@pytest.mark.parametrize("value", ["3", None, True, np.True_, float("nan"), torch.tensor(torch.inf), np.ones(2), 1j, [1]])
+@pytest.mark.parametrize(
+    "value", ["3", None, True, np.True_, float("nan"), torch.tensor(torch.inf), np.ones(2), 1j, [1]]
+)
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="cost: expected a finite number"):
         pack_costs(np.array([3]), np.array([0, 1]), np.array([8]), lambda some: value)
