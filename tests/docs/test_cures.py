@@ -705,6 +705,29 @@ def surprises_of_a_set_are_cured(folder: Path) -> None:
     tool("stats", folder / "small")
 
 
+@scenario(("index", "--columns"), ("column", "--lift"))
+def values_inside_fields_are_taken_once_a_set_is_written(folder: Path) -> None:
+    tar(folder / "in" / "a.tar", ("a.json", b'{"tokens": 3}'), ("b.json", b'{"tokens": 4}'))
+    target = folder / "set"
+    text = error_of(lambda: tool_error("convert", folder / "in", target, "--columns", "json.tokens"))
+    tool("convert", folder / "in", target)
+    do(text, "index", TARGET=target)
+    assert keys(target, where='"json.tokens" > 3') == ["b"]
+    do(text, "column add", TARGET=target, NAME="tokens")
+    assert keys(target, where="tokens > 3") == ["b"]
+
+
+@scenario(("column", ""))
+def a_late_column_of_a_set_that_grew_is_completed(folder: Path) -> None:
+    write_set(folder, (4,))
+    tool("column", "add", folder, "late", "--compute", "bytes", "--fields", "txt")
+    write_set(folder, (4, 3))
+    text = error_of(lambda: keys(folder, where="late >= 0"))
+    assert text.rpartition("column add ")[2].split()[1:] == ["late", "…"]
+    tool("column", "add", folder, "late", "--compute", "bytes", "--fields", "txt")
+    assert len(keys(folder, where="late >= 0")) == 7
+
+
 @scenario(("bench", "--tune"), ("bench", "--out"))
 def tuned_options_are_measured_anew(folder: Path) -> None:
     samples, path = write_set(folder / "set", (40,)), folder / "tuned options.json"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError
-from streaming.order.packing.balance import BalanceRules, quantities_of
+from streaming.order.packing.balance import BalanceRules, pack_costs, quantities_of
 
 NUM, LENGTH = 300, 256
 
@@ -170,3 +174,36 @@ def test_only_required_parameters_given_by_name_are_columns() -> None:
     assert quantities_of(cost) == ("patches",)
     assert quantities_of(max) == quantities_of(None) == quantities_of(61_000) == ()
     assert BalanceRules(how="local", cost="tokens * 2").quantities == ("tokens * 2",)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [float, np.float32, np.int64, np.asarray, torch.tensor, Fraction, Decimal, lambda number: torch.tensor([number])],
+)
+def test_a_number_of_any_library_is_a_cost(made: Callable[[Any], Any]) -> None:
+    lengths, splits, sizes = np.array([3, 4, 5]), np.array([0, 1, 3]), np.array([8, 9])
+    assert pack_costs(lengths, splits, sizes, lambda some: made(int(some.sum()))).tolist() == [3, 9]
+
+
+@pytest.mark.parametrize(
+    "value", ["3", None, True, np.True_, float("nan"), torch.tensor(torch.inf), np.ones(2), 1j, [1]]
+)
+def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="cost: expected a finite number"):
+        pack_costs(np.array([3]), np.array([0, 1]), np.array([8]), lambda some: value)
+
+
+@pytest.mark.parametrize(
+    ("cost", "wanted"),
+    [
+        (lambda n, patches: 1.0, "(lengths, *, patches), got (n, patches)"),
+        (lambda n, patches, *, tokens: 1.0, "(lengths, *, patches, tokens), got (n, patches, *, tokens)"),
+        (lambda *, patches: 1.0, "(lengths, *, patches), got (*, patches)"),
+        (lambda: 1.0, "(lengths, *, patches), got ()"),
+    ],
+)
+def test_a_forgotten_star_is_refused_when_the_loader_is_made(folder: Path, cost: Any, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        loader_of(Packed(StreamingDataset(folder), LENGTH), balance="local", cost=cost)
+    for fine in (lambda *rest: 1.0, lambda n, scale=2: 1.0, lambda n, *, patches, **more: 1.0, len, max):
+        BalanceRules(how="local", cost=fine)

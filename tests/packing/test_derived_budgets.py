@@ -108,7 +108,13 @@ def test_a_quantity_is_known_by_its_values_and_another_one_is_another_set(folder
         (('"tokens" * 9000000000000000000', 5), r"overflow"),
         (("tokens", 5, 6), r'expected \("tokens \* tokens", 2\*\*26\), a text and a number'),
         (("tokens", "many"), r"budgets: it"),
-        (("0 - tokens", 5), r"has -\d+ "),
+        (("0 - tokens", 5), r"budgets: it: '0 - tokens' is -\d+ for sample \d+ of .*, expected at least 0"),
+        (("tokens - tokens - 1", 5), r"budgets: it: '.*' is -1 for sample 0 of .*, expected at least 0"),
+        (
+            ("tokens / 0", 5),
+            r"budgets: it: '.*' is no number \(it divides by 0\) for sample 0 of .*, expected",
+        ),
+        (("tokens % (tokens - tokens)", 5), r"budgets: it: '.*' is no number \(it divides by 0\)"),
         (2**41, r"budgets: it"),
         ("tokens", r"budgets: it"),
     ],
@@ -151,3 +157,21 @@ def test_a_plan_shows_fill_and_imbalance_of_each_budget(folder: Path) -> None:
 def test_packs_of_one_budget_show_none(folder: Path) -> None:
     result = run_cli("plan", str(folder), "--batch-size", "4", "--length", "512", "--json")
     assert "budgets" not in json.loads(result.stdout)["packs"]
+
+
+@pytest.mark.parametrize("text", ["tokens - 40", "tokens / images", "100 / (images - 1)"])
+def test_samples_with_less_than_nothing_are_left_out_as_the_message_says(folder: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="Write arithmetic that gives at least 0") as refused:
+        Packed(StreamingDataset(folder), LENGTH, budgets={"it": (text, 4096)})
+    (where,) = re.findall(r'where="(.*)"', str(refused.value))
+    assert len(Packed(StreamingDataset(folder, where=where), LENGTH, budgets={"it": (text, 4096)})) > 1
+
+
+@pytest.mark.parametrize("name", ["tokens", "patches"])
+def test_a_column_below_0_is_shown_as_it_is(tmp_path: Path, name: str) -> None:
+    lifted = {one: lambda sample, one=one: sample["json"][one] for one in ("tokens", "patches")}
+    with ShardWriter(f"{tmp_path}/{{}}.tar", columns=lifted) as writer:
+        row = {"tokens": 4, "patches": 4, name: -1}
+        writer.write({"__key__": "0", "tok": bytes(8), "json": row})
+    with pytest.raises(ConfigError, match=f"column '{name}' has -1 for sample 0 of .*, expected at least 0"):
+        Packed(StreamingDataset(tmp_path), LENGTH, budgets={"patches": 4})

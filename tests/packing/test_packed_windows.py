@@ -181,10 +181,14 @@ def test_what_cannot_work_is_refused(folder: Path, interleaved: Path) -> None:
         ({"budgets": 5}, "budgets: expected a number per column"),
         ({"budgets": {"tokens": 5}}, "column 'tokens' is already bounded by length="),
         ({"budgets": {"num": -1}}, "budgets: num: expected"),
-        ({"budgets": {"images": 4}}, "no column 'images' in the sample table"),
+        ({"budgets": {"num": 0}}, r"budgets: num: expected an integer in \[1, "),
+        ({"budgets": {"it": ("num * 2", 0)}}, r"budgets: it: expected an integer in \[1, "),
+        ({"budgets": {"images": 4}}, "budgets= or alike=: no column 'images'; there are: "),
+        ({"budgets": {"tokns": 4}}, r"budgets= or alike=: no column 'tokns' \(did you mean 'tokens'\?\)"),
+        ({"alike": ("tokns",), "padded": True}, r"no column 'tokns' \(did you mean 'tokens'\?\)"),
         ({"budgets": {"images": 4}, "overlong": "split"}, 'needs overlong="drop"'),
     ):
         with pytest.raises(ConfigError, match=said):
             Packed(documents, LENGTH, **options)
     with pytest.raises(ConfigError, match="nothing to pack"):
-        Packed(images[1:4], 1, budgets={"images": 0})
+        Packed(images[1:4], 1, budgets={"images": 1})

@@ -92,6 +92,8 @@ def compute_column(
         if not isinstance(spec, str):  # it may carry values that are compared with nothing
             raise target.taken()
         return done
+    if target.grows and not isinstance(spec, str):
+        raise target.taken()
     calls = Calls(workers=options.workers, executor=executor, progress=progress or NoProgress())
     filled = target.fill(version, partial(_array, values), calls=calls, again=False)
     return target.finish(filled, version=version, made_from=name, begun_s=begun)

@@ -18,7 +18,6 @@ from shard_tools.running.engine import Calls
 from shard_tools.running.progress import NoProgress, Progress
 from streaming.build.decode import raw, resolve_decoders
 from streaming.errors import ConfigError, DataError
-from streaming.sets.filters.late_columns import find_columns
 from streaming.shards.fetch.read import ShardFacts, fetch_range
 from streaming.shards.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
@@ -71,7 +70,7 @@ def lift_all(
     urls: Sequence[str], paths: Sequence[str], *, storage: Storage, index_url: str | None, workers: int,
     allow_unfinished: bool = False, executor: Executor | None = None, progress: Progress | None = None,
 ) -> list[AddReport]:  # fmt: skip
-    """Lift one late column per path, named after it; columns that already exist for these shards are kept.
+    """Lift one late column per path, named after it; values that already exist for these shards are kept.
 
     Raises:
         ConfigError, DataError: As for :func:`lift_column`.
@@ -79,11 +78,11 @@ def lift_all(
     reports = []
     for path in paths:
         target = ColumnTarget(
-            urls, path, storage=storage, index_url=index_url, overwrite=True, allow_unfinished=allow_unfinished
-        )
-        there = find_columns(storage, target.homes, [path]) if len(target.homes) == 1 else {}
-        if path not in there or there[path].version != target.version_of(lift=path):
-            reports.append(lift_column(target, path, workers=workers, executor=executor, progress=progress))
+            urls, path, storage=storage, index_url=index_url, overwrite=True, keeps=True,
+            allow_unfinished=allow_unfinished,
+        )  # fmt: skip
+        report = lift_column(target, path, workers=workers, executor=executor, progress=progress)
+        reports += [] if report.was_complete else [report]
     return reports
 
 

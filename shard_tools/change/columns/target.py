@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -144,6 +144,18 @@ ShardValues = Callable[[ColumnShard], pa.Array]
 class ColumnTarget:
     """A late column to be added to the shards at ``urls``.
 
+    If the set has grown since a column was added in the same way, the column keeps its version and its values, and only
+    the values of new shards are made: states and views that name the column stay as they are.
+
+    Args:
+        urls: Shards with an index.
+        name: Name of the column.
+        storage: The store.
+        index_url: Location of the index, if not beside the shards.
+        overwrite: Replace a column of this name, and make every value again.
+        keeps: With ``overwrite``: complete a column that was made in the same way, instead of replacing it.
+        allow_unfinished: Accept an unfinished set.
+
     Raises:
         ConfigError: The name is invalid or taken, or the shards have no index.
         NotFoundError: There are no shards.
@@ -151,7 +163,7 @@ class ColumnTarget:
 
     def __init__(
         self, urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, overwrite: bool,
-        allow_unfinished: bool = False,
+        keeps: bool = False, allow_unfinished: bool = False,
     ) -> None:  # fmt: skip
         self.name = checked_name(name, "column")
         self.storage = storage
@@ -168,7 +180,10 @@ class ColumnTarget:
                 f"column {name!r}: the sample tables have a column of this name; choose another for the late one"
             )
         self._taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
-        self._overwrite = overwrite
+        self._overwrite, self._keeps = overwrite, keeps or not overwrite
+        self._recipe = ""
+        self.grows = False
+        """Whether a column that was made in the same way, for other shards, is completed."""
 
     @cached_property
     def homes(self) -> list[str]:
@@ -197,8 +212,13 @@ class ColumnTarget:
         Raises:
             ConfigError: Some of the directories have another column of this name.
         """
-        content = {"name": self.name, "shards": self.table.fingerprint, **made_of}
-        version = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        self._recipe = _digest({"name": self.name, **made_of})
+        version = _digest({"name": self.name, "shards": self.table.fingerprint, **made_of})
+        there = [self._document(home) for home in self._taken]
+        alike = {one.column_version for one in there if one is not None and one.recipe == self._recipe}
+        if self._keeps and len(alike) == 1 and all(one is not None and one.column_version in alike for one in there):
+            self.grows = alike != {version}
+            return alike.pop()
         self._refuse_taken([home for home in self._taken if not self._is_of(version, home)])
         return version
 
@@ -209,11 +229,17 @@ class ColumnTarget:
         """
         there = [self._document(home) for home in self._taken]
         known = [one for one in there if one is not None and one.column_version == version]
-        if self._overwrite or len(known) < len(self.homes):
+        if not self._keeps or len(known) < len(self.homes):
             return None
+        num_missing = sum(one.num_missing for one in known)
+        if self.grows:
+            found = [*map_threads(partial(_written, version), map(self.shard, range(len(self.urls))), THREADS)]
+            if any(one is None for one in found):
+                return None
+            num_missing = sum(one.num_missing for one in found if one is not None)
         return AddReport(
             name=self.name, type=known[0].type, column_version=version, num_shards=len(self.urls),
-            num_samples=sum(self.sizes), num_missing=sum(one.num_missing for one in known), was_complete=True,
+            num_samples=sum(self.sizes), num_missing=num_missing, was_complete=True,
         )  # fmt: skip
 
     def _is_of(self, version: str, home: str) -> bool:
@@ -234,13 +260,21 @@ class ColumnTarget:
     def taken(self, home: str | None = None) -> ConfigError:
         """Return the error for a name that another column has, in this directory of an index; None: in the first."""
         home = self.homes[0] if home is None else home
+        document = self._document(home)
+        made = "" if document is None else f", made from {document.made_from} as it was then"
         return ConfigError(
-            f"column {self.name!r} already exists beside the index in {redact(home) or '.'}. Runs may have "
-            f"been trained with it: choose another name, or give --overwrite"
+            f"column {self.name!r} already exists beside the index in {redact(home) or '.'}{made}. Runs may have "
+            f"been trained with it: choose another name, or give --overwrite, which makes all its values again; views "
+            f"and states that name the column then refer to values that are gone"
         )
 
     def begin(self) -> None:
-        """Withdraw an older column of this name: until everything is written, the column does not exist."""
+        """Withdraw an older column of this name: until everything is written, the column does not exist.
+
+        A column that grows stays: the values of its earlier shards are read meanwhile.
+        """
+        if self.grows:
+            return
         for home in self._taken:
             self.storage.delete(join_url(home, column_document_path(self.name)))
 
@@ -261,6 +295,7 @@ class ColumnTarget:
             again: False: values of this version written before an interruption are not computed again. A finished
                 column that is being overwritten is always recomputed.
         """
+        again = again and not self.grows
         if not again:
             self._forget()
         self.begin()
@@ -298,6 +333,8 @@ class ColumnTarget:
 
     def _forget(self) -> None:
         """Delete the values of a finished column: they may be of older versions of code that a function calls."""
+        if self.grows:
+            return
         gone = _files_of(self.storage, self._taken, self.name)
         documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
         # Before the documents: without these, files count as written by an interrupted run of the same work.
@@ -316,7 +353,7 @@ class ColumnTarget:
             check: Checks the summaries before an older column is withdrawn; raises if they cannot be a column.
             calls: Runs the calls; its progress receives every shard.
         """
-        if not self._taken:
+        if self.grows or not self._taken:
             filled = self.fill(version, values, calls=calls)
             check(filled)
             return filled
@@ -362,7 +399,7 @@ class ColumnTarget:
             document = ColumnDocument(
                 name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
                 num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
-                after=after,
+                after=after, recipe=self._recipe,
             )  # fmt: skip
             told = SchemaColumn(type=kind, origin=late_origin(version, redact(made_from)))
             _note_column(self.storage, home, self.name, told)
@@ -373,6 +410,10 @@ class ColumnTarget:
             num_missing=num_missing, seconds=time.monotonic() - begun_s,
             **{"num_rows": num_samples - num_missing, **more},
         )  # fmt: skip
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _joined_kind(name: str, filled: Sequence[Filled]) -> str:

@@ -338,7 +338,8 @@ class Appending:
         for name in lacking:
             before = "a condition names it" if late[name] == "column" else "it is read"
             _log.warning(
-                "%s: the late %s %s has no values for what was added; add it again before %s",
+                "%s: the late %s %s has no values for what was added; run the command that added it again, which makes "
+                "only what is missing, before %s",
                 redact(head.home), late[name], name, before,
             )  # fmt: skip
         num_added = sum(one.total_samples for one in tables.values())

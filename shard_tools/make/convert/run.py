@@ -23,7 +23,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report, plain, plain_place
 from streaming.common.arguments import checked_limit, counted, did_you_mean, format_bytes
 from streaming.common.inflate import MAX_GZIP_RATIO
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, shell_word
 from streaming.shards.schema.value import Schema
 from streaming.storage import Storage, redact
 
@@ -305,6 +305,12 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
         hint = did_you_mean(name, there)
         what = f"{option}: no column {name!r} in {'the first records' if free else 'the source'}{hint}; there are: "
         what += ", ".join(there) or "none"
+        if not there and option == "--columns":
+            what += (
+                f". Samples of {reader.kind} have fields and no columns. Leave --columns out, and take the values out "
+                f"of a field of the set that is written: `shard_tools index TARGET --columns {shell_word(name)}`, or "
+                f"`shard_tools column add TARGET NAME --lift {shell_word(name)}`"
+            )
         if not free:
             raise ConfigError(what)
         _log.warning("%s", what)

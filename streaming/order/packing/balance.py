@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import checked_int, is_number
+from streaming.common.arguments import checked_int
 from streaming.common.arrays import sums
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
@@ -30,6 +30,7 @@ Cost: TypeAlias = Callable[..., float]
 Keyword-only parameters without a default are columns of the documents, or budgets, float64 [n]:
 ``def cost(lengths, *, patches): …``.
 """
+_RESTS = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 Costs: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.float64]"
 TOKENS_LIKE_ATTENTION = 61_000
 """c: for a document of c tokens, attention costs as much as everything else. For 8 billion parameters: 32 layers of
@@ -107,6 +108,8 @@ class BalanceRules:
             raise ConfigError(f"balance: expected one of {', '.join(get_args(Balance))}, or None, got {self.how!r}")
         if self.cost is not None and not callable(self.cost) and not isinstance(self.cost, str):
             checked_int("cost", self.cost, 1, 2**31)
+        if callable(self.cost):
+            _check_parameters(self.cost)
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -161,11 +164,44 @@ def idle(costs: Costs) -> float:
     return float(1 - costs.mean(axis=0).sum() / waits) if waits else 0.0
 
 
+def _check_parameters(cost: Cost) -> None:
+    """Check that a function can be called with the lengths of a pack's pieces, and with the columns that it names.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        known = signature(cost)
+    except (TypeError, ValueError):  # of compiled code
+        return
+    try:
+        known.bind(None, **dict.fromkeys(quantities_of(cost)))
+    except TypeError as error:
+        needed = [one for one in known.parameters.values() if one.default is one.empty and one.kind not in _RESTS]
+        more = [one.name for number, one in enumerate(needed) if number or one.kind is one.KEYWORD_ONLY]
+        wanted = f"lengths, *, {', '.join(more or ['patches'])}"
+        raise ConfigError(
+            f"cost: expected a function of the lengths of a pack's pieces, whose columns are keyword-only parameters: "
+            f"({wanted}), got {known}"
+        ) from error
+
+
 def _checked_cost(cost: Cost, lengths: Int64Array, given: Mapping[str, npt.NDArray[np.float64]]) -> float:
     found = cost(lengths, **given)
-    if not is_number(found) or not np.isfinite(float(found)):
+    number = _as_number(found)
+    if number is None or not np.isfinite(number):
         raise ConfigError(
             f"cost: expected a finite number for a pack whose documents have the lengths {lengths.tolist()[:8]}, "
             f"got {found!r}"
         )
-    return float(found)
+    return number
+
+
+def _as_number(found: object) -> float | None:
+    """Return a number of any library, such as a tensor of no dimension, as a float; None: it is no number."""
+    item = getattr(found, "item", None)
+    try:
+        plain: Any = item() if callable(item) else found
+        return None if isinstance(plain, bool) or not hasattr(plain, "__float__") else float(plain)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of several elements, or too large
+        return None

@@ -28,6 +28,8 @@ _REQUESTS = 16
 _MAJOR = "1"
 _VERSION = f"{_MAJOR}.0"
 _KIND = "late column"
+_OPTIONAL = frozenset(("after", "recipe"))
+"""Members of the document that are left out if they are empty."""
 
 
 def document_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
@@ -61,6 +63,7 @@ class ColumnDocument:
         num_samples: Number of samples in these shards.
         num_missing: Number of samples without a value.
         after: Identity of the transform after which the values, lengths, were measured; "": none.
+        recipe: Digest of what the values are made from, whatever the shards; "": of an older release.
     """
 
     name: str
@@ -71,10 +74,11 @@ class ColumnDocument:
     num_samples: int
     num_missing: int
     after: str = ""
+    recipe: str = ""
 
     def to_bytes(self) -> bytes:
         """Return JSON, with kind and version."""
-        return document_bytes(_KIND, {name: one for name, one in asdict(self).items() if name != "after" or one})
+        return document_bytes(_KIND, {name: one for name, one in asdict(self).items() if name not in _OPTIONAL or one})
 
     @classmethod
     def from_bytes(cls, data: ReadBuffer, source: str) -> ColumnDocument:

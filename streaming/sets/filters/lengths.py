@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.common.lru_cache import LruCache
 from streaming.errors import ConfigError, IndexMissingError, shell_word
@@ -20,6 +21,8 @@ from streaming.types import Int64Array
 
 UNKNOWN = -1
 """Number of tokens of a sample without a value in the column."""
+UNDEFINED = -(2**63)
+"""Derived size of a sample whose columns have values, of which the arithmetic makes none: it divides by 0."""
 _KEPT_BYTES = 256 << 20
 """Memory for the columns of recently used shards: 32 million samples. The columns of other shards are read again."""
 _MOST = 2.0**62
@@ -59,7 +62,10 @@ class Lengths:
         self._begin()
 
     def __call__(self, shard: int) -> Int64Array:
-        """Return the sizes of a shard's samples, int64 [n] or int64 [n, columns]; ``UNKNOWN`` where a value is missing.
+        """Return the sizes of a shard's samples, int64 [n] or int64 [n, columns].
+
+        A size below 0 is none: ``UNKNOWN`` where a value is missing, ``UNDEFINED``, or what :func:`value_below_0`
+        gives.
 
         Raises:
             ConfigError: A column does not exist, or holds something other than integers.
@@ -81,8 +87,11 @@ class Lengths:
 
     def _column(self, shard: int, column: str, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
         shown = redact(self._shards.urls[shard])
+        is_tokens = column == self._columns[0]
         if column not in columns:
             known = sorted({*there, *late_names(self._storage, self._shards)})
+            if not is_tokens:
+                raise unknown_column(column, known, "Packed: budgets= or alike=")
             raise ConfigError(
                 f"Packed: no column {column!r} in the sample table of {shown} to say how many tokens each sample "
                 f"has; there are: {', '.join(known) or 'none'}. Name the column with column=…, or make it: "
@@ -93,11 +102,12 @@ class Lengths:
         values = columns[column]
         if str(values.type) not in _TYPES and len(values) != values.null_count:
             raise ConfigError(
-                f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the number of "
-                "tokens of each sample. A budget of fractions is arithmetic: "
+                f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers"
+                f"{': the number of tokens of each sample' if is_tokens else ''}. A budget of fractions is arithmetic: "
                 f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}"
             )
-        return numbers(values.cast("int64"), np.int64, missing=UNKNOWN)
+        found = numbers(values.cast("int64"), np.int64, missing=0)
+        return _marked(found, values.is_null().to_numpy(zero_copy_only=False), UNKNOWN)
 
     def _derived(self, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
         """Return a derived size of each sample, rounded up to a whole number."""
@@ -109,7 +119,19 @@ class Lengths:
         found = numbers_of(plain_values(amounts_of(quantity, columns, rows)))
         if found is None:
             raise AssertionError("arithmetic gives numbers")
-        return np.where(np.isnan(found), UNKNOWN, np.ceil(np.minimum(found, _MOST))).astype(np.int64)
+        lacks = np.any([columns[name].is_null().to_numpy(zero_copy_only=False) for name in quantity.names], axis=0)
+        whole = np.ceil(np.clip(np.nan_to_num(found), -_MOST, _MOST)).astype(np.int64)
+        return _marked(whole, np.isnan(found), np.where(lacks, UNKNOWN, UNDEFINED))
+
+
+def _marked(sizes: Int64Array, is_missing: npt.NDArray[np.bool_], mark: int | Int64Array) -> Int64Array:
+    """Return sizes with a mark where they are missing; those below 0 become distinct from ``UNKNOWN``."""
+    return np.where(is_missing, mark, np.where(sizes < 0, sizes - 1, sizes))
+
+
+def value_below_0(size: int) -> int:
+    """Return the value in a column, or of arithmetic, that a size below ``UNKNOWN`` stands for."""
+    return size + 1
 
 
 def names_in(columns: Sequence[str | Quantity]) -> list[str]:

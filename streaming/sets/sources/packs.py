@@ -31,7 +31,7 @@ from streaming.order.packing.layout import PackRows
 from streaming.order.packing.rules import Overlong, PackRules, cut
 from streaming.order.plan.schedule import Schedule
 from streaming.sets.filters.late_columns import LateColumn
-from streaming.sets.filters.lengths import UNKNOWN, Lengths, names_in
+from streaming.sets.filters.lengths import UNDEFINED, UNKNOWN, Lengths, names_in, value_below_0
 from streaming.sets.filters.measures import Measures
 from streaming.sets.filters.select import late_columns_of
 from streaming.sets.sources.keys import KeysOfShards
@@ -39,7 +39,7 @@ from streaming.sets.sources.samples import SampleSource
 from streaming.shards.catalog.open import check_decoded, check_fields, digest_of
 from streaming.shards.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
 from streaming.shards.catalog.source import ChunkSource
-from streaming.shards.index.where import Quantity, column_quantity, parse_quantity
+from streaming.shards.index.where import Quantity, column_quantity, parse_quantity, written
 from streaming.shards.late.fields import late_names
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
@@ -159,7 +159,7 @@ class PackedDocuments(PackedSource):
         if lengths is None:
             lengths = _lengths_of(documents, columns, peers)
         read = _reading(documents, self.items)
-        work = _Work(read, lengths, rules, columns, fits := kept_fits())
+        work = _Work(read, lengths, rules, columns, tuple(self.budgets), fits := kept_fits())
         self.column, self.alike = column, kinds
         self.counts: PackCounts
         groups, self.counts = work.of_all(peers)
@@ -406,9 +406,11 @@ class _Work:
 
     def __init__(
         self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str | Quantity, ...],
-        fits: Fits,
+        budgets: tuple[str, ...], fits: Fits,
     ) -> None:  # fmt: skip
         self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, list(map(str, columns))
+        self._shown = [str(one) if isinstance(one, Quantity) else written(one) for one in columns]
+        self._derived = {place: budgets[place - 1] for place, one in enumerate(columns) if isinstance(one, Quantity)}
         self._fits = fits
 
     @property
@@ -482,12 +484,18 @@ class _Work:
         """Return an error that names the sample and column of the smallest length, which is missing or invalid."""
         row, place = divmod(int(lengths.argmin()), len(self._columns))
         least, column, number = int(lengths.min()), self._columns[place], int(samples[row])
-        has = "no value" if least == UNKNOWN else f"{least} tokens"
-        return ConfigError(
-            f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; leave "
-            f'such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or rebuild the column '
-            "(`shard_tools column add`)"
-        )
+        sample = f"sample {number} of {redact(self._documents.urls[shard])}"
+        out = f'leave such samples out, StreamingDataset(…, where="{self._shown[place]} >= {0 if place else 1}")'
+        if place in self._derived and least != UNKNOWN:
+            has = "is no number (it divides by 0)" if least == UNDEFINED else f"is {value_below_0(least)}"
+            return ConfigError(
+                f"Packed: budgets: {self._derived[place]}: {column!r} {has} for {sample}, expected at least 0. Write "
+                f"arithmetic that gives at least 0 for every sample, or {out}"
+            )
+        has = "no value" if least == UNKNOWN else str(value_below_0(least))
+        rebuilt = "" if place in self._derived else ", or rebuild the column (`shard_tools column add`)"
+        what = "quantity" if place in self._derived else "column"
+        return ConfigError(f"Packed: {what} {column!r} has {has} for {sample}, expected at least 0; {out}{rebuilt}")
 
 
 def log_fill(

@@ -184,10 +184,19 @@ def _checked_budget(name: str, budget: Any) -> tuple[str | None, int]:
             f"`shard_tools column add URL {shell_word(name)} --compute MODULE:FUNCTION`"
         )
     if not is_list(budget):
-        return None, checked_int(f"budgets: {name}", budget, 0, MAX_AMOUNT)
+        return None, _checked_limit(name, budget)
     if len(budget) != 2 or not isinstance(budget[0], str):
         raise ConfigError(f'budgets: {name}: expected ("tokens * tokens", 2**26), a text and a number, got {budget!r}')
-    return budget[0], checked_int(f"budgets: {name}", budget[1], 0, MAX_AMOUNT)
+    return budget[0], _checked_limit(name, budget[1])
+
+
+def _checked_limit(name: str, limit: Any) -> int:
+    """Return the limit of a budget.
+
+    Raises:
+        ConfigError: It is not a whole number of at least 1: a pack within less holds next to nothing.
+    """
+    return checked_int(f"budgets: {name}", limit, 1, MAX_AMOUNT)
 
 
 def checked_alike(alike: Any) -> tuple[str, ...]:
