@@ -596,8 +596,16 @@ def _check_names(documents: SampleSource, items: PieceItems, peers: Peers | None
     Raises:
         ConfigError: No document has one of the fields that are taken as stored.
     """
-    check_fields(documents.storage, documents.shards, items.raw, peers)
     late = late_names(documents.shards.schemas)
+    named = dict(zip(items.raw, ("field", "mask_field"), strict=False))
+    for name, option in named.items():
+        if name in late:
+            what = "masks" if option == "mask_field" else "tokens"
+            raise ConfigError(
+                f"{option}={name!r} is a late field; {what} must lie in the shards: convert the source of the set "
+                f"again with them, `shard_tools convert SOURCE TARGET --tokens-field FIELD [--mask-field FIELD]`"
+            )
+    check_fields(documents.storage, documents.shards, named, peers)
     carried = [name for name in items.fields if name not in items.raw and name not in late]
     if carried:
         check_decoded(documents.storage, documents.shards, carried, peers, option="carry")

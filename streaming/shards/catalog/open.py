@@ -328,10 +328,25 @@ _MOST_FOOTERS = 1024
 wrong."""
 
 
-def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], peers: Peers | None = None) -> None:
-    """Check that ``fields`` exist in the shards: one small request if the first shard has them all.
+_OF_FIELDS = {
+    "fields": ", or leave it out to read all",
+    "mask_field": ", or leave it out: then every token counts",
+}
+"""What a user can do instead of correcting an option that names a field."""
+
+
+def check_fields(
+    storage: Storage, shards: OpenShards, fields: Mapping[str, str], peers: Peers | None = None
+) -> None:  # fmt: skip
+    """Check that fields exist in the shards: one small request if the first shard has them all.
 
     With peers, rank 0 checks.
+
+    Args:
+        storage: Reads the shards' index.
+        shards: The shards.
+        fields: The user's option that names each field, by field.
+        peers: The ranks of the job.
 
     Sets that can only be streamed, or whose index has no sample tables, are not checked.
 
@@ -343,7 +358,7 @@ def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], pe
         _look_for(storage, shards, fields)
         return b""
 
-    shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
+    shared(peers, f"fields/{digest_of([shards.urls, shards.index, dict(fields)])}", look)
 
 
 def check_decoded(
@@ -371,7 +386,7 @@ def check_decoded(
     shared(peers if plain else None, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
 
 
-def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:
+def _look_for(storage: Storage, shards: OpenShards, fields: Mapping[str, str]) -> None:
     count = len(shards.urls) if shards.table is not None else 0
     step = max(1, count // _MOST_FOOTERS)
     places = range(0, count, step)
@@ -386,11 +401,12 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
     if not count:
         return
     missing = next(name for name in fields if name not in known)
+    option = fields[missing]
     raise ConfigError(
-        f"fields: no sample of {redact(shards.urls[0])}"
+        f"{option}: no sample of {redact(shards.urls[0])}"
         f"{f' and the {len(places) - 1} other shards looked at' if len(places) > 1 else ''} has a field "
         f"{missing!r}{did_you_mean(missing, known)}; there are {', '.join(sorted(known))}. "
-        f"Correct fields=, or leave it out to read all; in Packed, correct field="
+        f"Correct {option}={_OF_FIELDS.get(option, '')}"
     )
 
 
