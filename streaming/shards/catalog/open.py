@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import did_you_mean, format_bytes
+from streaming.common.arguments import did_you_mean, format_bytes, some_names
 from streaming.common.job.shared_results import PEER_WAIT_S, Peers, shared
 from streaming.common.threads import on_threads
 from streaming.errors import (
@@ -366,7 +366,8 @@ def check_decoded(
 ) -> None:
     """Warn about ``names`` in an ``option`` that match no field of the first shard; with peers, on rank 0.
 
-    Names with ``*`` are patterns. This is not an error, because one mapping may serve several sets.
+    Names with ``*`` are patterns. This is not an error, because one mapping may serve several sets. Of ``decode``, also
+    warn about an extension that does not reach the numbered fields with it.
     """
     plain = [name for name in names if "*" not in name]
 
@@ -381,9 +382,42 @@ def check_decoded(
                     "%s: no sample of %s has a field %r%s; its fields are %s", option, redact(shards.urls[0]), name,
                     did_you_mean(name.lower(), there), ", ".join(sorted(there)),
                 )  # fmt: skip
+            if option == "decode" and f"*.{name}" not in names and (others := numbered(name, there, names)):
+                _log.warning(
+                    "decode: %r does not reach %s of %s, which are decoded as if it were not given; for all of "
+                    'them write decode={"*.%s": …}',
+                    name, some_names(others), redact(shards.urls[0]), name,
+                )  # fmt: skip
         return b""
 
     shared(peers if plain else None, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
+
+
+def numbered(name: str, there: Iterable[str], named: Collection[str]) -> list[str]:
+    """Return the fields ``0.name``, ``1.name``, … that are there and not among those named, in order."""
+    if "." in name:
+        return []
+    found = [one for one in there if one.lower().endswith(f".{name.lower()}") and one not in named]
+    return sorted((one for one in found if one.partition(".")[0].isdecimal() and one.count(".") == 1),
+                  key=lambda one: int(one.partition(".")[0]))  # fmt: skip
+
+
+def left_beside(
+    storage: Storage, shards: OpenShards, names: Collection[str], peers: Peers | None = None
+) -> tuple[str, ...]:
+    """Return the numbered fields of the first shard that have an extension among ``names``, but are not named.
+
+    With peers, rank 0 looks.
+    """
+
+    def look() -> bytes:
+        there = _fields_of(storage, shards, 0) if shards.table is not None and shards.urls else None
+        return json.dumps([one for name in names for one in numbered(name, there or (), names)]).encode()
+
+    if not any("." not in name for name in names):
+        return ()
+    found = shared(peers, f"beside/{digest_of([shards.urls, shards.index, list(names)])}", look)
+    return tuple(json.loads(found))
 
 
 def _look_for(storage: Storage, shards: OpenShards, fields: Mapping[str, str]) -> None:

@@ -179,6 +179,16 @@ class CarriedPacks(TokenPacks):
         return self.carry.names
 
     @override
+    def mixed(self, kinds: Sequence[RowKind]) -> RowKind:
+        made = super().mixed(kinds)
+        beside = dict.fromkeys(one for kind in kinds if isinstance(kind, CarriedPacks) for one in kind.carry.beside)
+        return replace(made, carry=replace(self.carry, beside=tuple(beside)))  # type: ignore[call-arg]
+
+    def told_of(self, beside: tuple[str, ...]) -> CarriedPacks:
+        """Return this kind with the fields that documents have beside the carried ones, for messages."""
+        return replace(self, carry=replace(self.carry, beside=beside))
+
+    @override
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
         return each_piece(positions, packs)
 
