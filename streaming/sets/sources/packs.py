@@ -157,9 +157,7 @@ class PackedDocuments(PackedSource):
         _check_widths(documents, self.items.raw)
         peers = job_peers(agent_store())
         _check_names(documents, self.items, peers)
-        if isinstance(self.items, CarriedPacks):
-            self.items = _with_beside(documents, self.items, peers)
-            _tell_of_other_placeholders(documents, self.items)
+        self.items = _with_beside(documents, self.items, peers)
         self.budgets = _quantities(limits)
         columns = (column, *self.budgets.values(), *kinds)
         if lengths is None:
@@ -617,8 +615,14 @@ def _check_names(documents: SampleSource, items: PieceItems, peers: Peers | None
         check_decoded(documents.storage, documents.shards, carried, peers, option="carry")
 
 
-def _with_beside(documents: SampleSource, items: CarriedPacks, peers: Peers | None) -> CarriedPacks:
-    """Return the rows with the numbered fields that documents also have; warn of them."""
+def _with_beside(documents: SampleSource, items: PieceItems, peers: Peers | None) -> PieceItems:
+    """Return the rows; of those that carry values, with the numbered fields that documents also have.
+
+    Warns of these, and of placeholders that are not the set's.
+    """
+    if not isinstance(items, CarriedPacks):
+        return items
+    _tell_of_other_placeholders(documents, items)
     beside = left_beside(documents.storage, documents.shards, items.carry.fields, peers)
     made = items.told_of(beside)
     if beside and is_first_process():
@@ -642,8 +646,8 @@ def _tell_of_other_placeholders(documents: SampleSource, items: CarriedPacks) ->
             if known[kind] and token not in known[kind]:
                 _log.warning(
                     "placeholder: token %d of %r: the set's %s token is %s. Write placeholder={%s: %d}, unless %d "
-                    "comes once for each value, as a token that begins it does: documents with another number of its runs "
-                    "than values are bad samples",
+                    "comes once for each value, as a token that begins it does: documents with another number of its "
+                    "runs than values are bad samples",
                     token, name, kind, " or ".join(map(str, known[kind])), f'"{name}"', known[kind][0], token,
                 )  # fmt: skip
 
