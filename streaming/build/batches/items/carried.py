@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -179,10 +179,10 @@ class CarriedPacks(TokenPacks):
         return self.carry.names
 
     @override
-    def mixed(self, kinds: Sequence[RowKind]) -> RowKind:
+    def mixed(self, kinds: Sequence[RowKind]) -> Self:
         made = super().mixed(kinds)
         beside = dict.fromkeys(one for kind in kinds if isinstance(kind, CarriedPacks) for one in kind.carry.beside)
-        return replace(made, carry=replace(self.carry, beside=tuple(beside)))  # type: ignore[call-arg]
+        return replace(made, carry=replace(self.carry, beside=tuple(beside)))
 
     def told_of(self, beside: tuple[str, ...]) -> CarriedPacks:
         """Return this kind with the fields that documents have beside the carried ones, for messages."""

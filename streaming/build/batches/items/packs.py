@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +100,7 @@ class TokenPacks(PieceItems):
         return replace(self, shape=replace(self.shape, dtype=look(self.shape.field)))
 
     @override
-    def mixed(self, kinds: Sequence[RowKind]) -> RowKind:
+    def mixed(self, kinds: Sequence[RowKind]) -> Self:
         masks = [one.shape.mask_field for one in kinds if isinstance(one, TokenPacks)]
         named = next((name for name in masks if name is not None), None)
         unmasked = () if named is None else tuple(number for number, name in enumerate(masks) if name is None)
