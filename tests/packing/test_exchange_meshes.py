@@ -128,6 +128,20 @@ def test_tokens_of_32_bits_travel_as_they_are(job: Job, tmp_path: Path) -> None:
     assert job.run(play, range(2)) == wanted
 
 
+def test_packs_with_and_without_a_mask_are_exchanged_with_their_labels(job: Job, folder: Path) -> None:
+    masks = {"web": "mask", "code": None}
+    mix = Mixture({
+        name: Packed(StreamingDataset(folder / name), LENGTH, mask_field=mask) for name, mask in masks.items()
+    })  # fmt: skip
+    wanted = dealt(mix, 2, most=3)
+
+    def play(rank: int) -> list[Rows]:
+        with loader_of(mix, DeviceMesh.from_sizes(dp_size=2, rank=rank, environ={})) as loader:
+            return [rows_of(batch) for batch in taken(loader, 3)]
+
+    assert job.run(play, range(2)) == wanted
+
+
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "shares that differ by one": ({"dp_size": 3}, {}),
     "fewer packs than ranks": ({"dp_size": 3}, {"global_batch_size": 7}),

@@ -6,7 +6,9 @@ import base64
 import io
 import itertools
 import json
+import logging
 import os
+import re
 import tarfile
 import wave
 from collections.abc import Mapping, Sequence
@@ -24,9 +26,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from shard_tools.cli import cli
 from shard_tools.make.tokens import TokenizeReport
 from shard_tools.make.tokens.append import append_tokens
-from streaming import StreamingDataset
+from streaming import Packed, StreamingDataset
 from streaming.errors import ConfigError, DataError
 from tests.support.sets.meanings import schema_of
+from tests.support.sets.packed_sets import epoch_of, loader_of
 from tests.support.sources.conversions import jsonl, members, run
 
 IMAGE, SOUND = "<|image_pad|>", "<|audio_pad|>"
@@ -439,3 +442,76 @@ def test_the_command(tmp_path: Path, tokenizer: Path) -> None:
     assert result.exit_code == 0, result.output
     (one,) = documents(tmp_path / "out")
     assert told(one, tokenizer)[0].count(IMAGE) == 4
+
+
+# ------------------------------------------------------------------------------------------------------------ packs
+
+
+@pytest.fixture(scope="module")
+def of_one_and_several(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    """Conversations of one image and of three, in turn."""
+    folder = tmp_path_factory.mktemp("talks")
+    one = [
+        {"role": "user", "content": [{"type": "image", "image": url(P[0])}, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "A cat."},
+    ]
+    several = in_parts(lambda n: {"type": "image", "image": url(P[n])})
+    converted(folder, tokenizer, [{"messages": messages} for messages in (one, several) * 6], image_tokens="4")
+    return folder / "out"
+
+
+def image_token(folder: Path) -> int:
+    meaning = schema_of(folder).fields["tok"].tokens
+    assert meaning is not None
+    (token,) = meaning.image
+    return token
+
+
+def packed_talks(folder: Path, **options: Any) -> Packed:
+    dataset = StreamingDataset(str(folder), on_error="raise", decode=options.pop("decode", "auto"))
+    return Packed(dataset, 512, mask_field="mask", **{"placeholder": image_token(folder), **options})
+
+
+def test_numbered_images_that_are_not_carried_are_said_with_the_cure(
+    of_one_and_several: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = packed_talks(of_one_and_several, carry=("jpg",))
+    assert "also have 0.jpg, 1.jpg, 2.jpg, which are not carried" in caplog.text
+    with loader_of(packed) as loader, pytest.raises(DataError) as caught:
+        list(loader)
+    told = re.search(
+        r"Documents of this set also have '0.jpg', '1.jpg', '2.jpg', .* write carry=(.*)", str(caught.value)
+    )
+    assert told, caught.value
+    caplog.clear()
+    batches = epoch_of(packed_talks(of_one_and_several, carry=json.loads(told[1].replace("(", "[").replace(")", "]"))))
+    assert sum(len(row) for batch in batches for row in batch["jpg"]) == 6 * (1 + len(P))
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING and "carr" in one.getMessage()]
+
+
+@pytest.mark.parametrize("entry", ["jpg", "images"])
+def test_another_token_than_the_sets_is_said(
+    of_one_and_several: Path, entry: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    token, carry = image_token(of_one_and_several), {entry: ("jpg", "0.jpg", "1.jpg", "2.jpg")}
+    packed_talks(of_one_and_several, carry=carry)
+    assert "placeholder" not in caplog.text
+    packed_talks(of_one_and_several, carry=carry, placeholder=token + 1)
+    assert f'the set\'s image token is {token}. Write placeholder={{"{entry}": {token}}}' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("decode", "is_said"),
+    [
+        ({"jpg": "rgb8:4x4"}, True), ({"*.jpg": "rgb8:4x4"}, False), ({"jpg": "rgb8:4x4", "*.jpg": "rgb8:4x4"}, False),
+        ({"jpg": None, "0.jpg": None, "1.jpg": None, "2.jpg": None}, False), ({"0.jpg": None}, False), ("auto", False),
+    ],
+)  # fmt: skip
+def test_a_decoder_that_does_not_reach_numbered_images_is_said(
+    of_one_and_several: Path, decode: Any, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = StreamingDataset(str(of_one_and_several), decode=decode)
+    assert ("'jpg' does not reach 0.jpg, 1.jpg, 2.jpg of " in caplog.text) == is_said
+    if isinstance(decode, dict) and "*.jpg" in decode:
+        shapes = {value.shape for sample in dataset for name, value in sample.items() if name.endswith("jpg")}
+        assert shapes == {(4, 4, 3)}

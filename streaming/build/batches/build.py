@@ -287,6 +287,10 @@ class RowKind(ABC):
         """Return a sentence for messages on what takes the place of a lost sample."""
         return _FATES[on_error]
 
+    def mixed(self, kinds: Sequence[RowKind]) -> RowKind:  # noqa: ARG002
+        """Return the rows of a mixture whose sources have these kinds, in their order; this is one of them."""
+        return self
+
     def balanced(self, rules: BalanceRules, *, dataset: object, collate_fn: object) -> RowKind:  # noqa: ARG002
         """Return this kind with balanced rows.
 

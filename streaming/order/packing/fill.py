@@ -149,9 +149,13 @@ class Filler:
         rows: The packs.
         segments: Their layout.
         shape: The shape of a batch.
+        unmasked: bool [n], the pieces whose documents have no loss mask: all their tokens count; None: none.
     """
 
-    def __init__(self, view: memoryview, rows: PackRows, segments: Segments, shape: PackShape) -> None:
+    def __init__(
+        self, view: memoryview, rows: PackRows, segments: Segments, shape: PackShape,
+        unmasked: npt.NDArray[np.bool_] | None = None,
+    ) -> None:  # fmt: skip
         self._view, self._rows, self._segments, self._shape = view, rows, segments, shape
         is_gap = segments.documents == NO_DOCUMENT
         self._gaps = np.flatnonzero(is_gap)
@@ -166,6 +170,10 @@ class Filler:
             self._is_first = segments.documents[self._pieces] == 0
             self._alone, self._alone_splits = self._piece_begins[self._is_first], segments.filled
         there = segments.there
+        self._unmasked: npt.NDArray[np.bool_] | None = None  # [S]
+        if unmasked is not None:
+            self._unmasked = np.zeros(len(is_gap), np.bool_)
+            self._unmasked[self._pieces] = unmasked[there]
         is_later = rows.starts[there] > 0  # a window after another window of its document
         self._stale_counts = np.minimum(is_later * shape.stale, segments.counts[self._pieces])
         self._copies_runs = segments.places[-1] > _LONG * len(is_gap)
@@ -242,7 +250,7 @@ class Filler:
         labels[:] = input_ids[shift:]
         if masks is not None:
             found = masks if isinstance(masks, FoundItems) else self.find(masks, np.dtype(np.uint8))
-            labels[self._items(found, low, high)[shift:] == 0] = ignored
+            labels[self._without_loss(found, low, high)[shift:]] = ignored
         self._fill_gaps(out, ignored, low, high, shift)
         before = segments.places[low] + shift
         alone = slice(self._alone_splits[low], self._alone_splits[high])
@@ -259,6 +267,14 @@ class Filler:
         if masks is not None or shape.stale:
             return int(np.count_nonzero(out != ignored))
         return segments.tokens[high] - segments.tokens[low] - (alone.stop - alone.start)
+
+    def _without_loss(self, masks: FoundItems, low: int, high: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens the masks exclude, by position."""
+        excluded: npt.NDArray[np.bool_] = self._items(masks, low, high) == 0
+        if self._unmasked is not None:
+            runs = self._runs(low, high)
+            excluded &= ~self._unmasked[runs].repeat(self._segments.counts[runs])
+        return excluded
 
     def _lead_over_gaps(self, out: npt.NDArray[np.int64], low: int, high: int) -> None:
         """Move the labels of first tokens from the gap before them to the last token of the previous piece."""

@@ -290,8 +290,9 @@ class MixedSource(JoinedSource):
 
     @property
     def items(self) -> RowKind:
-        """The kind of row of a batch, the same for all sources."""
-        return next(iter(self.leaves.values())).items
+        """The kind of row of a batch, the same for all sources, except that packs of some may have no loss mask."""
+        kinds = [self.leaves[name].items for name in self.names]
+        return kinds[0].mixed(kinds)
 
     @property
     def recipe_parts(self) -> tuple[SourceRecipe, ...]:
@@ -496,6 +497,8 @@ def _in_code(option: object) -> str:
 def _check_packs(leaves: Mapping[str, Leaf]) -> None:
     """Refuse sources that could not form one tensor in a batch: packs beside samples, or packs of several kinds.
 
+    Packs with and without a loss mask can: where there is none, every token counts.
+
     Raises:
         ConfigError: The sources cannot be combined.
     """
@@ -509,9 +512,11 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
             f"sources: {some_names(sorted(packed))} are Packed and {some_names(others)} are not; pack all of them, "
             f"Packed(…, length={_in_code(next(iter(packed.values()))['length'])}), or none"
         )
-    first, options = next(iter(packed.items()))
+    first, options = max(packed.items(), key=lambda one: one[1].get("mask_field") is not None)
     for name, other in packed.items():
         for option in {**options, **other}:
+            if option == "mask_field" and other.get(option) is None:
+                continue
             if options.get(option) != other.get(option):
                 raise ConfigError(
                     f"sources: Packed {first!r} has {option}={_in_code(options.get(option))}, but {name!r} has "

@@ -16,9 +16,11 @@ import numpy.typing as npt
 from infra import agent_store, is_first_process
 from streaming.build.batches.build import OnError, SourceRecipe
 from streaming.build.batches.draws import Chain, as_chain
+from streaming.build.batches.items.carried import CarriedPacks
 from streaming.build.batches.items.options import DTYPES, checked_alike, checked_budgets, checked_items
 from streaming.build.batches.items.pieces import PieceItems
 from streaming.build.decode import DecodeSpec, FieldDecoder, RawFields, with_raw
+from streaming.common.arguments import some_names
 from streaming.common.arrays import rows_by, sums
 from streaming.common.identities import identity_of
 from streaming.common.job.shared_results import Peers, framed, part_of, shared, shared_parts, unframed
@@ -36,11 +38,12 @@ from streaming.sets.filters.measures import Measures
 from streaming.sets.filters.select import late_columns_of
 from streaming.sets.sources.keys import KeysOfShards
 from streaming.sets.sources.samples import SampleSource
-from streaming.shards.catalog.open import check_decoded, check_fields, digest_of
+from streaming.shards.catalog.open import check_decoded, check_fields, digest_of, left_beside
 from streaming.shards.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
 from streaming.shards.catalog.source import ChunkSource
 from streaming.shards.index.where import Quantity, column_quantity, parse_quantity, written
 from streaming.shards.late.fields import late_names
+from streaming.shards.schema.kinds import kind_by_name
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -154,6 +157,7 @@ class PackedDocuments(PackedSource):
         _check_widths(documents, self.items.raw)
         peers = job_peers(agent_store())
         _check_names(documents, self.items, peers)
+        self.items = _with_beside(documents, self.items, peers)
         self.budgets = _quantities(limits)
         columns = (column, *self.budgets.values(), *kinds)
         if lengths is None:
@@ -604,11 +608,56 @@ def _check_names(documents: SampleSource, items: PieceItems, peers: Peers | None
     Raises:
         ConfigError: No document has one of the fields that are taken as stored.
     """
-    check_fields(documents.storage, documents.shards, items.raw, peers)
     late = late_names(documents.shards.schemas)
+    named = dict(zip(items.raw, ("field", "mask_field"), strict=False))
+    for name, option in named.items():
+        if name in late:
+            what = "masks" if option == "mask_field" else "tokens"
+            raise ConfigError(
+                f"{option}={name!r} is a late field; {what} must lie in the shards: convert the source of the set "
+                f"again with them, `shard_tools convert SOURCE TARGET --tokens-field FIELD [--mask-field FIELD]`"
+            )
+    check_fields(documents.storage, documents.shards, named, peers)
     carried = [name for name in items.fields if name not in items.raw and name not in late]
     if carried:
         check_decoded(documents.storage, documents.shards, carried, peers, option="carry")
+
+
+def _with_beside(documents: SampleSource, items: PieceItems, peers: Peers | None) -> PieceItems:
+    """Return the rows; of those that carry values, with the numbered fields that documents also have.
+
+    Warns of these, and of placeholders that are not the set's.
+    """
+    if not isinstance(items, CarriedPacks):
+        return items
+    _tell_of_other_placeholders(documents, items)
+    beside = left_beside(documents.storage, documents.shards, items.carry.fields, peers)
+    made = items.told_of(beside)
+    if beside and is_first_process():
+        _log.warning(
+            "carry: documents of %s also have %s, which are not carried; to carry them, write %s",
+            redact(documents.urls[0]), some_names(beside), made.carry.cure,
+        )  # fmt: skip
+    return made
+
+
+def _tell_of_other_placeholders(documents: SampleSource, items: CarriedPacks) -> None:
+    """Warn of placeholders that are not the tokens which the set says stand for images and sounds."""
+    said = documents.meaning.schema.tokens.get(items.shape.field)
+    if said is None or said.tokens is None or not is_first_process():
+        return
+    known = {"image": said.tokens.image, "audio": said.tokens.audio}
+    fields = dict(items.carry.entries)
+    for name, token in items.carry.placeholders:
+        kinds = {kind for field in fields[name] if (kind := kind_by_name(field)) in known}
+        for kind in sorted(kinds):
+            if known[kind] and token not in known[kind]:
+                _log.warning(
+                    "placeholder: token %d of %r: the set's %s token is %s. Write placeholder={%s: %d}, unless %d "
+                    "comes once for each value, as a token that begins it does: documents with another number of its "
+                    "runs than values are bad samples",
+                    token, name, kind, " or ".join(map(str, known[kind])), f'"{name}"', known[kind][0], token,
+                )  # fmt: skip
 
 
 def _check_documents(documents: SampleSource, items: PieceItems) -> None:

@@ -113,7 +113,7 @@ class SampleSource(ChunkSource, SampleRows):
         late = late_names(self.shards.schemas)
         named = () if self.fields is None else [name for name in self.fields if name not in late]
         if named or self.fields == ():
-            check_fields(self.storage, self.shards, named, peers)
+            check_fields(self.storage, self.shards, dict.fromkeys(named, "fields"), peers)
         if isinstance(self.decode, Mapping):
             check_decoded(self.storage, self.shards, [name for name in self.decode if name not in late], peers)
 

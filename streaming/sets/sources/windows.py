@@ -78,7 +78,7 @@ class WindowSource(SampleRows):
         self._take_over()
         peers = job_peers(agent_store())
         late = late_names(recordings.shards.schemas)
-        named = [name for name in (*(one.field for one in spec.video), *spec.tables) if name not in late]
+        named = {name: option for name, option in spec.named_by.items() if name not in late}
         check_fields(self.storage, recordings.shards, named, peers)
         self.reader = WindowReader(recordings, spec, peers)
         self._units, self.left_out, self._digests, self._once_bytes = self._of_all(peers)

@@ -114,6 +114,19 @@ class WindowSpec:
         return tuple(dict.fromkeys([*named, *(field for _, field in self.carry)]))
 
     @property
+    def named_by(self) -> dict[str, str]:
+        """The option that names each field that is read."""
+        found: dict[str, str] = {}
+        for option, fields in (
+            ("video", [one.field for one in self.video]),
+            ("columns", [one.field for one in self.columns]),
+            ("clocks", [field for one in self.columns for field in one.fields]),
+            ("carry", [field for _, field in self.carry]),
+        ):
+            found |= {field: option for field in fields if field not in found}
+        return found
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names in rows, in their order."""
         return (*self.blocks, *(name for name, _ in self.carry))

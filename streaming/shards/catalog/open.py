@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import did_you_mean, format_bytes
+from streaming.common.arguments import did_you_mean, format_bytes, some_names
 from streaming.common.job.shared_results import PEER_WAIT_S, Peers, shared
 from streaming.common.threads import on_threads
 from streaming.errors import (
@@ -328,10 +328,25 @@ _MOST_FOOTERS = 1024
 wrong."""
 
 
-def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], peers: Peers | None = None) -> None:
-    """Check that ``fields`` exist in the shards: one small request if the first shard has them all.
+_OF_FIELDS = {
+    "fields": ", or leave it out to read all",
+    "mask_field": ", or leave it out: then every token counts",
+}
+"""What a user can do instead of correcting an option that names a field."""
+
+
+def check_fields(
+    storage: Storage, shards: OpenShards, fields: Mapping[str, str], peers: Peers | None = None
+) -> None:  # fmt: skip
+    """Check that fields exist in the shards: one small request if the first shard has them all.
 
     With peers, rank 0 checks.
+
+    Args:
+        storage: Reads the shards' index.
+        shards: The shards.
+        fields: The user's option that names each field, by field.
+        peers: The ranks of the job.
 
     Sets that can only be streamed, or whose index has no sample tables, are not checked.
 
@@ -343,7 +358,7 @@ def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], pe
         _look_for(storage, shards, fields)
         return b""
 
-    shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
+    shared(peers, f"fields/{digest_of([shards.urls, shards.index, dict(fields)])}", look)
 
 
 def check_decoded(
@@ -351,7 +366,8 @@ def check_decoded(
 ) -> None:
     """Warn about ``names`` in an ``option`` that match no field of the first shard; with peers, on rank 0.
 
-    Names with ``*`` are patterns. This is not an error, because one mapping may serve several sets.
+    Names with ``*`` are patterns. This is not an error, because one mapping may serve several sets. Of ``decode``, also
+    warn about an extension that does not reach the numbered fields with it.
     """
     plain = [name for name in names if "*" not in name]
 
@@ -366,12 +382,45 @@ def check_decoded(
                     "%s: no sample of %s has a field %r%s; its fields are %s", option, redact(shards.urls[0]), name,
                     did_you_mean(name.lower(), there), ", ".join(sorted(there)),
                 )  # fmt: skip
+            if option == "decode" and f"*.{name}" not in names and (others := numbered(name, there, names)):
+                _log.warning(
+                    "decode: %r does not reach %s of %s, which are decoded as if it were not given; for all of "
+                    'them write decode={"*.%s": …}',
+                    name, some_names(others), redact(shards.urls[0]), name,
+                )  # fmt: skip
         return b""
 
     shared(peers if plain else None, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
 
 
-def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:
+def numbered(name: str, there: Iterable[str], named: Collection[str]) -> list[str]:
+    """Return the fields ``0.name``, ``1.name``, … that are there and not among those named, in order."""
+    if "." in name:
+        return []
+    found = [one for one in there if one.lower().endswith(f".{name.lower()}") and one not in named]
+    return sorted((one for one in found if one.partition(".")[0].isdecimal() and one.count(".") == 1),
+                  key=lambda one: int(one.partition(".")[0]))  # fmt: skip
+
+
+def left_beside(
+    storage: Storage, shards: OpenShards, names: Collection[str], peers: Peers | None = None
+) -> tuple[str, ...]:
+    """Return the numbered fields of the first shard that have an extension among ``names``, but are not named.
+
+    With peers, rank 0 looks.
+    """
+
+    def look() -> bytes:
+        there = _fields_of(storage, shards, 0) if shards.table is not None and shards.urls else None
+        return json.dumps([one for name in names for one in numbered(name, there or (), names)]).encode()
+
+    if not any("." not in name for name in names):
+        return ()
+    found = shared(peers, f"beside/{digest_of([shards.urls, shards.index, list(names)])}", look)
+    return tuple(json.loads(found))
+
+
+def _look_for(storage: Storage, shards: OpenShards, fields: Mapping[str, str]) -> None:
     count = len(shards.urls) if shards.table is not None else 0
     step = max(1, count // _MOST_FOOTERS)
     places = range(0, count, step)
@@ -386,11 +435,12 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
     if not count:
         return
     missing = next(name for name in fields if name not in known)
+    option = fields[missing]
     raise ConfigError(
-        f"fields: no sample of {redact(shards.urls[0])}"
+        f"{option}: no sample of {redact(shards.urls[0])}"
         f"{f' and the {len(places) - 1} other shards looked at' if len(places) > 1 else ''} has a field "
         f"{missing!r}{did_you_mean(missing, known)}; there are {', '.join(sorted(known))}. "
-        f"Correct fields=, or leave it out to read all; in Packed, correct field="
+        f"Correct {option}={_OF_FIELDS.get(option, '')}"
     )
 
 

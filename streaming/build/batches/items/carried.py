@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,7 @@ class CarriedColumns(PackColumns):
         available: int64 [n], number of tokens of each piece's document; 0 if it, or a value of it, cannot be delivered.
         allocate: See ``PackColumns``.
         names: See ``PackColumns``.
+        unmasked: See ``PackColumns``.
         carry: What packs carry.
         values: The values of documents with tokens, by entry.
         forms: The form of entries that are laid end to end.
@@ -97,9 +98,10 @@ class CarriedColumns(PackColumns):
 
     def __init__(
         self, rows: Rows, packs: PackRows, shape: Any, available: Int64Array, allocate: Allocate | None = None,
-        names: Sequence[str] = (), *, carry: Carry, values: Mapping[str, Values], forms: Mapping[str, Form],
+        names: Sequence[str] = (), unmasked: npt.NDArray[np.bool_] | None = None, *, carry: Carry,
+        values: Mapping[str, Values], forms: Mapping[str, Form],
     ) -> None:  # fmt: skip
-        super().__init__(rows, packs, shape, available, allocate, names)
+        super().__init__(rows, packs, shape, available, allocate, names, unmasked)
         self._carry, self._forms = carry, forms
         self._placed = {name: self._places_of(name, values.get(name) or Values()) for name in carry.names}
 
@@ -175,6 +177,16 @@ class CarriedPacks(TokenPacks):
     @override
     def entries(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.carry.names
+
+    @override
+    def mixed(self, kinds: Sequence[RowKind]) -> Self:
+        made = super().mixed(kinds)
+        beside = dict.fromkeys(one for kind in kinds if isinstance(kind, CarriedPacks) for one in kind.carry.beside)
+        return replace(made, carry=replace(self.carry, beside=tuple(beside)))
+
+    def told_of(self, beside: tuple[str, ...]) -> CarriedPacks:
+        """Return this kind with the fields that documents have beside the carried ones, for messages."""
+        return replace(self, carry=replace(self.carry, beside=beside))
 
     @override
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:
@@ -275,8 +287,8 @@ class CarriedPacks(TokenPacks):
         allocate: Allocate | None,
     ) -> PackColumns:  # fmt: skip
         return self.columns_of(
-            rows, packs, self.shape, available, allocate, [part.name for part in recipe.parts], carry=self.carry,
-            values=values, forms=recipe.jagged,
+            rows, packs, self.shape, available, allocate, [part.name for part in recipe.parts],
+            self.unmasked_of(rows), carry=self.carry, values=values, forms=recipe.jagged,
         )  # fmt: skip
 
     @override

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.common.arguments import checked_int, is_list, is_whole
+from streaming.common.arguments import checked_int, is_list, is_whole, some_names
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
@@ -33,10 +34,13 @@ class Carry:
     Attributes:
         entries: Name of each entry of a batch, and the fields of a document whose values it holds, in this order.
         placeholders: The token that stands for a value, for entries that have one.
+        beside: Numbered fields, such as ``0.jpg``, that some documents have, but that are not carried, though others
+            with their extension are.
     """
 
     entries: tuple[tuple[str, tuple[str, ...]], ...]
     placeholders: tuple[tuple[str, int], ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,6 +57,16 @@ class Carry:
         """The entries whose values each placeholder stands for."""
         tokens = dict.fromkeys(token for _, token in self.placeholders)
         return {token: tuple(name for name, one in self.placeholders if one == token) for token in tokens}
+
+    @property
+    def cure(self) -> str:
+        """The option that also carries the fields ``beside``, in entries of the same names."""
+        entries = []
+        for name, fields in self.entries:
+            more = [one for one in self.beside if one.rpartition(".")[2].lower() in map(str.lower, fields)]
+            shown = ", ".join(map(json.dumps, (*fields, *more)))
+            entries.append(f"{json.dumps(name)}: ({shown}{',' if len(fields) + len(more) == 1 else ''})")
+        return f"carry={{{', '.join(entries)}}}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -112,13 +126,26 @@ class PlaceholderRuns:
             if high - low != wanted:
                 raise PlaceholderError(
                     f"{wanted} values of {', '.join(map(repr, names))}, but {high - low} runs of their placeholder "
-                    f"{token}; expected one run for each. If runs of two values touch, name in placeholder= a token "
-                    "that comes once for each value, such as the one that begins it"
+                    f"{token}; expected one run for each. {self._why(names)}"
                 )
             begins = [begin - start for begin in self._begins[token][low:high]]
             for name in names:
                 found[name], begins = begins[: counts[name]], begins[counts[name] :]
         return found
+
+    def _why(self, names: Sequence[str]) -> str:
+        carry = self._carry
+        fields = {field.lower() for name, some in carry.entries if name in names for field in some}
+        beside = [one for one in carry.beside if one.rpartition(".")[2].lower() in fields]
+        if beside:
+            return (
+                f"Documents of this set also have {some_names(list(map(repr, beside)))}, which are not carried: write "
+                f"{carry.cure}"
+            )
+        return (
+            "If runs of two values touch, name in placeholder= a token that comes once for each value, such as the one "
+            "that begins it"
+        )
 
 
 def checked_carry(

@@ -7,11 +7,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.build.batches.jagged import Allocate, fresh
 from streaming.build.batches.rows import Rows
 from streaming.common.platforms import later
-from streaming.order.packing.fill import Filler, segments_of
+from streaming.order.packing.fill import Filler, FoundItems, segments_of
 from streaming.order.packing.layout import PackRows, PackShape, rows_of_padded
 from streaming.types import Batch, Int64Array, override
 
@@ -31,11 +32,12 @@ class PackColumns:
         available: int64 [n], number of tokens of each piece's document; 0 if it cannot be read.
         allocate: Allocator for tensors [B, T]; None: fresh memory.
         names: Names of a mixture's sources, for ``__source__``.
+        unmasked: bool [n], the pieces whose documents have no mask; None: none.
     """
 
     def __init__(
         self, rows: Rows, packs: PackRows, shape: PackShape, available: Int64Array, allocate: Allocate | None = None,
-        names: Sequence[str] = (),
+        names: Sequence[str] = (), unmasked: npt.NDArray[np.bool_] | None = None,
     ) -> None:  # fmt: skip
         self._rows, self._allocate, self._names = rows, allocate or fresh, names
         self._splits: list[int] = packs.splits.tolist()
@@ -44,10 +46,14 @@ class PackColumns:
         pieces, shape, self._widths = self._laid_out(packs, shape)
         self._shape, self._pieces = shape, pieces
         self._segments = segments_of(pieces, available, shape, self._widths)
-        self._filler = Filler(rows.view, pieces, self._segments, shape)
-        self._tokens = self._filler.find(self._starts(shape.field), np.dtype(shape.dtype))
-        mask = shape.mask_field
-        self._masks = None if mask is None else self._filler.find(self._starts(mask), np.dtype(np.uint8))
+        self._filler = Filler(rows.view, pieces, self._segments, shape, unmasked)
+        starts = self._starts(shape.field)
+        self._tokens = self._filler.find(starts, np.dtype(shape.dtype))
+        self._masks: FoundItems | None = None
+        if shape.mask_field is not None:
+            masks = self._starts(shape.mask_field)
+            masks = masks if unmasked is None else np.where(unmasked, starts, masks)  # any bytes that are there
+            self._masks = self._filler.find(masks, np.dtype(np.uint8))
 
     def batch(self, low: int, high: int) -> Batch:
         """Return the batch of packs ``[low, high)``, as described in ``Packed``."""

@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +61,13 @@ class TokenPacks(PieceItems):
         shape: The user's options for a batch; its length is that of a pack.
         balance: See ``RowKind``.
         parts: Number of rows per pack, by the row of the run at which its global batch begins; each divides the length.
+        unmasked: Numbers of a mixture's sources that were given no mask: all tokens of their documents have loss.
     """
 
     shape: PackShape
     balance: BalanceRules | None = None
     parts: Steps = Steps(((0, 1),))  # noqa: RUF009  frozen
+    unmasked: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_labels()
@@ -96,6 +98,17 @@ class TokenPacks(PieceItems):
     @override
     def typed(self, look: Callable[[str], str]) -> PieceItems:
         return replace(self, shape=replace(self.shape, dtype=look(self.shape.field)))
+
+    @override
+    def mixed(self, kinds: Sequence[RowKind]) -> Self:
+        masks = [one.shape.mask_field for one in kinds if isinstance(one, TokenPacks)]
+        named = next((name for name in masks if name is not None), None)
+        unmasked = () if named is None else tuple(number for number, name in enumerate(masks) if name is None)
+        return replace(self, shape=replace(self.shape, mask_field=named), unmasked=unmasked)
+
+    def unmasked_of(self, rows: Rows) -> npt.NDArray[np.bool_] | None:
+        """Return which pieces have no mask, because their source was given none, bool [n]; None: none of them."""
+        return np.isin(rows.sources, self.unmasked) if self.unmasked and rows.sources is not None else None
 
     # --- which samples ---
 
@@ -128,7 +141,7 @@ class TokenPacks(PieceItems):
             if self.parts.next_change(int(begins.min())) != self.parts.next_change(int(begins.max())):
                 return None
         rows = self.rows(stock, of, {})
-        return rows if as_planned(rows, pieces_of(rows), self.shape) else None
+        return rows if as_planned(rows, pieces_of(rows), self.shape, self.unmasked_of(rows)) else None
 
     # --- batches ---
 
@@ -222,7 +235,8 @@ class TokenPacks(PieceItems):
         self, recipe: Recipe, rows: Rows, packs: PackRows, available: Int64Array, allocate: Allocate | None
     ) -> PackColumns:
         shape = self.shape if packs.parts == 1 else replace(self.shape, length=self.shape.length // packs.parts)
-        return PackColumns(rows, packs, shape, available, allocate, [part.name for part in recipe.parts])
+        names = [part.name for part in recipe.parts]
+        return PackColumns(rows, packs, shape, available, allocate, names, self.unmasked_of(rows))
 
     def _marked(self, packs: PackRows, valid: Mask, *, is_plain: bool) -> tuple[Int64Array, int, Mask]:  # noqa: ARG002
         """Return the mask entry of each piece, the number of mask entries, and the mask of valid ones."""
@@ -251,7 +265,8 @@ class TokenPacks(PieceItems):
         It is 0 for a document that cannot be delivered, after reporting it.
         """
         shape = self.shape
-        if as_planned(rows, packs, shape):
+        unmasked = self.unmasked_of(rows)
+        if as_planned(rows, packs, shape, unmasked):
             return packs.lengths
         missing = np.full(len(rows.keys), -1)
         sizes, masks = (
@@ -261,7 +276,7 @@ class TokenPacks(PieceItems):
         tokens = sizes // shape.token_bytes
         odd = (sizes < 0) | (sizes % shape.token_bytes != 0)
         if shape.mask_field is not None:
-            odd |= masks != tokens
+            odd |= (masks != tokens) if unmasked is None else (masks != tokens) & ~unmasked
         for i in range(len(rows.keys)):
             builder.place[0] = i
             if i in rows.damage or odd[i]:
@@ -327,7 +342,12 @@ class TokenPacks(PieceItems):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {**asdict(self.shape), "length": self.lengths.plain, "padded": False}
+        return {**asdict(self.shape), **self._masks, "length": self.lengths.plain, "padded": False}
+
+    @property
+    def _masks(self) -> dict[str, Any]:
+        """What ranks compare beside the shape: the sources without a mask."""
+        return {"unmasked": list(self.unmasked)} if self.unmasked else {}
 
     @override
     def fate(self, on_error: OnError) -> str:
@@ -418,7 +438,8 @@ class PaddedDocuments(OneEach, TokenPacks):
     def _laid_out(
         self, recipe: Recipe, rows: Rows, packs: PackRows, available: Int64Array, allocate: Allocate | None
     ) -> PackColumns:
-        return PaddedColumns(rows, packs, self.shape, available, allocate, [part.name for part in recipe.parts])
+        names = [part.name for part in recipe.parts]
+        return PaddedColumns(rows, packs, self.shape, available, allocate, names, self.unmasked_of(rows))
 
     def _marked(self, packs: PackRows, valid: Mask, *, is_plain: bool) -> tuple[Int64Array, int, Mask]:
         """See ``TokenPacks``: documents are marked, unless ``collate_fn`` gets batches."""
@@ -442,7 +463,7 @@ class PaddedDocuments(OneEach, TokenPacks):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {**asdict(self.shape), "padded": True}
+        return {**asdict(self.shape), **self._masks, "padded": True}
 
     @override
     def facts(self, state: LoaderState | None = None, row: int = 0) -> dict[str, Any]:
@@ -455,14 +476,24 @@ class PaddedDocuments(OneEach, TokenPacks):
         )
 
 
-def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
-    """Return whether all documents can be read, with tokens and masks of the lengths in the column."""
+def as_planned(
+    rows: Rows, packs: PackRows, shape: PackShape, unmasked: npt.NDArray[np.bool_] | None = None
+) -> bool:  # fmt: skip
+    """Return whether all documents can be read, with tokens and masks of the lengths in the column.
+
+    Pieces that are ``unmasked``, bool [n], need no mask.
+    """
     missing = np.full(len(rows.keys), -1)
     sizes = rows.fields[shape.field].sizes if shape.field in rows.fields else missing
     if rows.damage or not np.array_equal(sizes, packs.lengths * shape.token_bytes):
         return False
     mask = shape.mask_field
-    return mask is None or (mask in rows.fields and np.array_equal(rows.fields[mask].sizes, packs.lengths))
+    if mask is None or (unmasked is not None and unmasked.all()):
+        return True
+    if mask not in rows.fields:
+        return False
+    fits = rows.fields[mask].sizes == packs.lengths
+    return bool((fits if unmasked is None else fits | unmasked).all())
 
 
 def _ignored(bad: BadSample) -> None:
