@@ -74,7 +74,10 @@ def sample_of(number: int, *, bad: bool = False, recorded: bool = False) -> dict
     if recorded:
         made["front.mp4"] = picture()
     if bad:
-        del made["vec.npy" if recorded else "tok"]
+        if recorded:
+            made["vec.npy"] = b"no array"
+        else:
+            del made["tok"]
     return made
 
 
