@@ -375,7 +375,6 @@ SEARCHES = {
     "slurm": "docs/launchers",
     "slow": "docs/waiting",
     "seed": "docs/random",
-    "browse": "docs/show",
     "prometheus": "docs/metrics",
 }
 """Words that users type, and the page that must come first."""
