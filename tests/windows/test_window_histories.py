@@ -172,7 +172,7 @@ def _damaged(
     found = windows[int(share * len(windows))]
     shard = next(number for number, url in enumerate(windows.urls) if url.endswith(str(found["__url__"])[-7:]))
     recording = next(one for one in windows.source.reader.shard(shard).recordings
-                     if windows.source.reader._key_of(shard, one.sample) == found["__key__"])  # fmt: skip
+                     if windows.source.reader.key_of(shard, one.sample) == found["__key__"])  # fmt: skip
     stream = next(one for one in recording.streams if one.field == entry)
     number = which % len(stream.groups)
     group = stream.groups[number]

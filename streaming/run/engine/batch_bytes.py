@@ -36,6 +36,8 @@ _HEADER_BYTES = 96
 _FLAT = frozenset((str, bytes, int, float, bool, complex, type(None)))
 _PLAIN = _FLAT | {dict, list, tuple, set, frozenset, bytearray}
 _ARRAYS = frozenset((torch.Tensor, np.ndarray))
+_MOST_NESTED = 4
+"""Micro-batches, their entries, a list for each row, and its values."""
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types of objects that are shared with others rather than owned by the object that refers to them."""
 
@@ -74,22 +76,27 @@ def _weigh_items(batch: Any, kinds: set[type]) -> int:
     return _weigh_all(looked_at) * len(batch) // len(looked_at)
 
 
-def tensor_bytes(batch: Any) -> int:
+def tensor_bytes(batch: Any, depth: int = _MOST_NESTED) -> int:
     """Return the bytes of :func:`weigh` that belong to tensors and arrays which are entries of the batch.
 
     The rest belongs to Python objects.
+
+    Args:
+        batch: A batch, or a part of one.
+        depth: How many dicts and lists are entered: a batch may contain itself.
     """
-    if type(batch) is dict:
-        return sum(map(tensor_bytes, batch.values()))
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return _own_bytes(batch)
     if isinstance(batch, Jagged):
         return sum(map(tensor_bytes, batch))
-    if type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
+    inner: Iterable[Any] = ()
+    if type(batch) is dict:
+        inner = batch.values()
+    elif type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
         return sum(map(_own_bytes, batch))
-    if type(batch) is list and all(type(one) in (dict, list) for one in batch):  # micro-batches; a list for each row
-        return sum(map(tensor_bytes, batch))
-    return 0
+    elif type(batch) is list and all(type(one) in (dict, list) for one in batch):  # micro-batches; a list for each row
+        inner = batch
+    return sum(tensor_bytes(one, depth - 1) for one in inner) if depth else 0
 
 
 def _weigh_all(objects: Iterable[Any]) -> int:
