@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -41,6 +42,8 @@ from tests.support.sources.image_files import saved, smooth
 from tests.support.tiers import first_here
 
 COUNT = 260
+SEEDS = int(os.environ.get("CARRIED_SEEDS", "1"))
+"""Sets of documents that the thorough test draws for each damage; docs/design/0069 has a longer run."""
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +52,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def made(home: Path, damage: str) -> tuple[Path, dict[str, Document], frozenset[str]]:
-    folder = home / damage.replace(" ", "-")
+def made(home: Path, damage: str, seed: int) -> tuple[Path, dict[str, Document], frozenset[str]]:
+    folder = home / f"{damage.replace(' ', '-')}-{seed}"
     folder.mkdir()
-    documents = drawn(COUNT, seed=len(damage))
+    documents = drawn(COUNT, seed=100 * seed + len(damage))
     return folder, documents, frozenset(write(folder, documents, damage))
 
 
 @cache
-def packed_of(home: Path, kind: str, damage: str) -> Any:
-    return KINDS[kind](made(home, damage)[0])
+def packed_of(home: Path, kind: str, damage: str, seed: int) -> Any:
+    return KINDS[kind](made(home, damage, seed)[0])
 
 
 def size_of(kind: str, world: int) -> dict[str, Any]:
@@ -83,10 +86,10 @@ def pass_of(packed: Any, kind: str, world: int, resumed: int, workers: int = 0) 
     return ranks
 
 
-def check_pass(home: Path, kind: str, damage: str, world: int, resumed: int) -> int:
+def check_pass(home: Path, kind: str, damage: str, world: int, resumed: int, seed: int = 0) -> int:
     """Check each value of an epoch, and that each intact document comes once; return the number of checks."""
-    _, documents, lost = made(home, damage)
-    packed = packed_of(home, kind, damage)
+    _, documents, lost = made(home, damage, seed)
+    packed = packed_of(home, kind, damage, seed)
     batches = [batch for rank in pass_of(packed, kind, world, resumed) for batch in rank]
     num_checks = sum(check(batch, documents) for batch in batches)
     fits = {key for key, one in documents.items() if len(one.tokens) <= LENGTH} - lost
@@ -115,17 +118,24 @@ def test_a_value_belongs_to_its_document_and_position(
 @pytest.mark.thorough
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_value_belongs_to_its_document_on_any_world_and_after_any_resume(home: Path, kind: str, damage: str) -> None:
+def test_a_value_belongs_to_its_document_on_any_world_and_after_any_resume(
+    home: Path, kind: str, damage: str, request: pytest.FixtureRequest
+) -> None:
     first = [*KINDS].index(kind) + [*DAMAGES].index(damage)
-    for world in (1, 2, 3, 4):
-        resumed = (first + world) % 3  # fewer batches than the smallest epoch has
-        assert check_pass(home, kind, damage, world, resumed) > 100
+    num_checks = 0
+    for seed in range(SEEDS):
+        for world in (1, 2, 3, 4):
+            resumed = (first + world + seed) % 3  # fewer batches than the smallest epoch has
+            found = check_pass(home, kind, damage, world, resumed, seed)
+            assert found > 100
+            num_checks += found
+    request.node.user_properties.append(("num_checks", num_checks))  # --junitxml has them
 
 
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 def test_two_processes_make_the_same_batches(home: Path, kind: str) -> None:
-    packed, documents = packed_of(home, kind, "bad image"), made(home, "bad image")[1]
+    packed, documents = packed_of(home, kind, "bad image", 0), made(home, "bad image", 0)[1]
     (here,), (there,) = (pass_of(packed, kind, 1, 0, workers) for workers in (0, 2))
     assert is_same(here, there)
     assert sum(check(batch, documents) for batch in there) > 100
@@ -136,7 +146,7 @@ def test_two_processes_make_the_same_batches(home: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("image", ["flat", "list"])
 def test_jagged_values_lie_row_after_row(home: Path, image: str) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     jagged = {"npy": "values"} | ({"images": "flat"} if image == "flat" else {})
     with loader_of(KINDS["plain"](folder), jagged=jagged) as loader:
         batches = list(loader)
@@ -162,7 +172,7 @@ def test_batches_without_values_or_rows_have_the_same_entries(tmp_path: Path, fo
 
 
 def test_a_function_of_packs_gets_the_values_of_each(home: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     packed = KINDS["plain"](folder)
     with loader_of(packed, collate_fn=list) as loader:
         rows = [row for batch in loader for row in batch]
@@ -178,7 +188,7 @@ def test_a_function_of_packs_gets_the_values_of_each(home: Path) -> None:
 
 
 def test_a_pack_by_number_is_that_of_the_set(home: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     packed = KINDS["plain"](folder)
     for number in (0, len(packed) // 2, len(packed) - 1):
         row = packed[number]
@@ -191,13 +201,13 @@ def test_a_pack_by_number_is_that_of_the_set(home: Path) -> None:
 
 
 def test_micro_batches_carry_their_rows(home: Path) -> None:
-    folder, documents, _ = made(home, "bad image")
+    folder, documents, _ = made(home, "bad image", 0)
     with DataLoader(KINDS["plain"](folder), global_batch_size=4, micro_batch_size=2, last_batch="partial") as loader:
         assert sum(check(batch, documents) for batch in loader) > 100
 
 
 def test_without_a_placeholder_a_value_has_a_document_but_no_position(home: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     packed = Packed(StreamingDataset(folder), LENGTH, carry=("npy",))
     with loader_of(packed) as loader:
         batches = list(loader)
@@ -209,7 +219,7 @@ def test_without_a_placeholder_a_value_has_a_document_but_no_position(home: Path
 
 
 def test_views_are_carried_as_stored(home: Path) -> None:
-    folder = made(home, "none")[0]
+    folder = made(home, "none", 0)[0]
     packed = Packed(StreamingDataset(folder, decode={"npy": "view"}), LENGTH, carry=("npy",))
     stored = {one["__key__"]: one.get("npy") for one in StreamingDataset(folder, decode=None)}
     with loader_of(packed) as loader:
@@ -230,7 +240,7 @@ def brighter(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]
 
 
 def test_a_transform_sees_each_document_and_draws_the_same_on_any_world(home: Path) -> None:
-    folder = made(home, "none")[0]
+    folder = made(home, "none", 0)[0]
     packed = Packed(StreamingDataset(folder, transform=brighter), LENGTH, carry=CARRY, placeholder=PLACEHOLDER)
     marks: list[dict[str, Any]] = []
     for world in (1, 2):
@@ -253,7 +263,7 @@ def with_other_tokens(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_transform_cannot_change_tokens(home: Path) -> None:
-    documents = StreamingDataset(made(home, "none")[0], transform=with_other_tokens)
+    documents = StreamingDataset(made(home, "none", 0)[0], transform=with_other_tokens)
     with (
         loader_of(Packed(documents, LENGTH, carry=CARRY, placeholder=PLACEHOLDER)) as loader,
         pytest.raises(ConfigError, match="transform changed 'tok'"),
@@ -262,7 +272,7 @@ def test_a_transform_cannot_change_tokens(home: Path) -> None:
 
 
 def test_packs_are_not_mapped_but_documents_are(home: Path) -> None:
-    packed = KINDS["plain"](made(home, "none")[0])
+    packed = KINDS["plain"](made(home, "none", 0)[0])
     with pytest.raises(ConfigError, match="functions of carried values belong to the documents"):
         packed.map(len)
 
@@ -271,7 +281,7 @@ def test_packs_are_not_mapped_but_documents_are(home: Path) -> None:
 
 
 def test_a_lost_value_is_counted_and_named(home: Path) -> None:
-    folder, _, lost = made(home, "bad image")
+    folder, _, lost = made(home, "bad image", 0)
     with loader_of(KINDS["plain"](folder)) as loader:
         list(loader)
         assert {one["key"] for one in loader.metrics()["bad"]} <= lost
@@ -282,7 +292,7 @@ def test_a_lost_value_is_counted_and_named(home: Path) -> None:
 
 
 def test_placeholders_that_do_not_fit_are_explained(home: Path) -> None:
-    folder = made(home, "stray placeholder")[0]
+    folder = made(home, "stray placeholder", 0)[0]
     raising = Packed(StreamingDataset(folder, on_error="raise"), LENGTH, carry=CARRY, placeholder=PLACEHOLDER)
     with loader_of(raising) as loader, pytest.raises(DecodeError, match="expected one run for each"):
         list(loader)
@@ -317,30 +327,30 @@ def test_the_memory_of_carried_values_is_that_of_all_of_them() -> None:
     ],
 )
 def test_options_that_would_lose_values_are_refused(home: Path, options: dict[str, Any], said: str) -> None:
-    documents = StreamingDataset(made(home, "none")[0])
+    documents = StreamingDataset(made(home, "none", 0)[0])
     with pytest.raises(ConfigError, match=said):
         Packed(documents, **{"length": LENGTH, "carry": ("npy",), "placeholder": 7, **options})
 
 
 def test_what_cannot_be_exchanged_or_laid_end_to_end_is_refused(home: Path) -> None:
-    packed = KINDS["plain"](made(home, "none")[0])
+    packed = KINDS["plain"](made(home, "none", 0)[0])
     with pytest.raises(ConfigError, match='use balance="local"'):
         loader_of(packed, balance="exchange")
     with pytest.raises(ConfigError, match="'input_ids' is not carried"):
         loader_of(packed, jagged=("input_ids",))
-    other = Packed(StreamingDataset(made(home, "none")[0]), LENGTH)
+    other = Packed(StreamingDataset(made(home, "none", 0)[0]), LENGTH)
     with pytest.raises(ConfigError, match="has carry="):
         Mixture({"a": packed, "b": other})
 
 
 def test_local_balance_keeps_values_with_their_packs(home: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     with loader_of(KINDS["plain"](folder), balance="local") as loader:
         assert sum(check(batch, documents) for batch in loader) > 100
 
 
 def test_longer_documents_are_dropped_and_counted(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     long = sum(len(one.tokens) > LENGTH for one in documents.values())
     with caplog.at_level(logging.INFO):
         packed = KINDS["plain"](folder)
@@ -349,7 +359,7 @@ def test_longer_documents_are_dropped_and_counted(home: Path, caplog: pytest.Log
 
 
 def test_a_name_that_no_document_has_is_said(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Packed(StreamingDataset(made(home, "none")[0]), LENGTH, carry=("npyy",))
+    Packed(StreamingDataset(made(home, "none", 0)[0]), LENGTH, carry=("npyy",))
     assert "carry: no sample of" in caplog.text
     assert "'npyy'" in caplog.text
 
@@ -358,7 +368,7 @@ def test_a_name_that_no_document_has_is_said(home: Path, caplog: pytest.LogCaptu
 
 
 def test_bytes_that_changed_lose_whole_documents(home: Path, tmp_path: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     key = next(key for key, one in documents.items() if one.values["images"] and int(key) > COUNT // 2)
     packed = KINDS["plain"](damaged(folder, tmp_path / "bad", key))
     with loader_of(packed) as loader:
@@ -382,7 +392,7 @@ def test_a_field_added_later_is_carried(home: Path, tmp_path: Path) -> None:
 
 
 def test_text_alone_is_mixed_with_packs_that_carry(home: Path, tmp_path: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     texts = {f"t{key}": replace(one, key=f"t{key}", values={"images": [], "npy": []})
              for key, one in drawn(80, 6).items() if not any(one.values.values())}  # fmt: skip
     write(tmp_path, texts)
@@ -393,7 +403,7 @@ def test_text_alone_is_mixed_with_packs_that_carry(home: Path, tmp_path: Path) -
 
 
 def test_rows_that_fill_the_last_batch_keep_their_values(home: Path) -> None:
-    folder, documents, _ = made(home, "none")
+    folder, documents, _ = made(home, "none", 0)
     packed = KINDS["plain"](folder)
     with DataLoader(packed, global_batch_size=len(packed) - 1, last_batch="pad") as loader:
         first, last = loader
