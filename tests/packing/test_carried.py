@@ -430,6 +430,31 @@ def test_numbers_of_classes_are_those_of_the_union(tmp_path: Path) -> None:
                     assert union[value] == own[int(keys[document][1:]) % 2]
 
 
+def test_a_source_that_grows_brings_its_values(tmp_path: Path) -> None:
+    """A state of a mixture without an end goes on over shards that came since."""
+    drawn_once = drawn(COUNT, seed=3)
+    first, later = (dict(islice(drawn_once.items(), *span)) for span in ((0, 150), (150, None)))
+
+    def mixed() -> Mixture:
+        return Mixture({name: KINDS["plain"](tmp_path / name) for name in "ab"}, weights={"a": 3, "b": 1}, seed=1)
+
+    for name in "ab":
+        write(tmp_path / name, first)
+    with loader_of(mixed(), epoch_size=120) as loader:
+        for batch in islice(loader, 7):
+            check(batch, drawn_once)
+        state = loader.state_dict()
+    write(tmp_path / "a", later, shards="later-{:03d}.tar")
+    came: Counter[str] = Counter()
+    with loader_of(mixed(), epoch_size=120) as loader:
+        loader.load_state_dict(state)
+        for _ in range(3):
+            for batch in loader:
+                check(batch, drawn_once)
+                came += keys_of([batch])
+    assert came.keys() & later.keys()
+
+
 def test_the_section_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "packing.md"

@@ -123,11 +123,13 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write(folder: Path, documents: Mapping[str, Document], damage: str = "none", each: int = 5) -> set[str]:
+def write(
+    folder: Path, documents: Mapping[str, Document], damage: str = "none", each: int = 5, shards: str = "{:03d}.tar"
+) -> set[str]:  # fmt: skip
     """Write the documents, every ``each``-th of those with values damaged; return the keys of those that packs lose."""
     lost, with_values, texts = set(), 0, {key: len(one.tokens) for key, one in documents.items()}
     columns = {"tokens": lambda sample: texts[sample["__key__"]]}
-    with ShardWriter(str(folder / "{:03d}.tar"), max_samples=150, columns=columns) as writer:
+    with ShardWriter(str(folder / shards), max_samples=150, columns=columns) as writer:
         for key, document in documents.items():
             sample = stored(document)
             with_values += len(sample) > 2
