@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from shard_tools import ShardWriter
 from tests.support.code.folders import ROOT
 from tests.support.code.source_tree import KNOWN_TO, NOT_DECLARED, imports, is_under, modules, ours, report, tree
 
@@ -128,6 +131,7 @@ def test_imports_have_no_side_effects() -> None:
 
 LOADED = """
 import sys
+from pathlib import Path
 import streaming
 print(*sorted(name.split(".")[0] for name in sys.modules if "." not in name))
 from streaming import DeviceMeshSampler, RetrySampler
@@ -160,3 +164,38 @@ def test_public_names_are_there_and_coming_ones_are_not() -> None:
         module = importlib.import_module(package)
         findings += [f"{package}.{name} has arrived: move it to PUBLIC" for name in names if hasattr(module, name)]
     report(findings, "Names that users meet are a contract:")
+
+
+OPENED = """
+import sys
+from pathlib import Path
+from streaming import DataLoader, Mixture, Packed, StreamingDataset
+
+made = {
+    "samples": lambda some: some,
+    "packs": lambda some: Packed(some, 16),
+    "padded packs": lambda some: Packed(some, 16, padded=True),
+    "packs under a budget": lambda some: Packed(some, 16, budgets={"patches": 8}),
+    "alike packs": lambda some: Packed(some, 16, padded=True, alike=("patches",)),
+    "lists": lambda some: Packed(some, 16, field=None),
+    "a mixture": lambda some: Mixture({"a": Packed(some, 16)}),
+}
+for name, make in made.items():
+    DataLoader(make(StreamingDataset(sys.argv[1])), batch_size=1).close()
+    print(name, "pandas" in sys.modules)
+"""
+
+
+def test_opening_a_set_does_not_import_pandas(tmp_path: Path) -> None:
+    """Arrow's ``to_numpy``, ``fill_null`` and others would import it: a quarter of a second of each rank."""
+    columns = {"tokens": lambda sample: len(sample["tok"]) // 2, "patches": lambda sample: int(sample["__key__"]) % 3}
+    with ShardWriter(str(tmp_path / "{:d}.tar"), columns=columns) as writer:
+        for number in range(40):
+            writer.write({"__key__": f"{number:02d}", "tok": bytes(2 + 2 * (number % 7))})
+    ran = subprocess.run(
+        [sys.executable, "-c", OPENED, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert importlib.util.find_spec("pandas") is not None
+    found = [line.rpartition(" ") for line in ran.stdout.splitlines()]
+    assert {name: imported for name, _, imported in found if imported != "False"} == {}
+    assert len(found) == 7

@@ -107,7 +107,7 @@ class Lengths:
                 f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}"
             )
         found = numbers(values.cast("int64"), np.int64, missing=0)
-        return _marked(found, values.is_null().to_numpy(zero_copy_only=False), UNKNOWN)
+        return _marked(found, _absent(values), UNKNOWN)
 
     def _derived(self, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
         """Return a derived size of each sample, rounded up to a whole number."""
@@ -119,9 +119,16 @@ class Lengths:
         found = numbers_of(plain_values(amounts_of(quantity, columns, rows)))
         if found is None:
             raise AssertionError("arithmetic gives numbers")
-        lacks = np.any([columns[name].is_null().to_numpy(zero_copy_only=False) for name in quantity.names], axis=0)
+        lacks = np.any([_absent(columns[name]) for name in quantity.names], axis=0)
         whole = np.ceil(np.clip(np.nan_to_num(found), -_MOST, _MOST)).astype(np.int64)
         return _marked(whole, np.isnan(found), np.where(lacks, UNKNOWN, UNDEFINED))
+
+
+def _absent(values: Values) -> npt.NDArray[np.bool_]:
+    """Return which values are missing, bool ``[n]``, without ``to_numpy``, which imports pandas if it is installed."""
+    if not values.null_count:
+        return np.zeros(len(values), np.bool_)
+    return numbers(values.is_null().cast("uint8"), np.uint8).astype(np.bool_)
 
 
 def _marked(sizes: Int64Array, is_missing: npt.NDArray[np.bool_], mark: int | Int64Array) -> Int64Array:
