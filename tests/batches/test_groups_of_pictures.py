@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streaming import Video
 from streaming.build.decode.groups.decode import decode_group
 from streaming.build.decode.groups.demux import find_packets
-from streaming.errors import ChecksumError
 from streaming.shards.video.groups import frame_packets, group_starts, groups_of_packets
-from streaming.shards.video.read import check_group
 from streaming.shards.video.table import VideoStream
 from tests.support.sources import drawn_videos, streams
 from tests.support.sources.video_members import begun_late, edited, encoded, stream_at, with_hidden
@@ -103,7 +102,7 @@ def test_all_groups_together_are_the_whole_video(kind: str) -> None:
     np.testing.assert_array_equal(np.concatenate(found), whole["frames"])
     assert (groups[0].first_frame, groups[-1].stop_frame) == (0, stream.num_frames)
     for number, one in enumerate(groups):
-        check_group(stream, number, shard[one.byte_start : one.byte_end], url="s", key="k")
+        assert crc32c(shard[one.byte_start : one.byte_end]) == one.crc32c
         assert set(stream.groups_of(range(one.first_frame, one.stop_frame)).tolist()) <= {number}
     shape = whole["frames"].shape[1:3]
     assert shape == ((stream.width, stream.height) if stream.orientation > 4 else (stream.height, stream.width))
@@ -158,18 +157,14 @@ def test_some_frames_of_a_group_in_any_order_and_twice() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "webm", "mov of JPEGs", "4"])
-def test_a_changed_byte_of_a_group_is_named_and_never_ends_the_process(kind: str) -> None:
+def test_a_changed_byte_of_a_group_is_noticed_and_never_ends_the_process(kind: str) -> None:
     data = data_of(kind)
     stream, rng = stream_at(data), np.random.default_rng(3)
     for number, one in enumerate(stream.groups):
         part = bytearray(data[one.byte_start : one.byte_end])
         for at in rng.integers(0, len(part), 3):
             part[at] ^= 1 << int(rng.integers(8))
-        with pytest.raises(ChecksumError) as caught:
-            check_group(stream, number, part, url="s3://set/000.tar", key="night")
-        first = f"{stream.times[one.first_frame]:.3f}"
-        for word in ("s3://set/000.tar", "'night'", "'mp4'", f"group {number}", first, str(one.byte_start)):
-            assert word in str(caught.value)
+        assert crc32c(part) != one.crc32c
         with contextlib.suppress(ValueError):
             assert len(decode_group(stream, number, part)) == one.stop_frame - one.first_frame
 

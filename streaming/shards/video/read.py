@@ -1,14 +1,11 @@
-"""Read the index of the videos of a shard, and groups of pictures: ``read_video_index``."""
+"""Read the index of the videos of a shard: ``read_video_index``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import NamedTuple
 
-from crc32c import crc32c
-
 from streaming.errors import (
-    ChecksumError,
     IndexMismatchError,
     IndexMissingError,
     NotFoundError,
@@ -18,9 +15,8 @@ from streaming.errors import (
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
 from streaming.shards.index.layout import video_directory, video_path
-from streaming.shards.video.table import VideoIndex, VideoStream, VideoTable
+from streaming.shards.video.table import VideoIndex, VideoTable
 from streaming.storage import Storage, join_url, redact
-from streaming.types import ReadBuffer
 
 
 def read_video_index(
@@ -96,48 +92,3 @@ def video_command(home: str, folder: str | None = None) -> str:
     if folder is None or folder.rstrip("/") == home.rstrip("/"):
         return f"`shard_tools index {shell_place(home)} --video`"
     return f"`shard_tools index {shell_place(folder)} --index {shell_place(home)} --video`"
-
-
-def read_group(storage: Storage, url: str, stream: VideoStream, group_number: int, *, key: str) -> ReadBuffer:
-    """Return the bytes of a group of pictures, by one request, checked.
-
-    Args:
-        storage: The store of the shard.
-        url: The shard.
-        stream: The stream.
-        group_number: The group.
-        key: The sample's key, for messages.
-
-    Raises:
-        ChecksumError: They are damaged.
-    """
-    group = stream.groups[group_number]
-    data = storage.read(url, group.byte_start, group.byte_end)
-    check_group(stream, group_number, data, url=url, key=key)
-    return data
-
-
-def check_group(stream: VideoStream, group_number: int, data: ReadBuffer, *, url: str, key: str) -> None:
-    """Compare the bytes of a group of pictures with its checksum.
-
-    Args:
-        stream: The stream.
-        group_number: The group.
-        data: The bytes from its ``byte_start`` to its ``byte_end``.
-        url: The shard.
-        key: The sample's key.
-
-    Raises:
-        ChecksumError: They are others.
-    """
-    group = stream.groups[group_number]
-    found = crc32c(data)
-    if len(data) == group.byte_end - group.byte_start and found == group.crc32c:
-        return
-    moments = stream.times[group.first_frame : group.stop_frame]
-    seconds = f"seconds {moments[0]:.3f} to {moments[-1]:.3f}" if len(moments) else "no frames"
-    raise ChecksumError(
-        f"{redact(url)}: sample {key!r}, field {stream.field!r}, group {group_number} ({seconds}): bytes "
-        f"{group.byte_start} to {group.byte_end} are damaged: CRC32C {found:08x} of {len(data)} bytes, expected "
-        f"{group.crc32c:08x}. Restore the shard, or find all damage with `shard_tools verify`"
-    )

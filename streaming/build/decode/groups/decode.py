@@ -126,7 +126,7 @@ def decode_group(
     """Return frames of one group of pictures, uint8 ``[n, H, W, 3]`` in RGB, upright.
 
     They equal the same frames of ``Video()`` of the whole file. The bytes are not compared with the group's checksum:
-    see ``check_group`` in ``streaming/shards/video/read.py``.
+    ``WindowReader`` does that when it reads them.
 
     Args:
         stream: The stream.
