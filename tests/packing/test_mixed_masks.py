@@ -83,6 +83,20 @@ def test_a_batch_of_one_source_has_the_same_form(folder: Path) -> None:
     assert {tuple(sorted(one)) for one in (mix[0], mix[len(mix) - 1])} == {tuple(sorted(mix[1]))}
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_ranks_that_read_other_masks_differ_in_what_they_compare(folder: Path, padded: bool) -> None:
+    choices = [{"a"}, {"b"}, {"a", "b"}, set[str]()]
+    compared = [
+        Mixture({
+            name: Packed(StreamingDataset(folder / "chat"), LENGTH, mask_field="mask" if name in masked else None,
+                         padded=padded)
+            for name in "ab"
+        }).source.items.options
+        for masked in choices
+    ]  # fmt: skip
+    assert all(one != other for number, one in enumerate(compared) for other in compared[:number])
+
+
 @pytest.mark.parametrize("options", [{}, {"balance": "local"}, {"collate_fn": list}])
 def test_an_epoch_goes_on_from_a_state(folder: Path, options: dict[str, Any]) -> None:
     whole = epoch_of(mixed(folder), **options)
