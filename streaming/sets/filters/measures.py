@@ -127,9 +127,8 @@ class Measures:
             return error
         return ConfigError(
             f"{error}. The column {SUPERVISED!r} counts the tokens that carry loss: `shard_tools convert` writes it "
-            "beside the field mask since masks have one; for other shards, count the "
-            "ones of the mask with a function of your own: `shard_tools column add URL num_labels --compute "
-            "MODULE:FUNCTION`"
+            "for every set with masks; for other shards, count the ones of the mask with a function of your own: "
+            "`shard_tools column add URL num_labels --compute MODULE:FUNCTION`"
         )
 
     def _url(self, shard: int) -> str:
