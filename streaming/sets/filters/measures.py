@@ -110,7 +110,7 @@ class Measures:
         found = {}
         for name in self._names:
             if name not in columns:
-                raise self._unknown(name, there)
+                raise self._unknown(name, shard, there)
             numbers = numbers_of(plain_values(columns[name]))
             if numbers is None:
                 raise ConfigError(
@@ -120,9 +120,9 @@ class Measures:
             found[name] = numbers.astype(np.int64) if is_whole else numbers
         return found
 
-    def _unknown(self, name: str, there: Sequence[str]) -> ConfigError:
+    def _unknown(self, name: str, shard: int, there: Sequence[str]) -> ConfigError:
         known = {*there, *late_names(self._storage, self._shards)}
-        error = unknown_column(name, known, "cost")
+        error = unknown_column(name, known, "cost", self._url(shard))
         if name != SUPERVISED:
             return error
         return ConfigError(
