@@ -143,6 +143,18 @@ def test_a_state_goes_on_on_another_world(folder: Path) -> None:
             loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize("where", ["rare = 0", "NOT (height = 6)"])
+def test_a_state_over_other_samples_is_refused_in_words_of_kinds(folder: Path, where: str) -> None:
+    with loader_of(images(folder)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with loader_of(images(folder, {"where": where})) as loader, pytest.raises(StateError) as caught:
+        loader.load_state_dict(state)
+    assert "filter" in str(caught.value)
+    assert "group" in str(caught.value)
+    assert "Mixture" not in str(caught.value)
+
+
 def test_documents_of_tokens_too_and_counts_are_those_of_the_set(folder: Path) -> None:
     def made(**options: Any) -> Packed:
         return Packed(StreamingDataset(folder), 64, padded=True, alike=("height",), **options)
@@ -201,7 +213,7 @@ def test_mixed_shards_are_warned_of_with_the_command_and_too_large_kinds_are_lef
         (lambda folder: Mixture({"a": images(folder)}), r"sources: 'a': Packed\(…, alike_across_ranks=True\) deals"),
         (
             lambda folder: loader_of(images(folder, alike=("rare",))),
-            r"rare = 1 has 1 packs, too few for a global batch of 4.*where='NOT \(rare = 1\)'",
+            r"rare = 1 has 1 pack, too few for a global batch of 4.*where='NOT \(rare = 1\)'",
         ),
         (
             lambda folder: DataLoader(

@@ -322,7 +322,7 @@ def test_the_memory_of_carried_values_is_that_of_all_of_them() -> None:
         ({"carry": {"labels": ("npy",)}}, "give the values another name"),
         ({"carry": ()}, "placeholder=7 without carry"),
         ({"placeholder": {"jpg": 7}}, "'jpg' is not carried"),
-        ({"placeholder": "x"}, "expected a token"),
+        ({"placeholder": "x"}, "expected the id of a token"),
         ({"pad_id": 7}, "is also pad_id"),
     ],
 )

@@ -125,7 +125,7 @@ def test_rows_that_grow_are_sorted_by_the_parts_of_documents(folder: Path) -> No
 @pytest.mark.parametrize(
     ("cost", "words"),
     [
-        ("depth", r"cost: no column 'depth'; there are: .*patches"),
+        ("depth", r"cost: no column 'depth' in the sample table of .*; there are: .*patches"),
         ("num_labels", r"no column 'num_labels'.*`shard_tools convert` writes it.*column add URL num_labels --compute"),
         ("patches >", r"cost: .*at character"),
         ("__key__", r"cost: "),

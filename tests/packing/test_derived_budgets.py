@@ -104,7 +104,7 @@ def test_a_quantity_is_known_by_its_values_and_another_one_is_another_set(folder
         (("tokens > 3", 5), r"budgets: it: expected \+ - \* / %"),
         (("hash(tokens)", 5), r"expected arithmetic over the columns of a sample"),
         (("3 * 4", 5), r"expected arithmetic over the columns of a sample"),
-        (("depth * 2", 5), r"budgets: 'depth \* 2': no column 'depth'; there are: .*tokens"),
+        (("depth * 2", 5), r"budgets: 'depth \* 2': no column 'depth' in the sample table of .*; there are: .*tokens"),
         (('"tokens" * 9000000000000000000', 5), r"overflow"),
         (("tokens", 5, 6), r'expected \("tokens \* tokens", 2\*\*26\), a text and a number'),
         (("tokens", "many"), r"budgets: it"),

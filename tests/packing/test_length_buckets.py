@@ -321,7 +321,7 @@ def test_the_log_says_how_full_buckets_are_and_what_they_need(images: Path, capl
     for wrong in ("height", ("",), 3):
         with pytest.raises(ConfigError, match=r'alike: expected names of columns, such as \("height", "width"\)'):
             image_buckets(images, alike=wrong)
-    with pytest.raises(ConfigError, match=r"alike=1 columns: .* add padded=True"):
+    with pytest.raises(ConfigError, match=r"alike, of 1 column: .* add padded=True"):
         Packed(StreamingDataset(images), 640, column="pixels", alike=("height",))
     with pytest.raises(ConfigError, match="no column 'depth'"):
         image_buckets(images, alike=("depth",))

@@ -12,6 +12,7 @@ import torch
 from shard_tools import ShardWriter
 from streaming import Mixture, Packed, Schedule, StreamingDataset
 from streaming.errors import ConfigError
+from tests.support.code.cure_messages import tool
 from tests.support.sets.packed_sets import LENGTH, document_lengths, epoch_of, loader_of, write
 
 NUM_DOCS = 200
@@ -82,6 +83,20 @@ def test_a_batch_of_one_source_has_the_same_form(folder: Path) -> None:
     assert {tuple(sorted(one)) for one in (mix[0], mix[len(mix) - 1])} == {tuple(sorted(mix[1]))}
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_ranks_that_read_other_masks_differ_in_what_they_compare(folder: Path, padded: bool) -> None:
+    choices = [{"a"}, {"b"}, {"a", "b"}, set[str]()]
+    compared = [
+        Mixture({
+            name: Packed(StreamingDataset(folder / "chat"), LENGTH, mask_field="mask" if name in masked else None,
+                         padded=padded)
+            for name in "ab"
+        }).source.items.options
+        for masked in choices
+    ]  # fmt: skip
+    assert all(one != other for number, one in enumerate(compared) for other in compared[:number])
+
+
 @pytest.mark.parametrize("options", [{}, {"balance": "local"}, {"collate_fn": list}])
 def test_an_epoch_goes_on_from_a_state(folder: Path, options: dict[str, Any]) -> None:
     whole = epoch_of(mixed(folder), **options)
@@ -106,6 +121,28 @@ def test_a_document_that_should_have_a_mask_is_still_bad(folder: Path, tmp_path:
     with loader_of(Mixture({"a": Packed(StreamingDataset(folder / "text"), LENGTH), "b": masked})) as loader:
         list(loader)
         assert [one["key"] for one in loader.metrics()["bad"]] == ["7"]
+
+
+def test_a_mask_that_is_not_read_beside_one_that_is_has_a_word(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sets whose schema names a mask: all tokens of one of them would carry loss because an option was forgotten."""
+    (tmp_path / "ids.jsonl").write_text("\n".join(['{"ids": [5, 6, 7], "keep": [0, 1, 1]}'] * 40))
+    convert = ("convert", tmp_path / "ids.jsonl", tmp_path / "set", "--tokens-field", "ids", "--mask-field", "keep")
+    tool(*convert)
+
+    def made(**masks: str) -> None:
+        with loader_of(Mixture({
+            name: Packed(StreamingDataset(tmp_path / "set"), LENGTH, mask_field=masks.get(name)) for name in ("a", "b")
+        })) as loader:  # fmt: skip
+            next(iter(loader))
+
+    made(a="mask", b="mask")
+    made()
+    assert "reads no mask" not in caplog.text
+    made(b="mask")
+    assert "Packed 'a' reads no mask, though its set has one, as 'b' does" in caplog.text
+    assert 'Packed(…, mask_field="mask")' in caplog.text
 
 
 def test_masks_of_two_names_are_refused(folder: Path) -> None:

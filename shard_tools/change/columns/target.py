@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -38,6 +39,7 @@ from streaming.shards.schema.value import Schema, SchemaColumn, late_origin
 from streaming.shards.versions.publish import change_schema
 from streaming.storage import Storage, join_url, redact
 
+_log = logging.getLogger(__name__)
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
 
 
@@ -77,10 +79,17 @@ class AddReport(Report):
 
 
 class Filled(NamedTuple):
-    """Type of the values of one shard, and the number of samples without one."""
+    """What the values of one shard are.
+
+    Attributes:
+        type: Their type.
+        num_missing: Number of samples without a value.
+        num_other: Number of values that are different if they are made again.
+    """
 
     type: str
     num_missing: int
+    num_other: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +154,8 @@ class ColumnTarget:
     """A late column to be added to the shards at ``urls``.
 
     If the set has grown since a column was added in the same way, the column keeps its version and its values, and only
-    the values of new shards are made: states and views that name the column stay as they are.
+    the values of new shards are made: states and views that name the column stay as they are. The values of one earlier
+    shard are made again and compared, since code that a function calls is no part of the version.
 
     Args:
         urls: Shards with an index.
@@ -302,7 +312,10 @@ class ColumnTarget:
         calls.progress.start(total_bytes=None, total=len(self.urls))
         shared = [(self.storage, at) for url in self.urls[:1] for at in (url, samples_url(url, self.index_url))]
         shards = map(self.shard, range(len(self.urls)))
-        return list(calls.map(partial(_fill, version, values, again), shards, shared=shared))
+        fill = partial(_fill, version, values, again, self._compared(version))
+        filled = list(calls.map(fill, shards, shared=shared))
+        self._tell_of_other_values(filled)
+        return filled
 
     def fill_in_order(
         self, version: str, values: Callable[[Sequence[ColumnShard]], Generator[pa.Array, None, None]], *,
@@ -321,15 +334,36 @@ class ColumnTarget:
         shards = [self.shard(number) for number in range(len(self.urls))]
         there = list(map_threads(partial(_written, version), shards, THREADS))
         progress.advance(num=sum(one is not None for one in there))
-        filled = list[Filled]()
-        with closing(values([shard for shard, one in zip(shards, there, strict=True) if one is None])) as made:
+        filled, compared = list[Filled](), self._compared(version)
+        wanted = [one is None or shard.url == compared for shard, one in zip(shards, there, strict=True)]
+        with closing(values([shard for shard, is_wanted in zip(shards, wanted, strict=True) if is_wanted])) as made:
             for shard, one in zip(shards, there, strict=True):
                 if one is None:
-                    array = next(made)
-                    shard.write(array, version)
+                    shard.write(array := next(made), version)
                     progress.advance(num=1)
-                filled.append(one or Filled(str(array.type), array.null_count))
+                    filled.append(Filled(str(array.type), array.null_count))
+                else:
+                    num_other = _num_other(shard.written(version), next(made)) if shard.url == compared else 0
+                    filled.append(one._replace(num_other=num_other))
+        self._tell_of_other_values(filled)
         return filled
+
+    def _compared(self, version: str) -> str | None:
+        """Return the shard whose values are made again, to be compared: the first one of a column that grows."""
+        shards = map(self.shard, range(len(self.urls) if self.grows else 0))
+        return next((shard.url for shard in shards if shard.written(version) is not None), None)
+
+    def _tell_of_other_values(self, filled: Sequence[Filled]) -> None:
+        """Log that values of earlier shards are kept which would be different today."""
+        for number, one in enumerate(filled):
+            if one.num_other:
+                _log.warning(
+                    "column %r: of %s values of %s, which the column had before the set grew, %s are different when "
+                    "they are made again: code that the function calls has changed, or its values are random. Earlier "
+                    "shards keep their values, new shards have new ones. To make all values again: the same command "
+                    "with --overwrite",
+                    self.name, f"{self.sizes[number]:,}", redact(self.urls[number]), f"{one.num_other:,}",
+                )  # fmt: skip
 
     def _forget(self) -> None:
         """Delete the values of a finished column: they may be of older versions of code that a function calls."""
@@ -443,13 +477,23 @@ def _made(version: str, values: ShardValues, shard: ColumnShard, progress: Progr
     return shard.file(array, version), Filled(str(array.type), array.null_count)
 
 
-def _fill(version: str, values: ShardValues, again: bool, shard: ColumnShard, progress: Progress) -> Filled:  # noqa: FBT001
-    array = None if again else shard.written(version)
+def _fill(
+    version: str, values: ShardValues, again: bool, compared: str | None, shard: ColumnShard, progress: Progress  # noqa: FBT001
+) -> Filled:  # fmt: skip
+    array, num_other = None if again else shard.written(version), 0
     if array is None:
         array = values(shard)
         shard.write(array, version)
+    elif shard.url == compared:
+        num_other = _num_other(array, values(shard))
     progress.advance(num=1)
-    return Filled(str(array.type), array.null_count)
+    return Filled(str(array.type), array.null_count, num_other)
+
+
+def _num_other(values: pa.Array, again: pa.Array) -> int:
+    """Count the values that are different if they are made again; NaN is like NaN."""
+    pairs = zip(values.to_pylist(), again.to_pylist(), strict=True)
+    return sum(one != other and (one == one or other == other) for one, other in pairs)  # noqa: PLR0124
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from streaming.common.arguments import counted
 from streaming.errors import ConfigError, StateError
 from streaming.order.mixing.exact import BatchLanes, EvenLanes, ExactLanes
 from streaming.order.mixing.lanes import MixedLanes
@@ -321,11 +322,11 @@ class ByKinds(ByBatches):
         few = {name: count for name, count in blend.readable({}).items() if count < self._size}
         if few:
             name, count = min(few.items(), key=lambda one: one[1])
-            more = f" (and {len(few) - 1:,} kinds more)" if len(few) > 1 else ""
+            more = f" (and {counted(len(few) - 1, 'kind')} more)" if len(few) > 1 else ""
             raise ConfigError(
-                f"{self.spelled}: {name} has {count:,} packs{more}, too few for a global batch of {self._size:,}, all "
-                f"of one kind: it would never come. Leave such samples out, StreamingDataset(…, where='NOT ({name})'), "
-                "or give a smaller batch, a smaller length, or coarser kinds"
+                f"{self.spelled}: {name} has {counted(count, 'pack')}{more}, too few for a global batch of "
+                f"{self._size:,}, all of one kind: it would never come. Leave such samples out, StreamingDataset(…, "
+                f"where='NOT ({name})'), or give a smaller batch, a smaller length, or coarser kinds"
             )
         return blend  # with the size of batches, which the ledger records: batches of a kind differ between epochs
 

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from streaming.common.arguments import check_choice, checked_flag, checked_int
+from streaming.common.arguments import check_choice, checked_flag, checked_int, counted
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
@@ -85,8 +85,8 @@ class PackRules:
             )
         if self.alike and not self.padded:
             raise ConfigError(
-                f"alike={self.alike} columns: a row of several documents need not hold similar ones; alike applies to "
-                "batches under a budget: add padded=True"
+                f"alike, of {counted(self.alike, 'column')}: a row of several documents need not hold similar ones; "
+                "alike applies to batches under a budget: add padded=True"
             )
         if self.length % self.multiple:
             below = self.length // self.multiple * self.multiple

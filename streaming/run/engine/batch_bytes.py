@@ -63,10 +63,10 @@ def weigh(batch: Any) -> int:
 
 def _weigh_items(batch: Any, kinds: set[type]) -> int:
     """Estimate the bytes of the items of a list, of these types: of all arrays, also in a list for each row."""
-    lists = batch if kinds == {list} else ()
-    items = list(chain.from_iterable(batch)) if lists else batch
-    if set(map(type, items)) <= _ARRAYS:
-        return sum(map(sys.getsizeof, lists)) + _weigh_all(items)
+    if kinds <= _ARRAYS:
+        return _weigh_all(batch)
+    if kinds == {list} and all(type(one) in _ARRAYS for one in chain.from_iterable(batch)):  # ends at the first other
+        return sum(map(sys.getsizeof, batch)) + _weigh_all(chain.from_iterable(batch))
     at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT
     if len(batch) <= at_most:
         return _weigh_all(batch)

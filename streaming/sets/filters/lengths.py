@@ -22,7 +22,7 @@ from streaming.types import Int64Array
 UNKNOWN = -1
 """Number of tokens of a sample without a value in the column."""
 UNDEFINED = -(2**63)
-"""Derived size of a sample whose columns have values, of which the arithmetic makes none: it divides by 0."""
+"""Derived size of a sample whose columns have values, but whose arithmetic has none: it divides by 0."""
 _KEPT_BYTES = 256 << 20
 """Memory for the columns of recently used shards: 32 million samples. The columns of other shards are read again."""
 _MOST = 2.0**62
@@ -80,7 +80,7 @@ class Lengths:
     def _values(self, shard: int) -> Int64Array:
         columns, there = self._read(shard)
         found = [
-            self._derived(one, columns, there) if isinstance(one, Quantity) else
+            self._derived(shard, one, columns, there) if isinstance(one, Quantity) else
             self._column(shard, one, columns, there) for one in self._columns
         ]  # fmt: skip
         return found[0] if len(found) == 1 else np.column_stack(found)
@@ -91,7 +91,7 @@ class Lengths:
         if column not in columns:
             known = sorted({*there, *late_names(self._storage, self._shards)})
             if not is_tokens:
-                raise unknown_column(column, known, "Packed: budgets= or alike=")
+                raise unknown_column(column, known, "Packed: budgets= or alike=", shown)
             raise ConfigError(
                 f"Packed: no column {column!r} in the sample table of {shown} to say how many tokens each sample "
                 f"has; there are: {', '.join(known) or 'none'}. Name the column with column=…, or make it: "
@@ -103,18 +103,21 @@ class Lengths:
         if str(values.type) not in _TYPES and len(values) != values.null_count:
             raise ConfigError(
                 f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers"
-                f"{': the number of tokens of each sample' if is_tokens else ''}. A budget of fractions is arithmetic: "
-                f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}"
-            )
+                + (": the number of tokens of each sample" if is_tokens else ". A budget of fractions is arithmetic: "
+                   f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}")
+            )  # fmt: skip
         found = numbers(values.cast("int64"), np.int64, missing=0)
         return _marked(found, _absent(values), UNKNOWN)
 
-    def _derived(self, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
+    def _derived(
+        self, shard: int, quantity: Quantity, columns: Mapping[str, Values], there: list[str]
+    ) -> Int64Array:  # fmt: skip
         """Return a derived size of each sample, rounded up to a whole number."""
         missing = sorted(quantity.names - columns.keys())
         if missing:
             known = {*there, *late_names(self._storage, self._shards)}
-            raise unknown_column(missing[0], known, f"Packed: budgets: {str(quantity)!r}")
+            shown = redact(self._shards.urls[shard])
+            raise unknown_column(missing[0], known, f"Packed: budgets: {str(quantity)!r}", shown)
         rows = len(columns[min(quantity.names)])
         found = numbers_of(plain_values(amounts_of(quantity, columns, rows)))
         if found is None:

@@ -110,7 +110,7 @@ class Measures:
         found = {}
         for name in self._names:
             if name not in columns:
-                raise self._unknown(name, there)
+                raise self._unknown(name, shard, there)
             numbers = numbers_of(plain_values(columns[name]))
             if numbers is None:
                 raise ConfigError(
@@ -120,16 +120,15 @@ class Measures:
             found[name] = numbers.astype(np.int64) if is_whole else numbers
         return found
 
-    def _unknown(self, name: str, there: Sequence[str]) -> ConfigError:
+    def _unknown(self, name: str, shard: int, there: Sequence[str]) -> ConfigError:
         known = {*there, *late_names(self._storage, self._shards)}
-        error = unknown_column(name, known, "cost")
+        error = unknown_column(name, known, "cost", self._url(shard))
         if name != SUPERVISED:
             return error
         return ConfigError(
             f"{error}. The column {SUPERVISED!r} counts the tokens that carry loss: `shard_tools convert` writes it "
-            "beside the field mask since masks have one; for other shards, count the "
-            "ones of the mask with a function of your own: `shard_tools column add URL num_labels --compute "
-            "MODULE:FUNCTION`"
+            "for every set with masks; for other shards, count the ones of the mask with a function of your own: "
+            "`shard_tools column add URL num_labels --compute MODULE:FUNCTION`"
         )
 
     def _url(self, shard: int) -> str:

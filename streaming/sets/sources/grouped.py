@@ -125,7 +125,7 @@ class GroupedSource(MixedSource):
         Raises:
             StateError: The groups differ from those of the state.
         """
-        check_groups(self, ledger, versions, self._kind)
+        check_groups(self, ledger, versions, self._kind, may_change="; only its schedule and weights may change")
         super().check_ledger(ledger, versions)
 
     @cached_property
@@ -158,8 +158,10 @@ class GroupedSource(MixedSource):
         return ", ".join(said)
 
 
-def check_groups(source: MixedSource, ledger: Ledger, versions: Versions, kind: str) -> None:
+def check_groups(source: MixedSource, ledger: Ledger, versions: Versions, kind: str, may_change: str = "") -> None:
     """Check that the groups of a source, made by a class called ``kind``, are those of a run's ledger.
+
+    ``may_change`` says, in messages, what of the source may be different.
 
     Raises:
         StateError: The groups differ from those of the state.
@@ -167,7 +169,7 @@ def check_groups(source: MixedSource, ledger: Ledger, versions: Versions, kind: 
     missing = sorted(set(ledger.sources) - set(source.names))
     if missing:
         cure = source.leaves[source.names[0]].where_is("", versions.get(missing[0], ())) or (
-            "Build it from the same columns, groups and samples; only its schedule and weights may change"
+            f"Build it from the same columns, groups and samples, with the same filter{may_change}"
         )
         raise StateError(
             f"this state drew from the groups {some_names(missing)}, but this {kind} has "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -503,6 +504,7 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
         ConfigError: The sources cannot be combined.
     """
     _check_windows(leaves)
+    _tell_of_unread_masks(leaves)
     packed = {name: one.items.options for name, one in leaves.items() if one.items.options}
     if not packed:
         return
@@ -524,6 +526,18 @@ def _check_packs(leaves: Mapping[str, Leaf]) -> None:
                     + ("convert the source of one again with the --tokenizer of the other, as the vocabulary decides "
                        "the width" if option == "dtype" else "give both the same")
                 )  # fmt: skip
+
+
+def _tell_of_unread_masks(leaves: Mapping[str, Leaf]) -> None:
+    """Warn of packs without a loss mask whose set has one, beside packs that have theirs."""
+    masked = [name for name, one in leaves.items() if one.items.options.get("mask_field") is not None]
+    for name, one in leaves.items():
+        said = one.meaning.schema.tokens.get(one.items.options.get("field", ""))
+        if masked and name not in masked and said is not None and said.tokens is not None and said.tokens.mask:
+            _log.warning(
+                "sources: Packed %r reads no mask, though its set has one, as %r does: all its tokens carry loss. To "
+                "read it: Packed(…, mask_field=%s)", name, masked[0], json.dumps(said.tokens.mask),
+            )  # fmt: skip
 
 
 def _check_windows(leaves: Mapping[str, Leaf]) -> None:

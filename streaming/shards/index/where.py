@@ -224,11 +224,14 @@ def as_where(where: Any) -> Where | None:
     )
 
 
-def unknown_column(name: str, there: Iterable[str], what: str = "where") -> ConfigError:
-    """Return the error for a column that the option ``what`` uses and no shard has, with the existing ones."""
-    known = sorted(there)
+def unknown_column(name: str, there: Iterable[str], what: str = "where", place: str = "") -> ConfigError:
+    """Return the error for a column that the option ``what`` uses and no shard has, with the existing ones.
+
+    ``place`` is a shard, for options of several sets.
+    """
+    known, of = sorted(there), f" in the sample table of {place}" if place else ""
     return ConfigError(
-        f"{what}: no column {name!r}{did_you_mean(name, known)}; there are: "
+        f"{what}: no column {name!r}{of}{did_you_mean(name, known)}; there are: "
         f"{', '.join(known) or 'none'}. A column is lifted when shards are written (columns=), or added with "
         f"`shard_tools column add`"
     )

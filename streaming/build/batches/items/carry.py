@@ -255,8 +255,8 @@ def _checked_placeholders(
         placeholder = dict.fromkeys(names, placeholder)
     if not isinstance(placeholder, Mapping) or not all(map(is_whole, placeholder.values())):
         raise ConfigError(
-            f"placeholder: expected a token, or one for each carried entry, such as {{{names[0]!r}: 32000}}, got "
-            f"{placeholder!r}"
+            f"placeholder: expected the id of a token, or one for each carried entry, such as {{{names[0]!r}: 32000}}, "
+            f"got {placeholder!r}"
         )
     unknown = [name for name in placeholder if name not in names]
     if unknown:

@@ -68,21 +68,30 @@ def checked_items(
     if field is None:
         kind = WholeSamples if rules.padded else SampleLists
         return rules, kind(length=rules.length, multiple=rules.multiple, max_docs=rules.max_docs)
+    shape = _checked_shape(rules, of_tokens, field, is_stale=not overlap_labels)
+    if carried is not None:
+        return rules, (PaddedCarried if rules.padded else CarriedPacks)(shape=shape, carry=carried)
+    return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape, parts=parts)
+
+
+def _checked_shape(rules: PackRules, of_tokens: Mapping[str, Any], field: Any, *, is_stale: bool) -> PackShape:
+    """Return the shape of a batch, without the dtype of tokens; ``is_stale``: tokens count in their first window only.
+
+    Raises:
+        ConfigError: An option is invalid.
+    """
     for option, name in {"field": field, "mask_field": of_tokens["mask_field"]}.items():
         if name is not None:
             _check_name(option, name)
             _refuse_encoded(option, name)
-    shape = PackShape(
+    return PackShape(
         length=rules.length, field=field, dtype="", multiple=rules.multiple, max_docs=rules.max_docs,
-        stale=0 if overlap_labels or rules.stride is None else rules.length - rules.stride,
+        stale=rules.length - rules.stride if is_stale and rules.stride is not None else 0,
         **{
             **of_tokens, "pad_id": checked_int("pad_id", of_tokens["pad_id"], 0, 2**32 - 1),
             "ignore_id": _checked_ignore_id(of_tokens["ignore_id"]),
         },
     )  # fmt: skip
-    if carried is not None:
-        return rules, (PaddedCarried if rules.padded else CarriedPacks)(shape=shape, carry=carried)
-    return rules, PaddedDocuments(shape=shape) if rules.padded else TokenPacks(shape=shape, parts=parts)
 
 
 def _checked_ignore_id(ignore_id: Any) -> int:

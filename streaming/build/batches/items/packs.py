@@ -27,7 +27,7 @@ from streaming.build.batches.draws import BatchDraws
 from streaming.build.batches.items.columns import PackColumns, PaddedColumns
 from streaming.build.batches.items.pieces import OneEach, PieceItems, check_measured, measured_by, pieces_of
 from streaming.build.batches.items.split_rows import join_packs, narrow_pack, split_packs
-from streaming.build.batches.jagged import Allocate, Form, checked_jagged
+from streaming.build.batches.jagged import Allocate
 from streaming.build.batches.rows import DecodedRow, FieldRange, Index, PlannedRows, Rows, Stock, cut_up, scaled
 from streaming.build.batches.sequence import SequenceSlice
 from streaming.common.platforms import later
@@ -68,6 +68,8 @@ class TokenPacks(PieceItems):
     balance: BalanceRules | None = None
     parts: Steps = Steps(((0, 1),))  # noqa: RUF009  frozen
     unmasked: tuple[int, ...] = ()
+
+    no_jagged = "packed documents already lie end to end, with their borders in cu_seqlens; leave it out"
 
     def __post_init__(self) -> None:
         self._check_labels()
@@ -362,16 +364,6 @@ class TokenPacks(PieceItems):
             )
         check_measured(rules, dataset)
         return replace(self, balance=rules)
-
-    def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
-        """See ``RowKind``: documents are already concatenated."""
-        forms = checked_jagged(jagged, collate_fn)
-        if forms:
-            raise ConfigError(
-                f"jagged={tuple(forms)!r}: packed documents already lie end to end, with their borders in "
-                "cu_seqlens; leave it out"
-            )
-        return forms
 
     def _check_labels(self) -> None:
         shape = self.shape

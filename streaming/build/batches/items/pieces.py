@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.build.batches.build import RowKind, SourceRecipe
+from streaming.build.batches.jagged import Form, checked_jagged
 from streaming.build.batches.rows import PlannedRows, Rows, Stock
 from streaming.errors import ConfigError, DataError
 from streaming.order.packing.balance import BalanceRules
@@ -36,7 +37,9 @@ class PieceItems(RowKind):
         "Packed: transform (or map) would not be called, since tokens go straight from the shards into the batch. "
         "Leave it out; change tokens when shards are written, or whole packs in the loader's collate_fn"
     )
-    """Words for messages: the unit of lengths ("": the column), the things that have lengths, a limit on full rows."""
+    no_jagged = ""
+    """Words for messages: the unit of lengths ("": the column), the things that have lengths, a limit on full rows,
+    and why options are refused."""
 
     fields: tuple[str, ...] = ()
     """Fields that are read, instead of the fields of the documents' dataset; (): the fields of the dataset."""
@@ -68,6 +71,13 @@ class PieceItems(RowKind):
     def positions(self, positions: Int64Array, packs: PackRows) -> Int64Array:  # noqa: ARG002
         """Return the positions from which random numbers derive, one per row or per piece."""
         return positions
+
+    def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
+        """See ``RowKind``: nothing is concatenated that is not already."""
+        forms = checked_jagged(jagged, collate_fn)
+        if forms:
+            raise ConfigError(f"jagged={tuple(forms)!r}: {self.no_jagged}")
+        return forms
 
     @override
     def row_of(self, rows: Rows, i: int) -> int:

@@ -149,6 +149,11 @@ class SampleLists(_Whole):
     max_docs: int | None = None
     balance: BalanceRules | None = None
 
+    no_jagged = (
+        "batches of Packed(…, field=None) are lists of samples, and nothing is concatenated. Leave jagged out, and "
+        "concatenate in collate_fn; or add padded=True"
+    )
+
     def order(self, stock: Stock, of: PlannedRows) -> Index:
         """See ``RowKind``: with ``balance="local"``, from the most to the least expensive list."""
         if self.balance is None:
@@ -200,16 +205,6 @@ class SampleLists(_Whole):
             )
         check_measured(rules, dataset)
         return replace(self, balance=rules)
-
-    def checked_jagged(self, jagged: Any, collate_fn: object) -> dict[str, Form]:
-        """See ``RowKind``: nothing is concatenated in lists of samples."""
-        forms = checked_jagged(jagged, collate_fn)
-        if forms:
-            raise ConfigError(
-                f"jagged={tuple(forms)!r}: batches of Packed(…, field=None) are lists of samples, and nothing is "
-                "concatenated. Leave jagged out, and concatenate in collate_fn; or add padded=True"
-            )
-        return forms
 
     @override
     def fate(self, on_error: OnError) -> str:
