@@ -31,7 +31,7 @@ from streaming.sets.sources.own import SampleRows
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.windows.order import order_of_windows
 from streaming.sets.windows.reader import WindowReader
-from streaming.sets.windows.shard import LeftOut, WindowUnits
+from streaming.sets.windows.shard import LeftOut, UnevenTables, WindowUnits
 from streaming.sets.windows.spec import WindowSpec
 from streaming.shards.catalog.open import check_fields, digest_of
 from streaming.shards.fetch.layout import Fetched, UnitLayout
@@ -81,7 +81,7 @@ class WindowSource(SampleRows):
         named = {name: option for name, option in spec.named_by.items() if name not in late}
         check_fields(self.storage, recordings.shards, named, peers)
         self.reader = WindowReader(recordings, spec, peers)
-        self._units, self.left_out, self._digests, self._once_bytes = self._of_all(peers)
+        self._units, self.left_out, self.uneven, self._digests, self._once_bytes = self._of_all(peers)
         self._tell()
 
     def _take_over(self) -> None:
@@ -98,24 +98,26 @@ class WindowSource(SampleRows):
 
     # --- which windows there are ---
 
-    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, tuple[str, ...], int]:
+    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, UnevenTables, tuple[str, ...], int]:
         """Return the units of all shards; with peers, each rank computes those of a range of shards.
 
         Raises:
             ConfigError: There is no window.
         """
         name = digest_of([self.recordings.fingerprint, self.spec.plain, self.spec.sizes])
-        digests, left_out, found, once_bytes = list[str](), LeftOut(), list[WindowUnits](), 0
+        digests, found, once_bytes = list[str](), list[WindowUnits](), 0
+        left_out, uneven = LeftOut(), UnevenTables()
         for part in shared_parts(peers, f"windows/{name}", self._part):
             head, start = unframed(part)
             digests += head["digests"]
             once_bytes += head["once_bytes"]
             left_out += LeftOut(**head["left_out"])
+            uneven += UnevenTables.from_plain(head["uneven"])
             found.append(WindowUnits.from_bytes(memoryview(part)[start:]))
         units = WindowUnits.joined(found)
         if not len(units.rows):
             raise ConfigError(f"Windows: no window: {left_out.words(self.spec) or 'the set has no recordings'}")
-        return units, left_out, tuple(digests), once_bytes
+        return units, left_out, uneven, tuple(digests), once_bytes
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self.urls), rank, world_size)
@@ -124,11 +126,11 @@ class WindowSource(SampleRows):
         except IndexMissingError as error:
             self._check_newest(error)
             raise
-        left_out = LeftOut()
-        for one in found:
-            left_out += one.left_out
-        once_bytes = sum(one.once_bytes for one in found)
-        head = {"digests": [one.digest for one in found], "left_out": left_out.plain, "once_bytes": once_bytes}
+        head = {
+            "digests": [one.digest for one in found], "once_bytes": sum(one.once_bytes for one in found),
+            "left_out": sum((one.left_out for one in found), LeftOut()).plain,
+            "uneven": sum((one.uneven for one in found), UnevenTables()).plain,
+        }  # fmt: skip
         return framed(head, WindowUnits.joined([one.units for one in found]).to_bytes())
 
     def _check_newest(self, error: IndexMissingError) -> None:
@@ -153,6 +155,8 @@ class WindowSource(SampleRows):
         _log.info("Windows: %s", self.words())
         if self.left_out.num_recordings:
             _log.warning("Windows: %s", self.left_out.words(self.spec))
+        for words in self.uneven.words(self.spec):
+            _log.warning("Windows: columns: %s", words)
 
     @property
     def fingerprint(self) -> str:
