@@ -261,6 +261,32 @@ def test_damaged_groups_are_bad_samples(tmp_path: Path, where: str) -> None:
         list(loader)
 
 
+def refuse(row: Any) -> Any:
+    """Raise for one moment of one recording."""
+    if row["__key__"] == "0001" and 0.1 < row["__time__"] < 0.15:
+        raise ValueError("no")
+    return row
+
+
+def test_bad_rows_are_named_with_their_moments(folder: Path, tmp_path: Path) -> None:
+    """The key alone names the recording; many rows of it are intact."""
+
+    (bad,) = [row for row in windows_of(folder, GRID["frames"]) if row["__key__"] == "0001"
+              and 0.1 < row["__time__"] < 0.15]  # fmt: skip
+    moment, records = f"the window at second {bad['__time__']:.3f}", tmp_path / "bad.jsonl"
+    for workers in (0, 2):
+        windows = windows_of(folder, GRID["frames"], bad_samples_file=records, max_bad_samples=1).map(refuse)
+        with loader_of(windows, num_workers=workers) as loader:
+            list(loader)
+            (found,) = loader.metrics()["bad"]
+        assert moment in found["reason"]
+        strict = windows_of(folder, GRID["frames"], on_error="raise").map(refuse)
+        with loader_of(strict, num_workers=workers) as loader, pytest.raises(DataError) as caught:
+            list(loader)
+        assert any(moment in note for note in caught.value.__notes__)
+    assert moment in records.read_text()
+
+
 def test_only_the_groups_of_rows_are_read(tmp_path: Path) -> None:
     members = {
         "front.mp4": streams.video("mp4", 160, size=(96, 128), gop=10, grain=60),
