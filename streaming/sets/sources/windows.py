@@ -31,6 +31,7 @@ from streaming.sets.sources.own import SampleRows
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.windows.order import order_of_windows
 from streaming.sets.windows.reader import WindowReader
+from streaming.sets.windows.recording import Float64Array
 from streaming.sets.windows.shard import LeftOut, UnevenTables, WindowUnits
 from streaming.sets.windows.spec import WindowSpec
 from streaming.shards.catalog.open import check_fields, digest_of
@@ -256,6 +257,14 @@ class WindowSource(SampleRows):
         starts = sums(self.chunk_samples)
         chunk = int(np.searchsorted(starts, number, side="right")) - 1
         return int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
+
+    def moments_of(self, shards: Int64Array, numbers: Int64Array) -> Float64Array:
+        """Return the moments of windows in seconds, float64 [n], given the shard of each and its number there."""
+        found = np.empty(len(shards))
+        for place, (shard, number) in enumerate(zip(shards.tolist(), numbers.tolist(), strict=True)):
+            recording, row = self.reader.shard(shard).place_of(number)
+            found[place] = recording.moments[row]
+        return found
 
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
         if row in layout.damage:
