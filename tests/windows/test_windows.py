@@ -37,7 +37,14 @@ from streaming import (
     Windows,
 )
 from streaming.build.decode.groups.decode import VideoFormat
-from streaming.errors import ConfigError, DataError, IndexMissingError, MemoryLimitError, TooManyBadSamplesError
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexMissingError,
+    MemoryLimitError,
+    StateError,
+    TooManyBadSamplesError,
+)
 from streaming.run.replicas.batch_codec import decode, encode
 from streaming.sets.windows.recording import CutRecording, most_steps, rows_of
 from streaming.sets.windows.spec import checked_spec
@@ -157,6 +164,22 @@ def test_resume_is_exact_at_every_batch(folder: Path) -> None:
                     loader.load_state_dict(states[at])
                     found.append([names_of(rows_in(batch)) for batch in loader])
             assert [[name for part in each for name in part] for each in zip(*found, strict=True)] == whole[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"video": {"front.mp4": [-0.1, 0.0]}}, {"edge": "drop"}, {"every": 0.3}, {"groups": 1}, {"columns": {}}],
+    ids=str,
+)
+def test_a_state_of_other_windows_is_refused_with_the_options_that_say_so(folder: Path, other: dict[str, Any]) -> None:
+    options = {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}}
+    with loader_of(windows_of(folder, options)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with loader_of(windows_of(folder, options | other)) as loader, pytest.raises(StateError, match=next(iter(other))):
+        loader.load_state_dict(state)
+    with loader_of(windows_of(folder, options | {"size": (16, 16)})) as loader:
+        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -188,8 +188,12 @@ class WindowSource(SampleRows):
         return self.recordings.opened_versions
 
     def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:  # noqa: ARG002  it is one of windows
-        """See ``Source``: the version of the recordings that the state names."""
-        return self.recordings.where_is("", numbers)
+        """See ``Source``: the version of the recordings that the state names, or the options that cut them."""
+        return self.recordings.where_is("", numbers) or (
+            "Open the same shards in the same order, with the index they had, and cut them as the run did: every=, "
+            "video=, columns=, clocks=, edge=, carry=, size= and groups= of Windows say which windows there are and how "
+            "they are read together"
+        )
 
     @override
     def order_settings(self, global_batch_size: int) -> OrderSettings:
