@@ -191,8 +191,8 @@ class WindowSource(SampleRows):
         """See ``Source``: the version of the recordings that the state names, or the options that cut them."""
         return self.recordings.where_is("", numbers) or (
             "Open the same shards in the same order, with the index they had, and cut them as the run did: every=, "
-            "video=, columns=, clocks=, edge=, carry=, size= and groups= of Windows say which windows there are and how "
-            "they are read together"
+            "video=, columns=, clocks=, edge=, carry=, size= and groups= of Windows say which windows there are, and "
+            "how they are read together"
         )
 
     @override
