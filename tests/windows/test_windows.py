@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import logging
 import pickle
+import re
+import tracemalloc
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -32,13 +36,25 @@ from streaming import (
     Video,
     Windows,
 )
-from streaming.errors import ConfigError, DataError, IndexMissingError, MemoryLimitError, TooManyBadSamplesError
+from streaming.build.decode.groups.decode import VideoFormat
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexMissingError,
+    MemoryLimitError,
+    StateError,
+    TooManyBadSamplesError,
+)
 from streaming.run.replicas.batch_codec import decode, encode
+from streaming.sets.windows.recording import CutRecording, most_steps, rows_of
+from streaming.sets.windows.spec import checked_spec
+from streaming.shards.video.table import VideoStream
 from streaming.storage import Storage
 from streaming.testing.values import same
 from tests.support.processes.thread_peers import ThreadPeers, on_ranks
 from tests.support.servers.on_loopback import MiniS3Server
 from tests.support.sets import recordings
+from tests.support.sets.late_fields import add_late
 from tests.support.sources import streams
 from tests.support.tiers import first_here
 
@@ -150,6 +166,22 @@ def test_resume_is_exact_at_every_batch(folder: Path) -> None:
             assert [[name for part in each for name in part] for each in zip(*found, strict=True)] == whole[at + 1 :]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"video": {"front.mp4": [-0.1, 0.0]}}, {"edge": "drop"}, {"every": 0.3}, {"groups": 1}, {"columns": {}}],
+    ids=str,
+)
+def test_a_state_of_other_windows_is_refused_with_the_options_that_say_so(folder: Path, other: dict[str, Any]) -> None:
+    options = {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": [0]}}
+    with loader_of(windows_of(folder, options)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with loader_of(windows_of(folder, options | other)) as loader, pytest.raises(StateError, match=next(iter(other))):
+        loader.load_state_dict(state)
+    with loader_of(windows_of(folder, options | {"size": (16, 16)})) as loader:
+        loader.load_state_dict(state)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_storage_order_and_shuffle(folder: Path, shuffle: bool) -> None:
     windows = windows_of(folder, GRID["frames"], shuffle=shuffle)
@@ -250,6 +282,32 @@ def test_damaged_groups_are_bad_samples(tmp_path: Path, where: str) -> None:
         list(loader)
     with loader_of(windows_of(place, options, max_bad_samples=1)) as loader, pytest.raises(TooManyBadSamplesError):
         list(loader)
+
+
+def refuse(row: Any) -> Any:
+    """Raise for one moment of one recording."""
+    if row["__key__"] == "0001" and 0.1 < row["__time__"] < 0.15:
+        raise ValueError("no")
+    return row
+
+
+def test_bad_rows_are_named_with_their_moments(folder: Path, tmp_path: Path) -> None:
+    """The key alone names the recording; many rows of it are intact."""
+
+    (bad,) = [row for row in windows_of(folder, GRID["frames"]) if row["__key__"] == "0001"
+              and 0.1 < row["__time__"] < 0.15]  # fmt: skip
+    moment, records = f"the window at second {bad['__time__']:.3f}", tmp_path / "bad.jsonl"
+    for workers in (0, 2):
+        windows = windows_of(folder, GRID["frames"], bad_samples_file=records, max_bad_samples=1).map(refuse)
+        with loader_of(windows, num_workers=workers) as loader:
+            list(loader)
+            (found,) = loader.metrics()["bad"]
+        assert moment in found["reason"]
+        strict = windows_of(folder, GRID["frames"], on_error="raise").map(refuse)
+        with loader_of(strict, num_workers=workers) as loader, pytest.raises(DataError) as caught:
+            list(loader)
+        assert any(moment in note for note in caught.value.__notes__)
+    assert moment in records.read_text()
 
 
 def test_only_the_groups_of_rows_are_read(tmp_path: Path) -> None:
@@ -394,6 +452,124 @@ def test_recordings_without_a_table_have_no_rows(tmp_path: Path, name: str, capl
         windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, **options})
     assert {row["__key__"] for row in windows} == {"0000"}
     assert f"no windows of 1 recording without {name!r}" in caplog.text
+
+
+def test_tables_of_frames_with_another_number_of_steps_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table with a clock of its own, taken frame by frame, would train on other steps than the user means."""
+    steps = np.arange(200.0)
+    folder = with_table(tmp_path / "set", {"imu.npy": recordings.npy(steps)})
+    frames = len(np.load(io.BytesIO(recordings.recorded(1).members["action.npy"])))
+    options: dict[str, Any] = {"video": {"front.mp4": [0.0]}, "columns": {"imu.npy": (0, 2), "action.npy": [0]}}
+    with caplog.at_level(logging.WARNING):
+        windows_of(folder, options | {"columns": {"action.npy": [0]}})
+        assert not caplog.records
+        windows_of(folder, options)
+    (said,) = caplog.messages
+    assert "'imu.npy' has another number of steps than 'front.mp4' has frames in 2 recordings, such as '0000'" in said
+    caplog.clear()
+    recorded = StreamingDataset(folder, where="number = 1")
+    with caplog.at_level(logging.WARNING):
+        Windows(recorded, **options)
+        (said,) = caplog.messages
+        assert f"'0001': 200 steps, {frames} frames. Step i is taken for that of frame i" in said
+        (cure,) = re.findall(r"clocks=(\{.*?\})", said)
+        caplog.clear()
+        cured = Windows(recorded, **options, clocks=ast.literal_eval(cure))
+        assert not caplog.records
+    for row in cured:
+        assert row["imu.npy"][0] == min(199, np.floor((row["__time__"] + 1e-6) * 200 / (frames / recordings.RATE)))
+
+
+def test_rows_are_not_dropped_by_a_size_that_misleads(tmp_path: Path) -> None:
+    """Files may have other heads than that of the first recording, so that their sizes promise other steps."""
+    steps = np.load(io.BytesIO(recordings.recorded(1).members["action.npy"]))
+    plain = recordings.npy(steps)
+    (head,) = np.frombuffer(plain[8:10], "<u2").tolist()
+    longer = plain[:8] + np.uint16(head + 64).tobytes() + plain[10 : 9 + head] + b" " * 64 + plain[9 + head :]
+    assert np.array_equal(np.load(io.BytesIO(longer)), steps)
+    folder = with_table(tmp_path / "set", {"action.npy": longer})
+    for edge in ("pad", "drop"):
+        windows = windows_of(
+            folder, {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": (-2, 1)}, "edge": edge}
+        )  # fmt: skip
+        place = next(at for at, key in enumerate(row_keys(windows)) if key == "0001")
+        if edge == "pad":
+            assert windows[place]["__key__"] == "0001"
+        else:
+            with pytest.raises(DataError, match=r"'0001': 'action.npy' has \d+ steps, and by its size .*edge=\"pad\""):
+                windows[place]
+
+
+def row_keys(windows: Windows) -> list[str]:
+    """The key of the recording of each window, from the index alone."""
+    source = windows.source
+    places = [source.place_of(number) for number in range(len(windows))]
+    return [source.reader.key_of(shard, source.reader.recording_of(shard, row)) for shard, row in places]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_opening_reads_each_sample_table_once(tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of many recordings opens with a few requests per shard, not with some per recording."""
+    folder = recordings.write(tmp_path / "set", [recordings.recorded(number) for number in range(6)], each=3)
+    name = "action.npy"
+    if late:
+        name = "late.npy"
+        add_late(str(folder), name, lambda key: recordings.recorded(int(key)).members["action.npy"])
+    read: Counter[str] = Counter()
+    parsed = Storage.read_parsed
+
+    def counting(storage: Storage, url: str, *given: Any) -> Any:
+        read[url] += 1
+        return parsed(storage, url, *given)
+
+    monkeypatch.setattr(Storage, "read_parsed", counting)
+    windows = windows_of(folder, {"video": {"front.mp4": [0.0]}, "columns": {name: [0]}, "carry": ("json",)})
+    assert len(windows) > 6
+    tables = {url: count for url, count in read.items() if "/samples/" in url or "late.npy" in url}
+    assert len(tables) >= 2 + 2 * late
+    assert set(tables.values()) == {1}, tables
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"columns": {"action.npy": (0, 2_000)}},
+        {"columns": {"imu.npy": (-20.0, 20.0)}, "clocks": {"imu.npy": 50.0}},
+        {"columns": {"imu.npy": [float(one) for one in np.linspace(-20, 20, 2_000)]}, "clocks": {"imu.npy": 50.0}},
+    ],
+    ids=["steps", "span", "seconds"],
+)
+def test_rows_of_long_recordings_are_chosen_in_the_memory_of_two_steps_each(options: dict[str, Any]) -> None:
+    """With all steps of all rows at once, some hours of video would take gigabytes."""
+    count = 20_000
+    spec = checked_spec(
+        every="frame", video={"front.mp4": [0.0]}, carry=(), edge="drop", size=None, names=None, groups=None,
+        **{"clocks": None, **options},
+    )  # fmt: skip
+    pts = np.arange(count)
+    form = VideoFormat(
+        codec="h264", extradata=b"", width=16, height=16, orientation=1, coded_size=(16, 16), tag="avc1", pix_fmt="",
+        bits=0, reorder_depth=0, color=(0, 0, 0, 0),
+    )  # fmt: skip
+    stream = VideoStream(
+        sample=0, field="front.mp4", format=form, time_base=(1, 30), first_pts=0, last_ticks=1, rate=(30, 1), pts=pts,
+        byte_start=pts * 10, num_bytes=np.full(count, 10), is_key=pts % 30 == 0, is_shown=np.ones(count, bool),
+        crc32c=np.zeros(count, np.int64),
+    )  # fmt: skip
+    (column,) = spec.columns
+    rate = None if column.clock is None else float(column.clock)
+    tracemalloc.start()
+    moments, frames = rows_of(spec, (stream,), [count])
+    one = CutRecording(
+        sample=0, streams=(stream,), moments=moments, frames=frames, borders=np.arange(0, len(moments) + 1, 10)
+    )
+    most_steps(column, one, rate, 2_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0 < len(moments) < count
+    assert peak < 200 * count
 
 
 def test_a_table_whose_size_says_no_number_of_steps_ends_early(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.base.subject import open_subject
 from shard_tools.look.show.data.values import value
 from shard_tools.look.show.order.pages import step_page
-from streaming import Mixture, StreamingDataset, Windows
+from streaming import DataLoader, Mixture, StreamingDataset, Windows
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import PYTHON, blocks, run_python
 from tests.support.sets import recordings
@@ -60,6 +60,25 @@ def test_plan_counts_units_and_what_they_read(home: Path, tmp_path: Path) -> Non
     described.write_text(json.dumps({"sources": {"a": {"url": url, "windows": OPTIONS}}, "weights": {"a": 1}}))
     assert Mixture.from_file(described).sizes == {"a": len(windows)}
     assert "windows" in planned(str(described), "--batch-size", "8", "--epoch-size", "64")
+
+
+def test_who_and_when_name_the_moments_of_windows(home: Path, tmp_path: Path) -> None:
+    url, options = str(home / "recordings"), json.dumps(OPTIONS)
+    windows = Windows(StreamingDataset(url), **OPTIONS)
+    with DataLoader(windows, batch_size=8, num_workers=0) as loader:
+        batches = [batch for batch, _ in zip(loader, range(3), strict=False)]
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    asked = (url, "--windows", options, "--batch-size", "8", "--state", str(tmp_path / "state.json"))
+    rows = json.loads(planned(*asked, "--step", "0..3", "--who", "--json"))["rows"]
+    expected = {
+        (step, key, round(time, 3)) for step, batch in enumerate(batches)  # as reports round seconds
+        for key, time in zip(batch["__key__"], batch["__time__"].tolist(), strict=True)
+    }  # fmt: skip
+    assert {(row["step"], row["key"], row["time"]) for row in rows} == expected
+    first = rows[0]
+    assert f"{first['key']} at second {first['time']:.3f} (" in planned(*asked, "--step", "0..3", "--who")
+    found = json.loads(planned(*asked, "--key", first["key"], "--when", "--json"))["rows"]
+    assert first["time"] in {row["time"] for row in found}
 
 
 def test_a_step_leads_to_the_recordings_of_its_windows(home: Path) -> None:

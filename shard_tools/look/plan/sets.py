@@ -79,6 +79,7 @@ class Described:
         keys: Key of each of its samples; None: the index has no sample table.
         samples: Number of each sample in the shard.
         pieces: Of a document in a pack: first token, one past the last, and length of the document; else zeros.
+        time: Moment of a window in its recording, in seconds; None: it is none.
     """
 
     leaf: str
@@ -90,6 +91,7 @@ class Described:
     keys: tuple[str | None, ...]
     samples: tuple[int, ...]
     pieces: tuple[tuple[int, int, int], ...]
+    time: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +212,13 @@ class PlannedSets:
             numbers = owner.numbers_of(places.shards, places.numbers)
         samples, shards = places.numbers.tolist(), places.shards.tolist()
         pieces = list(map(tuple, places.pieces.tolist()))
+        moments_of = getattr(one, "moments_of", None)  # of windows
+        times = [None] * len(samples) if moments_of is None else moments_of(places.shards, places.numbers).tolist()
         for number, url, chunk, low, high in zip(
             numbers.tolist(), one.urls_of(within), within.tolist(), splits[:-1], splits[1:], strict=True
         ):  # fmt: skip
             yield Described(
                 leaf=name, source=shown, number=number, shard=url, shard_number=shards[low], chunk=chunk,
                 keys=tuple(keys[low:high]), samples=tuple(samples[low:high]), pieces=tuple(pieces[low:high]),
+                time=times[low],
             )  # fmt: skip

@@ -49,6 +49,7 @@ class StepRow(Report):
         key: Its key; None: the index has no sample table. Left out of the JSON-able form of packs.
         keys: The keys of a pack's documents. None for samples, and left out of their JSON-able form.
         num_rows: Rows of the batch that a pack fills. Left out of the JSON-able form of samples.
+        time: Moment of a window in its recording, in seconds. Left out of the JSON-able form of others.
     """
 
     step: int
@@ -61,12 +62,15 @@ class StepRow(Report):
     key: str | None
     keys: tuple[str | None, ...] | None = None
     num_rows: int = 1
+    time: float | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
         values = Report.as_dict(self)
         for name in ("keys", "num_rows") if self.keys is None else ("key",):
             del values[name]
+        if self.time is None:
+            del values["time"]
         return values
 
 
@@ -427,6 +431,7 @@ class PlannedRun:
             step=step, epoch=epoch, batch=step - first, dp_rank=int(rows.ranks[at]), source=one.source,
             number=one.number, shard=one.shard, key=one.keys[0] if is_sample else None,
             keys=None if is_sample else one.keys, num_rows=self.rows_each(step),
+            time=one.time,
         )  # fmt: skip
 
 
@@ -545,6 +550,8 @@ def show_steps(report: StepReport) -> None:
         name = " + ".join("?" if key is None else ascii(key)[1:-1] for key in keys)
         if keys == [None]:
             name = f"sample {row.number}"
+        if row.time is not None:
+            name = f"{name} at second {row.time:.3f}"
         place = f"epoch {row.epoch}, batch {row.batch}, data rank {row.dp_rank}"
         source = "" if row.source is None else f"source {row.source}, "
         made = "" if row.num_rows == 1 else f", in {row.num_rows} rows"

@@ -210,6 +210,10 @@ class RowKind(ABC):
         """
         return f"field {name!r} is not among the fields read, fields={fields}; add it there"
 
+    def place_in_sample(self, rows: Rows, i: int) -> str:  # noqa: ARG002
+        """Say which part of its sample row i is, such as "the window at second 1.200"; "": all of it, or unknown."""
+        return ""
+
     # --- which samples, for the engine ---
 
     def order(self, stock: Stock, of: PlannedRows) -> Index:  # noqa: ARG002
@@ -732,12 +736,15 @@ class BatchBuilder:
 
     def _handle(self, bad: _Bad, rows: Rows, i: int) -> None:
         reason = "transform returned None" if bad.error is None else str(bad.error)
-        part = self.recipe.part_of(rows, i)
+        part, place = self.recipe.part_of(rows, i), self.recipe.items.place_in_sample(rows, i)
+        row = f"sample {rows.keys[i]!r}" + (f", {place}" if place else "")
         if part.on_error == "raise":
             if bad.error is not None:
+                if place:
+                    bad.error.add_note(f"It is {place}.")
                 raise bad.error
             raise DecodeError(
-                f"{rows.urls[i]}: sample {rows.keys[i]!r}: transform returned None, which drops the sample; under "
+                f"{rows.urls[i]}: {row}: transform returned None, which drops the sample; under "
                 f'on_error="raise" that is an error. Use on_error="substitute" or "skip" to drop samples'
             )
         number = -1 if rows.numbers is None else int(rows.numbers[i])
@@ -746,7 +753,7 @@ class BatchBuilder:
                 url=rows.urls[i],
                 key=rows.keys[i],
                 stage=bad.stage,
-                reason=reason,
+                reason=f"{reason} ({place})" if place else reason,
                 dropped=bad.error is None,
                 trace="" if bad.error is None or bad.stage == "fetch" else user_trace(bad.error),
                 number=number,

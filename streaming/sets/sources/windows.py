@@ -31,7 +31,8 @@ from streaming.sets.sources.own import SampleRows
 from streaming.sets.sources.samples import SampleSource
 from streaming.sets.windows.order import order_of_windows
 from streaming.sets.windows.reader import WindowReader
-from streaming.sets.windows.shard import LeftOut, WindowUnits
+from streaming.sets.windows.recording import Float64Array
+from streaming.sets.windows.shard import LeftOut, UnevenTables, WindowUnits
 from streaming.sets.windows.spec import WindowSpec
 from streaming.shards.catalog.open import check_fields, digest_of
 from streaming.shards.fetch.layout import Fetched, UnitLayout
@@ -81,7 +82,7 @@ class WindowSource(SampleRows):
         named = {name: option for name, option in spec.named_by.items() if name not in late}
         check_fields(self.storage, recordings.shards, named, peers)
         self.reader = WindowReader(recordings, spec, peers)
-        self._units, self.left_out, self._digests, self._once_bytes = self._of_all(peers)
+        self._units, self.left_out, self.uneven, self._digests, self._once_bytes = self._of_all(peers)
         self._tell()
 
     def _take_over(self) -> None:
@@ -98,24 +99,26 @@ class WindowSource(SampleRows):
 
     # --- which windows there are ---
 
-    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, tuple[str, ...], int]:
+    def _of_all(self, peers: Peers | None) -> tuple[WindowUnits, LeftOut, UnevenTables, tuple[str, ...], int]:
         """Return the units of all shards; with peers, each rank computes those of a range of shards.
 
         Raises:
             ConfigError: There is no window.
         """
         name = digest_of([self.recordings.fingerprint, self.spec.plain, self.spec.sizes])
-        digests, left_out, found, once_bytes = list[str](), LeftOut(), list[WindowUnits](), 0
+        digests, found, once_bytes = list[str](), list[WindowUnits](), 0
+        left_out, uneven = LeftOut(), UnevenTables()
         for part in shared_parts(peers, f"windows/{name}", self._part):
             head, start = unframed(part)
             digests += head["digests"]
             once_bytes += head["once_bytes"]
             left_out += LeftOut(**head["left_out"])
+            uneven += UnevenTables.from_plain(head["uneven"])
             found.append(WindowUnits.from_bytes(memoryview(part)[start:]))
         units = WindowUnits.joined(found)
         if not len(units.rows):
             raise ConfigError(f"Windows: no window: {left_out.words(self.spec) or 'the set has no recordings'}")
-        return units, left_out, tuple(digests), once_bytes
+        return units, left_out, uneven, tuple(digests), once_bytes
 
     def _part(self, rank: int, world_size: int) -> bytes:
         mine = part_of(len(self.urls), rank, world_size)
@@ -124,11 +127,11 @@ class WindowSource(SampleRows):
         except IndexMissingError as error:
             self._check_newest(error)
             raise
-        left_out = LeftOut()
-        for one in found:
-            left_out += one.left_out
-        once_bytes = sum(one.once_bytes for one in found)
-        head = {"digests": [one.digest for one in found], "left_out": left_out.plain, "once_bytes": once_bytes}
+        head = {
+            "digests": [one.digest for one in found], "once_bytes": sum(one.once_bytes for one in found),
+            "left_out": sum((one.left_out for one in found), LeftOut()).plain,
+            "uneven": sum((one.uneven for one in found), UnevenTables()).plain,
+        }  # fmt: skip
         return framed(head, WindowUnits.joined([one.units for one in found]).to_bytes())
 
     def _check_newest(self, error: IndexMissingError) -> None:
@@ -153,6 +156,8 @@ class WindowSource(SampleRows):
         _log.info("Windows: %s", self.words())
         if self.left_out.num_recordings:
             _log.warning("Windows: %s", self.left_out.words(self.spec))
+        for words in self.uneven.words(self.spec):
+            _log.warning("Windows: columns: %s", words)
 
     @property
     def fingerprint(self) -> str:
@@ -183,8 +188,12 @@ class WindowSource(SampleRows):
         return self.recordings.opened_versions
 
     def where_is(self, fingerprint: str, numbers: Sequence[int] = ()) -> str:  # noqa: ARG002  it is one of windows
-        """See ``Source``: the version of the recordings that the state names."""
-        return self.recordings.where_is("", numbers)
+        """See ``Source``: the version of the recordings that the state names, or the options that cut them."""
+        return self.recordings.where_is("", numbers) or (
+            "Open the same shards in the same order, with the index they had, and cut them as the run did: every=, "
+            "video=, columns=, clocks=, edge=, carry=, size= and groups= of Windows say which windows there are, and "
+            "how they are read together"
+        )
 
     @override
     def order_settings(self, global_batch_size: int) -> OrderSettings:
@@ -252,6 +261,14 @@ class WindowSource(SampleRows):
         starts = sums(self.chunk_samples)
         chunk = int(np.searchsorted(starts, number, side="right")) - 1
         return int(self._units.shards[chunk]), int(self._units.firsts[chunk]) + number - int(starts[chunk])
+
+    def moments_of(self, shards: Int64Array, numbers: Int64Array) -> Float64Array:
+        """Return the moments of windows in seconds, float64 [n], given the shard of each and its number there."""
+        found = np.empty(len(shards))
+        for place, (shard, number) in enumerate(zip(shards.tolist(), numbers.tolist(), strict=True)):
+            recording, row = self.reader.shard(shard).place_of(number)
+            found[place] = recording.moments[row]
+        return found
 
     def _window(self, chunk: int, layout: UnitLayout, data: memoryview, row: int, number: int) -> Sample:
         if row in layout.damage:

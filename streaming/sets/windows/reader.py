@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from streaming.sets.windows.recording import CutRecording
 from streaming.sets.windows.rescue import Summed, intact
 from streaming.sets.windows.shard import ShardWindows, WindowFacts, windows_of
 from streaming.sets.windows.spec import ColumnEntry, WindowSpec
-from streaming.sets.windows.tables import StepShape, StepTable, check_step, table_of
+from streaming.sets.windows.tables import StepShape, StepTable, check_count, check_step, table_of
 from streaming.sets.windows.unit import GroupFrames, carried_of, fill_rows
 from streaming.shards.catalog.build import place_in_index
 from streaming.shards.catalog.open import digest_of
@@ -33,6 +34,8 @@ from streaming.shards.video.table import VideoIndex, VideoStream
 from streaming.storage import redact
 from streaming.types import Int64Array
 
+Sizes: TypeAlias = "Mapping[str, Int64Array | None]"
+"""Bytes of some fields of each sample of a shard, int64 [n], -1: it lacks the field; None: that is not known."""
 _KEPT_BYTES = 128 << 20
 """Bytes of the windows of shards that are kept: the packets of about 20 hours of one stream at 30 frames a second."""
 _TABLES_BYTES = 32 << 20
@@ -82,13 +85,14 @@ class WindowReader:
         return self.shard(shard).place_of(row)[0].sample
 
     def _windows_of(self, shard: int) -> ShardWindows:
+        sizes = self._sizes_of(shard)
         return windows_of(
             self._spec,
             WindowFacts(
                 shard=shard, samples=self._samples_of(shard), index=self._index_of(shard), shapes=self.shapes,
-                carried_bytes=partial(self._field_bytes, shard, tuple(field for _, field in self._spec.carry)),
-                table_bytes=partial(self._read_bytes, shard), lacking=partial(self._lacking, shard),
-                num_steps=partial(self._num_steps, shard),
+                carried_bytes=partial(_sum_of, sizes, tuple(field for _, field in self._spec.carry)),
+                table_bytes=partial(self._read_bytes, shard, sizes), lacking=partial(self._lacking, sizes),
+                num_steps=partial(self._num_steps, sizes), key=partial(self.key_of, shard),
             ),
         )  # fmt: skip
 
@@ -103,43 +107,28 @@ class WindowReader:
         low, high = self._recordings.table.rows_of(shard)
         return self._recordings.selection.samples(low, high) if low < high else np.empty(0, np.int64)
 
-    def _stored_size(self, shard: int, name: str, sample: int) -> int | None:
-        """Return the bytes of a field of a recording: -1 if it lacks it, None without a sample table."""
-        late = next((one for one in self._tables.late if one.name == name), None)
-        if late is None:
-            held = self._recordings.samples_at(self._recordings.urls[shard])
-            if held is None:
-                return None
-        else:
-            tar = int(late.shards[shard])
-            if tar < 0:
-                return -1
-            held = late.sample_table(self._recordings.storage, tar)
-        starts, sizes = held.fields.get(name, ((), ()))
-        return int(sizes[sample]) if len(starts) and starts[sample] >= 0 else -1
+    def _sizes_of(self, shard: int) -> Sizes:
+        """Return the bytes of the fields of tables in a shard."""
+        return {name: self._tables.stored_sizes(shard, name) for name in self._spec.tables}
 
-    def _field_bytes(self, shard: int, fields: Sequence[str], sample: int) -> int:
-        """Return the size of some fields of a recording, as far as it has them."""
-        return sum(max(0, self._stored_size(shard, name, sample) or 0) for name in fields)
-
-    def _lacking(self, shard: int, sample: int) -> str:
+    def _lacking(self, sizes: Sizes, sample: int) -> str:
         """Return the first field of tables that a recording lacks; "": none."""
         of_tables = (name for entry in self._spec.columns for name in entry.fields)
-        return next((name for name in of_tables if self._stored_size(shard, name, sample) == -1), "")
+        return next((name for name in of_tables if _size_in(sizes, name, sample) == -1), "")
 
-    def _num_steps(self, shard: int, sample: int) -> list[int | None]:
+    def _num_steps(self, sizes: Sizes, sample: int) -> list[int | None]:
         """Return the number of steps of each table of a recording, by its size; None: a size does not say it."""
         found = list[int | None]()
         for entry, shape, head in zip(self._spec.columns, self.shapes, self._heads, strict=True):
-            size = None if head is None else self._stored_size(shard, entry.field, sample)
+            size = None if head is None else _size_in(sizes, entry.field, sample)
             count, rest = (0, 1) if size is None or head is None else divmod(size - head, max(1, shape.num_bytes))
             found.append(None if rest or count < 0 else count)
         return found
 
-    def _read_bytes(self, shard: int, sample: int) -> int:
+    def _read_bytes(self, shard: int, sizes: Sizes, sample: int) -> int:
         """Return about how many bytes reading the tables of a recording takes, the same wherever the set lies."""
         table = self._recordings.samples_at(self._recordings.urls[shard])
-        found = self.fields_bytes(shard, sample)
+        found = _sum_of(sizes, self._spec.tables, sample)
         if table is None:
             return found
         whole = int(table.record_starts[sample + 1] - table.record_starts[sample])
@@ -171,25 +160,22 @@ class WindowReader:
     def _first_tables(self) -> list[tuple[StepShape, int | None]]:
         failure: DataError | None = None
         first = (
-            (shard, sample)
+            (shard, sample, sizes)
             for shard in range(len(self._recordings.urls))
+            for sizes in (self._sizes_of(shard),)
             for sample in self._samples_of(shard).tolist()
-            if not self._lacking(shard, sample)
+            if not self._lacking(sizes, sample)
         )
-        for shard, sample in islice(first, _TRIED):
+        for shard, sample, sizes in islice(first, _TRIED):
             try:
                 tables, _ = self._read_tables(shard, sample, check=False)
             except DataError as error:
                 failure = failure or error
                 continue
-            heads = (self._head_of(shard, sample, *one) for one in zip(self._spec.columns, tables, strict=True))
+            heads = (_head_of(*one, sizes, sample) for one in zip(self._spec.columns, tables, strict=True))
             return [(one.shape, head) for one, head in zip(tables, heads, strict=True)]
         why = failure or "each lacks one of them"
         raise ConfigError(f"Windows: columns: none of the first recordings can be read: {why}") from failure
-
-    def _head_of(self, shard: int, sample: int, entry: ColumnEntry, table: StepTable) -> int | None:
-        size = None if entry.column or entry.is_sound else self._stored_size(shard, entry.field, sample)
-        return None if size is None else size - table.steps.nbytes
 
     # --- reading ---
 
@@ -240,7 +226,7 @@ class WindowReader:
 
     def fields_bytes(self, shard: int, sample: int) -> int:
         """Return the size of the fields of a recording that are read beside its streams."""
-        return self._field_bytes(shard, self._spec.tables, sample)
+        return _sum_of(self._sizes_of(shard), self._spec.tables, sample)
 
     def _tables_of(self, shard: int, sample: int) -> tuple[tuple[StepTable, ...], Mapping[str, bytes]]:
         if not self._spec.tables:
@@ -254,8 +240,11 @@ class WindowReader:
         data = self.fields_of(shard, sample)
         tables = tuple(table_of(entry, data, where) for entry in self._spec.columns)
         if check:
-            for entry, found, expected in zip(self._spec.columns, tables, self.shapes, strict=True):
+            drops = self._spec.edge == "drop"
+            planned = self._num_steps(self._sizes_of(shard), sample) if drops else [None] * len(tables)
+            for entry, found, expected, count in zip(self._spec.columns, tables, self.shapes, planned, strict=True):
                 check_step(entry, found, expected, where)
+                check_count(entry, found, count, where)
         return tables, carried_of(self._spec, data)
 
     def fields_of(self, shard: int, sample: int) -> dict[str, bytes]:
@@ -394,6 +383,23 @@ class WindowReader:
         )  # fmt: skip
         known = fetching.ShardFacts(samples=_no_table, gap_bytes=0, apart=_nothing)
         fetching.fetch_unit(recordings.storage, wanted, out, recordings.cache, known)
+
+
+def _size_in(sizes: Sizes, name: str, sample: int) -> int | None:
+    """Return the bytes of a field of a recording: -1 if it lacks it, None if that is not known."""
+    found = sizes[name]
+    return None if found is None else int(found[sample])
+
+
+def _sum_of(sizes: Sizes, fields: Sequence[str], sample: int) -> int:
+    """Return the bytes of some fields of a recording, as far as it has them."""
+    return sum(max(0, _size_in(sizes, name, sample) or 0) for name in fields)
+
+
+def _head_of(entry: ColumnEntry, table: StepTable, sizes: Sizes, sample: int) -> int | None:
+    """Return the bytes of a table before its steps; None: it is not one array."""
+    size = None if entry.column or entry.is_sound else _size_in(sizes, entry.field, sample)
+    return None if size is None else size - table.steps.nbytes
 
 
 def _no_table() -> None:

@@ -85,6 +85,20 @@ class CutRecording:
         steps = self.frames[rows] if clock is None else _steps_at(clock, moments)
         return steps[:, None] + np.asarray(entry.steps, np.int64)
 
+    def reach_of(
+        self, entry: ColumnEntry, rows: Int64Array, clock: float | Float64Array | None
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the first and the last step of a table for rows, int64 [n] each; see :meth:`steps_of`.
+
+        They take the memory of two steps per row, however many a row has.
+        """
+        if entry.span is not None:
+            assert isinstance(clock, float), "a span has a rate"  # noqa: S101  WindowSpec checks it
+            first = _steps_at(clock, self.moments[rows] + entry.span[0])
+            return first, first + steps_in(entry.span, clock) - 1
+        found = self.steps_of(entry.outermost, rows, clock)
+        return found[:, 0], found[:, -1]
+
 
 _BEYOND = np.iinfo(np.int64).max >> 1
 
@@ -157,8 +171,8 @@ def _are_whole(spec: WindowSpec, one: CutRecording, num_steps: Sequence[int | No
     for column, count in zip(spec.columns, num_steps, strict=True):
         rate = float(column.clock) if is_number(column.clock) else None
         if column.by_frame or (count is not None and rate is not None):
-            steps = one.steps_of(column, rows, rate)
-            whole &= clipped(steps, len(first.times) if count is None else count).valid.all(axis=1)
+            low, high = one.reach_of(column, rows, rate)
+            whole &= (low >= 0) & (high < (len(first.times) if count is None else count))
             continue
         for second in _edges(column):
             whole &= shown(first, one.moments + second).valid
@@ -346,9 +360,10 @@ def most_steps(entry: ColumnEntry, recording: CutRecording, rate: float | None, 
     each = (lasts - firsts + 1) * width
     if not entry.by_frame and rate is None:
         return each
-    low, high = (recording.steps_of(entry, rows, rate) for rows in (firsts, lasts))  # they ascend with the moments
+    # Steps ascend with the moments.
+    (low, _), (_, high) = (recording.reach_of(entry, rows, rate) for rows in (firsts, lasts))
     if rate is None and entry.seconds is not None:
         count = len(recording.streams[0].times)
         low, high = np.clip(low, -1, count), np.clip(high, -1, count)
-    found: Int64Array = np.minimum(each, high.max(axis=1) - low.min(axis=1) + 1)
+    found: Int64Array = np.minimum(each, high - low + 1)
     return found

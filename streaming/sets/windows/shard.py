@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -115,6 +115,63 @@ class LeftOut:
         return f"no windows of {' and '.join(said)}{more}"
 
 
+class OtherCount(NamedTuple):
+    """A recording whose table has another number of steps than its first stream has frames.
+
+    Attributes:
+        key: Its key.
+        steps: Number of steps.
+        frames: Number of frames.
+        seconds: Length of the stream.
+    """
+
+    key: str
+    steps: int
+    frames: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenTables:
+    """Tables whose steps are taken to be frames, although recordings have other numbers of them.
+
+    Attributes:
+        counts: Number of these recordings, by table.
+        examples: The first of them, by table.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    examples: Mapping[str, OtherCount] = field(default_factory=dict)
+
+    def __add__(self, other: UnevenTables) -> UnevenTables:
+        return UnevenTables(
+            counts=Counter(self.counts) + Counter(other.counts), examples={**other.examples, **self.examples}
+        )
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> UnevenTables:
+        """Return the inverse of ``plain``."""
+        examples = {name: OtherCount(*one) for name, one in plain["examples"].items()}
+        return cls(counts=plain["counts"], examples=examples)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {"counts": dict(self.counts), "examples": {name: [*one] for name, one in self.examples.items()}}
+
+    def words(self, spec: WindowSpec) -> Iterator[str]:
+        """Say for each table how many recordings differ, by example, and what a clock would say."""
+        for name, count in self.counts.items():
+            one, stream = self.examples[name], spec.video[0].field
+            rate = one.steps / one.seconds if one.seconds > 0 else 1.0
+            yield (
+                f"{name!r} has another number of steps than {stream!r} has frames in {counted(count, 'recording')}, "
+                f"such as {one.key!r}: {counted(one.steps, 'step')}, {counted(one.frames, 'frame')}. Step i is taken "
+                f"for that of frame i. If its steps have a rate of their own, write clocks={{{name!r}: {rate:.6g}}}, "
+                "the steps per second (that of this recording), or name the field of their times"
+            )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardWindows:
     """The windows of a shard.
@@ -124,6 +181,7 @@ class ShardWindows:
         starts: int64 [R + 1], the first window of each, and their number.
         units: Its units.
         left_out: Recordings without windows.
+        uneven: Tables with other numbers of steps than frames.
         once_bytes: Bytes that windows need, each counted once.
         digest: Identifies the windows and units, as hex digits.
     """
@@ -132,6 +190,7 @@ class ShardWindows:
     starts: Int64Array
     units: WindowUnits
     left_out: LeftOut
+    uneven: UnevenTables
     once_bytes: int
     digest: str
 
@@ -160,6 +219,7 @@ class WindowFacts:
         table_bytes: Returns the bytes that reading the tables of a recording takes.
         lacking: Returns the first field of tables that a recording lacks; "": none, as far as is known.
         num_steps: Returns the number of steps of each table of a recording; None: it is not known before it is read.
+        key: Returns the key of a recording.
     """
 
     shard: int
@@ -170,12 +230,13 @@ class WindowFacts:
     table_bytes: Callable[[int], int]
     lacking: Callable[[int], str]
     num_steps: Callable[[int], Sequence[int | None]]
+    key: Callable[[int], str]
 
 
 def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
     """Return the windows of a shard."""
     by_field = [facts.index.streams(entry.field) for entry in spec.video]
-    recordings, needs, left_out = list[CutRecording](), list[_Needs](), LeftOut()
+    recordings, needs, left_out, uneven = list[CutRecording](), list[_Needs](), LeftOut(), UnevenTables()
     for sample in facts.samples.tolist():
         streams = [one.get(sample) for one in by_field]
         whole = tuple(one for one in streams if one is not None and one.num_frames)
@@ -185,7 +246,9 @@ def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
         if lacking := facts.lacking(sample):
             left_out += LeftOut(lacking={lacking: 1})
             continue
-        one = _recording(spec, facts, sample, whole)
+        num_steps = facts.num_steps(sample)
+        uneven += _uneven(spec, facts, sample, whole[0], num_steps)
+        one = _recording(spec, facts, sample, whole, num_steps)
         if not len(one.moments):
             left_out += LeftOut(short=1)
             continue
@@ -194,7 +257,7 @@ def windows_of(spec: WindowSpec, facts: WindowFacts) -> ShardWindows:
     starts = sums([len(one.moments) for one in recordings])
     return ShardWindows(
         recordings=tuple(recordings), starts=starts, units=_units(facts.shard, recordings, starts, needs),
-        left_out=left_out, once_bytes=sum(one.once_bytes for one in needs), digest=_digest(recordings),
+        left_out=left_out, uneven=uneven, once_bytes=sum(one.once_bytes for one in needs), digest=_digest(recordings),
     )  # fmt: skip
 
 
@@ -209,8 +272,28 @@ def _why(spec: WindowSpec, index: VideoIndex, sample: int, streams: Sequence[Vid
     return LeftOut(damaged={field_: 1}, example=(field_, damage.key, damage.reason))
 
 
-def _recording(spec: WindowSpec, facts: WindowFacts, sample: int, streams: tuple[VideoStream, ...]) -> CutRecording:
-    moments, frames = rows_of(spec, streams, facts.num_steps(sample) if spec.edge == "drop" else ())
+def _uneven(
+    spec: WindowSpec, facts: WindowFacts, sample: int, first: VideoStream, num_steps: Sequence[int | None]
+) -> UnevenTables:  # fmt: skip
+    """Return the tables of a recording whose steps are taken to be frames, and have another number."""
+    found = {
+        entry.given: count for entry, count in zip(spec.columns, num_steps, strict=True)
+        if entry.by_frame and count is not None and count != first.num_frames
+    }  # fmt: skip
+    if not found:
+        return UnevenTables()
+    key, seconds = facts.key(sample), first.end_s - float(first.times[0])
+    return UnevenTables(
+        counts=dict.fromkeys(found, 1),
+        examples={name: OtherCount(key, count, first.num_frames, seconds) for name, count in found.items()},
+    )
+
+
+def _recording(
+    spec: WindowSpec, facts: WindowFacts, sample: int, streams: tuple[VideoStream, ...],
+    num_steps: Sequence[int | None],
+) -> CutRecording:  # fmt: skip
+    moments, frames = rows_of(spec, streams, num_steps)
     one = CutRecording(sample=sample, streams=streams, moments=moments, frames=frames, borders=np.zeros(1, np.int64))
     frame_bytes = [int(np.prod(frame_shape(one, spec, number))) for number in range(len(streams))]
     borders = cut_units(

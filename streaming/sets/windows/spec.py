@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.common.arguments import check_choice, checked_count, is_list, is_number, is_whole
@@ -76,6 +76,15 @@ class ColumnEntry:
     def by_frame(self) -> bool:
         """Whether step i belongs to frame i of the first stream."""
         return self.clock is None and not self.is_sound
+
+    @property
+    def outermost(self) -> ColumnEntry:
+        """The same table with only the first and the last of its steps; a span stays as it is."""
+        if self.steps is not None:
+            return replace(self, steps=(min(self.steps), max(self.steps)))
+        if self.seconds is not None:
+            return replace(self, seconds=(min(self.seconds), max(self.seconds)))
+        return self
 
     @property
     def fields(self) -> tuple[str, ...]:

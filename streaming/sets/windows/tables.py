@@ -129,6 +129,25 @@ def _array(field: str, column: str, data: Mapping[str, bytes], where: str) -> tu
     return np.ascontiguousarray(found, found.dtype.newbyteorder("=")), rate
 
 
+def check_count(entry: ColumnEntry, found: StepTable, planned: int | None, where: str) -> None:
+    """Refuse a table with another number of steps than its size says: rows at its edges were chosen by that number.
+
+    Args:
+        entry: The table.
+        found: The table as it was read.
+        planned: The number of steps by which rows were chosen; None: none.
+        where: The recording, for messages.
+
+    Raises:
+        DecodeError: It has another number.
+    """
+    if planned is not None and planned != len(found.steps):
+        raise DecodeError(
+            f"{where}: {entry.given!r} has {len(found.steps)} steps, and by its size {planned}, since its file has "
+            'another head than that of the first recording of the set; write all recordings alike, or give edge="pad"'
+        )
+
+
 def check_step(entry: ColumnEntry, found: StepTable, expected: StepShape, where: str) -> None:
     """Refuse a table whose steps differ from those of the set's first recording: they would not form a batch.
 

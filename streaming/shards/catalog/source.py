@@ -591,9 +591,9 @@ class ChunkSource(OfTable):
         return None if reads is None else Distant(reads)
 
     def kept_whole(self) -> Self:
-        """Return the same set, without distant members."""
+        """Return the same set, without distant members; it shares the sample tables that were read."""
         made = copy.copy(self)
-        made._has_no_distant = True
+        made._has_no_distant, made._recent = True, self._recent
         return made
 
     @property
@@ -625,6 +625,29 @@ class ChunkSource(OfTable):
             return self._recent.table(self, self.shards.numbers[url])
         except IndexMismatchError:
             return None
+
+    def stored_sizes(self, shard: int, field: str) -> Int64Array | None:
+        """Return the bytes of a field of each sample of a shard, int64 [n]; -1: the sample lacks it.
+
+        None: the sample table is missing or does not match.
+
+        Raises:
+            IndexMismatchError: The sample table of a late field is gone.
+            IndexFormatError: A sample table is damaged.
+        """
+        late = next((one for one in self.late if one.name == field), None)
+        samples: SampleTable | None
+        if late is None:
+            samples = self.samples_at(self.shards.urls[shard])
+            if samples is None:
+                return None
+        else:
+            tar = int(late.shards[shard])
+            samples = None if tar < 0 else self._recent.late_table(self, late, tar)
+        if samples is None or field not in samples.fields:
+            return np.full(self.table.shards[shard].num_samples, -1, np.int64)
+        starts, sizes = samples.fields[field]
+        return np.where(starts >= 0, sizes, -1)
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.

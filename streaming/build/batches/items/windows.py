@@ -238,6 +238,15 @@ class WindowRows(Samples):
         return f"a row has {shown}, not {name!r}; name a field of the recordings in Windows(…, carry=({name!r},))"
 
     @override
+    def place_in_sample(self, rows: Rows, i: int) -> str:
+        found = rows.fields.get(MOMENT)
+        if found is None or found.sizes[i] < 0:
+            return ""
+        start, size = int(found.starts[i]), int(found.sizes[i])
+        time, _, _ = _MOMENT(rows.view[start : start + size])
+        return f"the window at second {time:.3f}"
+
+    @override
     def build(self, builder: BatchBuilder, rows: Rows, valid: Mask) -> Any:
         mask = builder.recipe.mask_of(len(rows.keys), valid)
         copied = None if builder.recipe.jagged else builder.copied(self, rows, mask, rows.cuts)
