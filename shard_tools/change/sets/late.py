@@ -20,7 +20,7 @@ from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
 from streaming.shards.schema.value import Schema
-from streaming.shards.versions.history import version_names
+from streaming.shards.versions.current import version_names
 from streaming.shards.video.read import list_videos
 from streaming.storage import Storage, join_url, redact
 
