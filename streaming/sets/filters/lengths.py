@@ -22,7 +22,7 @@ from streaming.types import Int64Array
 UNKNOWN = -1
 """Number of tokens of a sample without a value in the column."""
 UNDEFINED = -(2**63)
-"""Derived size of a sample whose columns have values, of which the arithmetic makes none: it divides by 0."""
+"""Derived size of a sample whose columns have values for which the arithmetic divides by 0."""
 _KEPT_BYTES = 256 << 20
 """Memory for the columns of recently used shards: 32 million samples. The columns of other shards are read again."""
 _MOST = 2.0**62

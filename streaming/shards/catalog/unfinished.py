@@ -268,7 +268,7 @@ def _of_current_versions(
 
 
 def _warn_of_versions(shards: Sequence[str], living: Collection[str]) -> None:
-    """Log a warning about shards that look like versions of one, in directories of which no index says so."""
+    """Log a warning about shards that look like versions of one shard, in directories without an index that says so."""
     before: dict[tuple[str, str], str] = {}
     again = []
     for url in shards if any("-v" in url for url in shards) else ():

@@ -144,7 +144,7 @@ class PaddedCarriedColumns(CarriedColumns, PaddedColumns):
 class CarriedPacks(TokenPacks):
     """A row is a pack of documents that carries decoded values of them, such as images.
 
-    A document of which a value cannot be delivered becomes padding. Documents are whole: none is cut.
+    A document with a value that cannot be delivered becomes padding. Documents are whole: none is cut.
 
     Attributes:
         carry: The values, and the tokens that stand for them.
