@@ -13,7 +13,7 @@ from streaming.errors import ConfigError, IndexMissingError, shell_word
 from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.select import column_reader, late_names
 from streaming.shards.catalog.open import OpenShards
-from streaming.shards.index.chunk_table import numbers
+from streaming.shards.index.chunk_table import is_missing, numbers
 from streaming.shards.index.columns import Values, amounts_of, numbers_of, plain_values
 from streaming.shards.index.where import Quantity, unknown_column, written
 from streaming.storage import Storage, redact
@@ -107,7 +107,7 @@ class Lengths:
                 f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}"
             )
         found = numbers(values.cast("int64"), np.int64, missing=0)
-        return _marked(found, values.is_null().to_numpy(zero_copy_only=False), UNKNOWN)
+        return _marked(found, is_missing(values), UNKNOWN)
 
     def _derived(self, quantity: Quantity, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
         """Return a derived size of each sample, rounded up to a whole number."""
@@ -119,7 +119,7 @@ class Lengths:
         found = numbers_of(plain_values(amounts_of(quantity, columns, rows)))
         if found is None:
             raise AssertionError("arithmetic gives numbers")
-        lacks = np.any([columns[name].is_null().to_numpy(zero_copy_only=False) for name in quantity.names], axis=0)
+        lacks = np.any([is_missing(columns[name]) for name in quantity.names], axis=0)
         whole = np.ceil(np.clip(np.nan_to_num(found), -_MOST, _MOST)).astype(np.int64)
         return _marked(whole, np.isnan(found), np.where(lacks, UNKNOWN, UNDEFINED))
 
