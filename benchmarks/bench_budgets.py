@@ -6,10 +6,10 @@ Pure NumPy on one core, no data. Three tables in Markdown, those of docs/design/
 
 The mix is like public vision-language sets: text log-normal (median 250 tokens, sigma 0.9); no image in 30 % of the
 documents, one in 50 %, 2 to 8 in the others; patches of an image log-normal (median 400, sigma 0.6, 16 to 4,096), four
-of which make a token. Groups have at least 256 packs' worth of the budget that binds.
+to a token. Groups have at least 256 packs' worth of the budget that binds.
 
-Fill: T 8,192 tokens, and at most so many patches in a pack that they would be full after *share* times as many packs
-as the tokens. *Fewest*: packs that no packing can do with less than, the sum of a budget over its limit, divided by the
+Fill: T 8,192 tokens, and a limit of patches per pack by which the patches fill *share* times as many packs as the
+tokens. *Fewest*: packs that no packing can do with less than, the sum of a budget over its limit, divided by the
 packs made. *Greedy*: the balanced greedy knapsack of nanoVLM over the same documents: longest first, into the emptiest
 knapsack with room, of as many as the tokens need at least; where none has room, a new one.
 
@@ -139,7 +139,7 @@ def imbalance_table(num_steps: int) -> None:
 
 
 def patches_of(limits: list[int], needed: int, *, by_greedy: bool = False) -> np.ndarray:
-    """Patches of so many packs, shuffled over groups as an epoch shuffles them."""
+    """Return the patches of ``needed`` packs, shuffled over groups as an epoch shuffles them."""
     made = []
     for number, group in enumerate(groups(needed // (PACKS - 8) + 2, limits)):
         made.append((np.stack(greedy(group, limits)) if by_greedy else packed(group, limits, number))[:, 1])

@@ -42,7 +42,7 @@ def drawn(num: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_batches(lengths: np.ndarray, rows: int) -> Batches:
-    """Batches of so many samples each, as they follow each other."""
+    """Return batches of ``rows`` samples each, in order."""
     cut = lengths[: len(lengths) // rows * rows].reshape(-1, rows)
     return cut.max(axis=1) * rows, cut.sum(axis=1)
 

@@ -59,7 +59,7 @@ class Stages:
         self.progress.start(total_bytes=total_bytes, total=self._num_before + self._num_now)
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Count what is done of the stage."""
+        """Count finished work of the stage."""
         self.progress.advance(num_bytes=num_bytes, num=num)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
 from streaming.shards.index import files
-from streaming.shards.index.chunk_table import ChunkTable, ShardInfo, numbers
+from streaming.shards.index.chunk_table import ChunkTable, ShardInfo, is_missing, numbers
 from streaming.shards.index.columns import KEY, read_sample_columns
 from streaming.shards.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.shards.index.layout import chunks_path, samples_path
@@ -305,6 +306,23 @@ def test_index_files_lie_at_fixed_paths() -> None:
     assert chunks_path() == "_shardstream/chunks.parquet"
     for name in ("000.tar", "part-0/000.tar", "a.b/c.parquet"):
         assert samples_path(name) == f"_shardstream/samples/{name}.parquet"
+
+
+MISSING_OF = {
+    pa.int64(): 7, pa.string(): "a", pa.float32(): 0.5, pa.bool_(): False, pa.null(): None, pa.list_(pa.int64()): [3],
+    pa.dictionary(pa.int32(), pa.string()): "a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MISSING_OF, ids=str)
+def test_missing_values_are_those_of_arrow(kind: pa.DataType) -> None:
+    rng = random.Random(str(kind))
+    for length in (0, 1, 7, 8, 9, 33):
+        for share in (0.0, 0.4, 1.0):
+            whole = pa.array([None if rng.random() < share else MISSING_OF[kind] for _ in range(length)], kind)
+            part = whole.slice(start := rng.randint(0, length), rng.randint(0, length - start))
+            for column in (whole, part, pa.chunked_array([whole, part], kind), pa.chunked_array([], kind)):
+                assert is_missing(column).tolist() == column.is_null().to_pylist()
 
 
 @pytest.mark.thorough

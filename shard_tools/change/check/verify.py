@@ -22,7 +22,7 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report, plain
 from streaming.build.decode import FieldDecoder, resolve_decoders
 from streaming.common.arguments import counted, format_bytes
-from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
+from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError, shell_place
 from streaming.shards.catalog.build import home_of, read_chunks, shard_name
 from streaming.shards.catalog.unfinished import expand_whole
 from streaming.shards.index.chunk_table import ChunkTable
@@ -136,10 +136,13 @@ def _plan(
     named = {(home_of(url, index_url), shard_name(url, index_url)): url for url in shards}
     folders = {home_of(url, index_url): split_url(url)[0] for url in reversed(shards)}
     fields: dict[str, Mapping[str, bool] | None] = {}  # by URL
+    versions: dict[str, int] = {}  # of sets that live, by the directory of the index
     for home, folder in folders.items():
         group = [url for url in shards if home_of(url, index_url) == home]
         table = _chunk_table(storage, home, folder, group, index_url, is_marked=folder in marked)
         converted = _converted_fields(storage, home, table)
+        if table.version is not None:
+            versions[home] = table.version.number
         for shard in table.shards:
             url = named.get((home, shard.name), place_of(shard.name, folder, index_url))
             promised[url] = table.select([shard.name])
@@ -149,12 +152,21 @@ def _plan(
         if url in promised:
             tasks.append(ShardTask(url=url, chunks=promised[url], index_url=index_url, fields=fields[url]))
         else:
-            what = "the shard is in the store but not in the index"
-            cure = "run `shard_tools index` to add it, or remove it"
-            if split_url(url)[0] in marked:
-                cure = "run the command again that writes this set"
-            findings.append(Finding(kind="unindexed", shard=url, what=what, cure=cure))
+            findings.append(_unindexed(url, home_of(url, index_url), versions, marked))
     return tasks, findings
+
+
+def _unindexed(url: str, home: str, versions: Mapping[str, int], marked: Sequence[str]) -> Finding:
+    """Return the finding for a shard that the index does not list."""
+    what = "the shard is in the store but not in the index"
+    cure = "run `shard_tools index` to add it, or remove it"
+    if split_url(url)[0] in marked:
+        cure = "run the command again that writes this set"
+    elif home in versions:
+        what = f"not in version {versions[home]} of this set: it was replaced or deleted, or is being added"
+        place = shell_place(home)
+        cure = f"check the set: shard_tools verify {place}; earlier versions go: shard_tools version prune {place}"
+    return Finding(kind="unindexed", shard=url, what=what, cure=cure)
 
 
 def _chunk_table(

@@ -42,7 +42,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoReport(Report):
-    """What was indexed.
+    """The videos that were indexed.
 
     Attributes:
         fields: The fields.
@@ -143,7 +143,7 @@ def index_video(
     workers: int = DEFAULT_WORKERS["local"], force: bool = False, allow_unfinished: bool = False,
     executor: Executor | None = None, progress: Progress | None = None,
 ) -> VideoReport:  # fmt: skip
-    """Index the videos of shards that have an index. What is there already is kept; only other shards are read.
+    """Index the videos of shards that have an index. Existing indexes are kept; only other shards are read.
 
     A member that is no video, or damaged, is recorded with the reason, and the others are indexed. Every byte is
     compared with the shard's checksums.
@@ -284,7 +284,7 @@ def stream_of(row: int, name: str, found: FoundPackets, data: ReadBuffer, at: in
 
 
 def show_video(report: VideoReport) -> None:
-    """Print what was indexed, and what was not."""
+    """Print how many videos were indexed, and which were not."""
     show_findings(report.findings)
     if report.num_damaged:
         click.echo(

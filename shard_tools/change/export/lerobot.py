@@ -57,7 +57,7 @@ from streaming.storage import join_url, redact
 from streaming.types import Int64Array
 
 MARK = "meta/shardstream.json"
-"""Says of which samples the files are, and whether they are all there."""
+"""File that names the samples that the files hold, and says whether all files are there."""
 _FACTS = b"shardstream-export"
 _GROUP_BYTES, _GROUP_EPISODES = 64 << 20, 1000
 _WINDOW_BYTES = 64 << 20

@@ -29,7 +29,7 @@ from streaming.common.identities import identity_of
 from streaming.errors import ConfigError, DataError, WorkerDiedError
 
 _TWICE_IN = 64
-"""One sample in this many is measured twice, and so are the first of each process, to find lengths that are random."""
+"""One sample of this number is measured twice, and the first ones of each process, to find lengths that are random."""
 LENGTH = "length"
 """Value of ``--compute`` that is not a function: measure each sample."""
 _FIELD = "cls"  # a field whose content is the digits of a number

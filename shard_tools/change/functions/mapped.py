@@ -25,7 +25,7 @@ from shard_tools.change.sets.rewrite.shard_source import ShardSource
 from shard_tools.make.convert.base.identity import KnownInputs, Origins, SourceIdentity, SourceStorage
 from shard_tools.make.convert.base.records import Record, ShardOptions
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, warn_of_nesting
-from shard_tools.make.write.change import open_head, without_work, work_of
+from shard_tools.make.write.change import open_head
 from shard_tools.running.engine import Shared
 from shard_tools.running.functions import imported
 from shard_tools.running.progress import NoProgress, Progress
@@ -39,6 +39,7 @@ from streaming.errors import ConfigError, DataError, DecodeError
 from streaming.sets.filters.select import late_names
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.columns import KEY
+from streaming.shards.index.layout import without_work, work_of
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.index.where import unknown_column
 from streaming.shards.schema.joined import Classes

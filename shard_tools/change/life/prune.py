@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_tools.change.fields.listed import files_held
-from shard_tools.make.write.change import open_head, pending, work_of
+from shard_tools.make.write.change import open_head, pending
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, shell_place, shell_word
 from streaming.shards.index.chunk_table import ChunkTable
@@ -22,6 +22,7 @@ from streaming.shards.index.layout import (
     samples_path,
     version_path,
     video_directory,
+    work_of,
 )
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.history import KeptVersion, kept_versions

@@ -62,8 +62,9 @@ from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_p
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.value import Schema
+from streaming.shards.versions.current import read_table
 from streaming.shards.versions.history import kept_versions
-from streaming.shards.versions.publish import change_schema, read_table, write_index
+from streaming.shards.versions.publish import change_schema, write_index
 from streaming.shards.video.read import list_videos, read_video_table
 from streaming.storage import ReadBuffer, Storage, StoreWriter, join_url, redact, split_url
 

@@ -1,6 +1,6 @@
 """Find what a set has beside its shards: late fields, late columns, views, tagged versions.
 
-Commands that write samples elsewhere say in the log what they leave out. What cannot be read is left to ``verify``.
+Commands that write samples elsewhere say in the log what they leave out. Unreadable files are left to ``verify``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.late.fields import read_late_table
 from streaming.shards.late.table import LateTable
 from streaming.shards.schema.value import Schema
-from streaming.shards.versions.history import version_names
+from streaming.shards.versions.current import version_names
 from streaming.shards.video.read import list_videos
 from streaming.storage import Storage, join_url, redact
 
@@ -60,7 +60,7 @@ def _of_all(name: str) -> bool:  # noqa: ARG001  a field or column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Takes:
-    """What a command takes along of what a set has beside its shards.
+    """The things beside the shards of a set that a command takes along.
 
     Attributes:
         columns: Late columns whose values it writes.
@@ -105,7 +105,7 @@ def tell_left_out(schemas: Mapping[str, Schema], storage: Storage, takes: Takes)
 
 
 def _left_out(home: str, schema: Schema, storage: Storage, takes: Takes) -> Iterator[tuple[str, list[str], str]]:
-    """Yield what a command may leave out: the kind of thing, the names of those there are, and what can be done."""
+    """Yield the things that a command may leave out: their kind, their names, and the cure."""
     columns = sorted(name for name, one in schema.columns.items() if one.is_late and name not in takes.columns)
     stored = [] if takes.tables else sorted(name for name, one in schema.columns.items() if not one.is_late)
     yield "columns of the sample tables", stored, "add each again: shard_tools column add TARGET NAME --lift NAME"

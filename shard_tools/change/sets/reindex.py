@@ -75,7 +75,7 @@ class IndexReport(Report):
         num_passed_over: Number of files that belong to no sample, in the shards that this run read.
         first_passed_over: The first of them, each with its shard and the reason.
         columns: Late columns that were added afterwards.
-        video: What was indexed of videos afterwards; None: nothing.
+        video: Videos that were indexed afterwards; None: none.
         webshart: Indexes of webshart beside the shards, if this run read some: their number, and what is wrong in them.
         findings: Damaged files of the index that cannot be rebuilt from shards, such as late columns and views.
         fingerprint: Fingerprint of all these shards, in order.
@@ -371,7 +371,7 @@ def _oddities(report: IndexReport) -> Iterator[str]:
             "takes a table of them, by key"
         )
     for line in report.webshart.unlike:
-        yield f"{plain(line)}; whoever reads by that index gets other bytes: write it again, or remove it"
+        yield f"{plain(line)}; readers of that index get other bytes: write it again, or remove it"
     if report.lacking:
         url, names = next(iter(report.lacking.items()))
         yield (

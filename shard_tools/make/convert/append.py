@@ -31,14 +31,14 @@ from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, wri
 from shard_tools.make.convert.recode import ImageOptions
 from shard_tools.make.convert.run import ConvertOptions, check_columns, reencoded
 from shard_tools.make.convert.sources import LAYOUTS
-from shard_tools.make.write.change import SetChange, next_number, open_head, with_added, without_work
+from shard_tools.make.write.change import SetChange, next_number, open_head, with_added
 from shard_tools.running.engine import DEFAULT_WORKERS
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report, plain
 from streaming.common.arguments import counted
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.shards.index.chunk_table import ChunkTable
-from streaming.shards.index.layout import inputs_path
+from streaming.shards.index.layout import inputs_path, without_work
 from streaming.shards.schema.kinds import kind_by_name
 from streaming.shards.schema.value import Schema
 from streaming.shards.versions.publish import Head

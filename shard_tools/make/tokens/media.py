@@ -204,7 +204,7 @@ class Held:
     Attributes:
         fields: Its images and sounds, by field.
         columns: Their numbers, and those of their tokens.
-        remarks: What is unusual.
+        remarks: Unusual things.
     """
 
     fields: Mapping[str, bytes]

@@ -83,7 +83,7 @@ class Conversation:
         muted: Numbers of the assistant's messages that carry no loss.
         places: The places of images and sounds, in their order, until their contents are read.
         counts: By medium, the number of tokens that stand for each image or sound, in their order.
-        remarks: What is unusual about the conversation.
+        remarks: Unusual things about the conversation.
     """
 
     messages: Sequence[Message]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +25,11 @@ from streaming.shards.index.layout import (
     UNFINISHED_FILE,
     column_path,
     inputs_path,
+    new_version_name,
     pending_path,
     samples_path,
+    without_work,
+    work_of,
 )
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.meeting import RESHARD, met
@@ -37,20 +39,7 @@ from streaming.shards.versions.publish import Head, OvertakenError, publish, rea
 from streaming.storage import Storage, join_url, redact, redact_text
 
 _FORMAT, _VERSION = "shardstream-pending", 1
-_OF_CHANGE = re.compile(r"(?P<stem>.*)-v(?P<work>[0-9a-f]{8})\.tar")
 _log = logging.getLogger(__name__)
-
-
-def work_of(name: str) -> str | None:
-    """Return which change has written a shard, by its name; None: it was not written by a change."""
-    found = _OF_CHANGE.fullmatch(name)
-    return None if found is None else found["work"]
-
-
-def without_work(name: str) -> str:
-    """Return the name of a shard without the part that names the change that wrote it."""
-    found = _OF_CHANGE.fullmatch(name)
-    return name if found is None else f"{found['stem']}.tar"
 
 
 def next_number(names: Iterable[str], stem: str, suffix: str) -> int:
@@ -167,9 +156,7 @@ class SetChange:
 
     def new_name(self, name: str) -> str:
         """Return the name of the shard that takes the place of another one, and note it."""
-        found = _OF_CHANGE.fullmatch(name)
-        stems = [name.removesuffix(".tar"), *([found["stem"]] if found is not None else [])]
-        new = next(one for one in reversed([f"{stem}-v{self.work}.tar" for stem in stems]) if one not in self._names)
+        new = new_version_name(name, self.work, self._names)
         self._names.append(new)
         return new
 

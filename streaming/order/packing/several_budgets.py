@@ -96,7 +96,7 @@ def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
 
 
 def _limits(rules: PackRules) -> list[int]:
-    """Return the limits of a pack; the last may be that of its number of pieces."""
+    """Return the limits of a pack; the last may be its number of pieces."""
     return [rules.length, *rules.budgets, *([] if rules.max_docs is None else [rules.max_docs])]
 
 

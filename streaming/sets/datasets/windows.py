@@ -65,8 +65,8 @@ class Windows(DataSet[WindowSource]):
     Args:
         recordings: The recordings, with an index, and with one of their videos (``shard_tools index URL --video``).
             ``where=``, ``subset=`` and slices select recordings.
-        every: ``"frame"``: a row for each frame of the first stream of ``video``. A number: a row every so many
-            seconds, from its first frame on.
+        every: ``"frame"``: a row for each frame of the first stream of ``video``. A number: a row at each
+            multiple of these seconds, from its first frame on.
         video: For each stream, by its field, the seconds of its frames from the moment: ``{"front.mp4": [-0.2, 0.0]}``.
             The first stream is the reference: its frames say which moments there are.
         columns: For each table, its steps from the one of the moment: ``(0, 16)`` are 16 steps from it on, ``[-2, 0]``

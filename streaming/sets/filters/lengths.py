@@ -13,7 +13,7 @@ from streaming.errors import ConfigError, IndexMissingError, shell_word
 from streaming.sets.filters.late_columns import LateColumn
 from streaming.sets.filters.select import column_reader, late_names
 from streaming.shards.catalog.open import OpenShards
-from streaming.shards.index.chunk_table import numbers
+from streaming.shards.index.chunk_table import is_missing, numbers
 from streaming.shards.index.columns import Values, amounts_of, numbers_of, plain_values
 from streaming.shards.index.where import Quantity, unknown_column, written
 from streaming.storage import Storage, redact
@@ -22,7 +22,7 @@ from streaming.types import Int64Array
 UNKNOWN = -1
 """Number of tokens of a sample without a value in the column."""
 UNDEFINED = -(2**63)
-"""Derived size of a sample whose columns have values, but whose arithmetic has none: it divides by 0."""
+"""Derived size of a sample whose columns have values for which the arithmetic divides by 0."""
 _KEPT_BYTES = 256 << 20
 """Memory for the columns of recently used shards: 32 million samples. The columns of other shards are read again."""
 _MOST = 2.0**62
@@ -107,7 +107,7 @@ class Lengths:
                    f"budgets={{{column!r}: ('{written(column)} * 1000', 600_000)}}")
             )  # fmt: skip
         found = numbers(values.cast("int64"), np.int64, missing=0)
-        return _marked(found, _absent(values), UNKNOWN)
+        return _marked(found, is_missing(values), UNKNOWN)
 
     def _derived(
         self, shard: int, quantity: Quantity, columns: Mapping[str, Values], there: list[str]
@@ -122,16 +122,9 @@ class Lengths:
         found = numbers_of(plain_values(amounts_of(quantity, columns, rows)))
         if found is None:
             raise AssertionError("arithmetic gives numbers")
-        lacks = np.any([_absent(columns[name]) for name in quantity.names], axis=0)
+        lacks = np.any([is_missing(columns[name]) for name in quantity.names], axis=0)
         whole = np.ceil(np.clip(np.nan_to_num(found), -_MOST, _MOST)).astype(np.int64)
         return _marked(whole, np.isnan(found), np.where(lacks, UNKNOWN, UNDEFINED))
-
-
-def _absent(values: Values) -> npt.NDArray[np.bool_]:
-    """Return which values are missing, bool ``[n]``, without ``to_numpy``, which imports pandas if it is installed."""
-    if not values.null_count:
-        return np.zeros(len(values), np.bool_)
-    return numbers(values.is_null().cast("uint8"), np.uint8).astype(np.bool_)
 
 
 def _marked(sizes: Int64Array, is_missing: npt.NDArray[np.bool_], mark: int | Int64Array) -> Int64Array:

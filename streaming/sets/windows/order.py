@@ -17,7 +17,7 @@ _HELD_BYTES = 2 << 30
 """Memory for the units of the least lanes: of a ``memory_limit`` of 4 GiB three are for units, and one of these for
 reading ahead."""
 _UNITS_OF_WINDOW = (2.0, 1.0, 0.5, 0.25)
-"""Windows in mean units, the first of which fits: a lane draws from twice as many units and one more."""
+"""Sizes of windows in mean units; the first that fits is used. A lane draws from twice as many units and one more."""
 
 
 def order_of_windows(

@@ -74,7 +74,7 @@ class LeftOut:
     Attributes:
         lacking: Number of those that lack a stream or a table, by its field.
         damaged: Number of those with a stream that the index could not read, by its field.
-        short: Number of those of which no moment has all frames and steps.
+        short: Number of those without a moment that has all frames and steps.
         example: One of the damaged: its field, its key and the reason; ("", "", ""): there is none.
     """
 

@@ -48,7 +48,7 @@ class ColumnEntry:
         field: Field of the recording that holds the table.
         column: Column of a Parquet table; "": the field is one array.
         steps: Steps from the one of the moment; or None.
-        seconds: Seconds from the moment, each of which has a step; or None.
+        seconds: Seconds from the moment, with a step for each; or None.
         span: Begin and end in seconds of all steps between; or None.
         clock: Says which step belongs to a moment. None: the number of the frame of the first stream, and for sound its
             own rate. A number: steps per second. A text: field, or column, of the time of each step.

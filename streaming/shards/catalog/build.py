@@ -35,8 +35,9 @@ from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, samples_path
 from streaming.shards.index.sample_table import SampleTable, chunk_rows_from_footer, columns_from_footer
 from streaming.shards.schema.value import Schema
 from streaming.shards.tar.passed_over import OnPassedOver, PassedOver
+from streaming.shards.versions.current import read_current
 from streaming.shards.versions.history import kept_versions, number_of
-from streaming.shards.versions.publish import read_table, schema_of, write_index
+from streaming.shards.versions.publish import schema_of, write_index
 from streaming.storage import Reader, Storage, WrongBytesError, join_url, redact, split_url
 from streaming.types import DuplicateKeys
 
@@ -80,9 +81,10 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
 
     Raises:
         NotFoundError: There is no index.
+        IndexMismatchError: The set has versions, and its chunk table is missing or damaged.
         IndexFormatError: The index is damaged, or too new.
     """
-    return read_table(storage, join_url(home, chunks_path()))
+    return read_current(storage, home)
 
 
 def read_schema(storage: Storage, home: str) -> Schema:
@@ -145,7 +147,9 @@ def index_shards(
         on_passed_over: Called once if scanned shards hold files that belong to no sample; default: log a warning.
 
     Raises:
-        ConfigError: A shard is compressed, or two shards, perhaps of different calls, have the same name in one index.
+        ConfigError: A shard is compressed, or two shards, perhaps of different calls, have the same name in one index;
+            or only earlier versions of its set have a shard.
+        IndexMismatchError: The set has versions, and its chunk table is missing or damaged.
         DataError: A shard is damaged; see :func:`streaming.shards.catalog.scan.scan_shard`. Or a sample file is damaged
             and its lifted columns are lost.
         StorageError: A shard cannot be read, or the index cannot be written.
@@ -160,7 +164,7 @@ def index_shards(
         with suppress(NotFoundError, IndexFormatError):
             known[home] = read_chunks(storage, home)
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
-    _refuse_replaced(storage, homes, rows_of, known)
+    _refuse_replaced(storage, urls, {} if index_url is not None else known)
     todo = _to_do(homes, rows_of)
     if index_url is not None and not force:
         _check_same_folder(storage, todo, rows_of)
@@ -184,18 +188,36 @@ def index_shards(
     return in_order(urls, index_url, merged)
 
 
-def _refuse_replaced(
-    storage: Storage, homes: Mapping[str, Mapping[str, str]], rows_of: Mapping[str, Mapping[str, ChunkTable]],
-    known: Mapping[str, ChunkTable | None],
-) -> None:  # fmt: skip
+def _refuse_replaced(storage: Storage, urls: Sequence[str], known: Mapping[str, ChunkTable | None]) -> None:
     """Refuse shards that only earlier versions of a set have: their samples were deleted, or lie in others now.
+
+    Args:
+        storage: The store.
+        urls: Shards.
+        known: The chunk tables that were read already, by directory. Those of other sets are read: a set also lives if
+            its shards are indexed elsewhere.
 
     Raises:
         ConfigError: There is such a shard.
+        IndexMismatchError: A set has versions, and its chunk table is missing or damaged.
     """
-    living = (home for home, table in known.items() if table is not None and number_of(table) > 1)
-    for home in living:
-        added = homes[home].keys() - rows_of[home].keys()
+    names: dict[str, set[str]] = {}
+    for url in urls:
+        directory, name = split_url(url)
+        names.setdefault(directory, set()).add(name)
+
+    def table_of(home: str) -> ChunkTable | None:
+        if home in known:
+            return known[home]
+        with suppress(NotFoundError, AccessDeniedError, IndexFormatError):  # there may be no index of its own
+            return read_chunks(storage, home)
+        return None
+
+    tables = on_threads(table_of, list(names), _MAX_PARALLEL_REQUESTS, name="shardstream-versions")
+    for home, table in zip(names, tables, strict=True):
+        if table is None or number_of(table) == 1:
+            continue
+        added = names[home] - {shard.name for shard in table.shards}
         for one in reversed(kept_versions(storage, home)) if added else ():
             replaced = one.table.by_shard().keys() & added
             if replaced:

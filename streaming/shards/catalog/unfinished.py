@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -18,8 +18,8 @@ from streaming.errors import AccessDeniedError, NotFoundError, UnfinishedError, 
 from streaming.shards.catalog.listing import StorageAhead
 from streaming.shards.catalog.urls import expand_urls, folders_of, is_hidden
 from streaming.shards.index.files import is_sealed, read_document, write_document
-from streaming.shards.index.layout import CHUNKS_FILE, UNFINISHED_FILE, VERSIONS_DIRECTORY, WRITERS_DIRECTORY
-from streaming.shards.versions.publish import read_table
+from streaming.shards.index.layout import UNFINISHED_FILE, VERSIONS_DIRECTORY, WRITERS_DIRECTORY, without_work
+from streaming.shards.versions.current import read_current
 from streaming.storage import ReadBuffer, Storage, join_url, redact, split_url
 
 WRITER = "ShardWriter"
@@ -245,11 +245,12 @@ def _of_current_versions(
         folders: What stands for all shards below it; of a pattern, the shards of the version that match it are taken.
         storage: What has listed them.
     """
-    found = shards
+    found, living = shards, set[str]()
     for home in storage.listed_below(f"/{VERSIONS_DIRECTORY}/"):
-        table = read_table(storage, join_url(home, CHUNKS_FILE))
+        table = read_current(storage, home)
         if table.version is None:
             continue
+        living.add(home)
         current = [join_url(home, shard.name) for shard in table.shards]
         mine = [url for url in found if split_url(url)[0] == home and storage.was_listed(url)]
         is_whole = any(f"{home}/".startswith(f"{folder}/") for folder in folders)
@@ -262,7 +263,26 @@ def _of_current_versions(
                 "%s: version %d; %d shards there are of other versions, or not published, and are not read",
                 redact(home), table.version.number, len(listed.difference(current)),
             )  # fmt: skip
+    _warn_of_versions(found, living)
     return found
+
+
+def _warn_of_versions(shards: Sequence[str], living: Collection[str]) -> None:
+    """Log a warning about shards that look like versions of one shard, in directories without an index that says so."""
+    before: dict[tuple[str, str], str] = {}
+    again = []
+    for url in shards if any("-v" in url for url in shards) else ():
+        directory, name = split_url(url)
+        other = before.setdefault((directory, without_work(name)), url)
+        if other != url and directory not in living:
+            again.append((other, url))
+    if again:
+        _log.warning(
+            "%s and %s (and %d more such pairs) look like two versions of one shard, written by a command such as "
+            "`delete`, but the index that says which one counts is missing: samples may be read twice, and deleted "
+            "ones are back. Copy sets with `shard_tools copy`, which takes the current version only",
+            *map(redact, again[0]), len(again) - 1,
+        )  # fmt: skip
 
 
 def writers_of(storage: Storage, directory: str) -> dict[str, Unfinished | None]:

@@ -361,6 +361,20 @@ def numbers(column: Any, dtype: Any, *, missing: int | None = None) -> NDArray[A
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
+def is_missing(column: pa.Array | pa.ChunkedArray) -> NDArray[np.bool_]:
+    """Return which values of a column are missing, without pandas, which ``to_numpy`` imports if it is installed."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    return np.concatenate([~_is_there(chunk) for chunk in chunks]) if chunks else np.empty(0, np.bool_)
+
+
+def _is_there(array: Any) -> NDArray[np.bool_]:
+    """Return which values of an Arrow array are not missing."""
+    if array.null_count in {0, len(array)}:  # of the second kind, those of type null have no bits
+        return np.full(len(array), not array.null_count)
+    bits = np.frombuffer(array.buffers()[0], np.uint8)
+    return np.unpackbits(bits, count=array.offset + len(array), bitorder="little")[array.offset :].astype(np.bool_)
+
+
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
@@ -370,13 +384,11 @@ def _values(array: Any, dtype: Any, missing: int | None) -> NDArray[Any]:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(f"expected numbers, got {kind}")
     stored = np.dtype(_FLOATS.get(str(kind), str(kind)))
-    there, content = array.buffers()
-    values = np.frombuffer(content, stored, len(array), array.offset * stored.itemsize)
+    values = np.frombuffer(array.buffers()[1], stored, len(array), array.offset * stored.itemsize)
     values = values.astype(dtype, casting="same_kind", copy=False)
     if not array.null_count:
         return values
-    bits = np.unpackbits(np.frombuffer(there, np.uint8), count=array.offset + len(array), bitorder="little")
-    return np.where(bits[array.offset :], values, np.array(missing, dtype))
+    return np.where(_is_there(array), values, np.array(missing, dtype))
 
 
 def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:

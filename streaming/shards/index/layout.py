@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from streaming.errors import ConfigError
 
@@ -29,6 +30,25 @@ _FIELDS_DIRECTORY = f"{INDEX_DIRECTORY}/fields"
 _VIDEO_DIRECTORY = f"{INDEX_DIRECTORY}/video"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 _MAX_NAME = 100
+_OF_CHANGE = re.compile(r"(?P<stem>.*)-v(?P<work>[0-9a-f]{8})\.tar")
+
+
+def work_of(name: str) -> str | None:
+    """Return which change has written a shard, by its name; None: it was not written by a change."""
+    found = _OF_CHANGE.fullmatch(name)
+    return None if found is None else found["work"]
+
+
+def without_work(name: str) -> str:
+    """Return the name of a shard without the part that names the change that wrote it."""
+    found = _OF_CHANGE.fullmatch(name)
+    return name if found is None else f"{found['stem']}.tar"
+
+
+def new_version_name(name: str, work: str, taken: Collection[str]) -> str:
+    """Return the name under which a change writes a shard that takes the place of another one."""
+    stems = dict.fromkeys(one.removesuffix(".tar") for one in (without_work(name), name))
+    return next(one for stem in stems if (one := f"{stem}-v{work}.tar") not in taken)
 
 
 def chunks_path() -> str:

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from streaming.common.arguments import did_you_mean, some_names
-from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError, shell_place, shell_word
+from streaming.errors import (
+    ConfigError,
+    IndexFormatError,
+    NotFoundError,
+    StorageError,
+    shell_place,
+    shell_word,
+)
 from streaming.shards.index.chunk_table import ChunkTable
-from streaming.shards.index.layout import VERSIONS_DIRECTORY, checked_name, chunks_path, version_path
-from streaming.shards.versions.publish import Head, read_table
+from streaming.shards.index.layout import checked_name, chunks_path, version_path
+from streaming.shards.versions.current import read_table, version_names
+from streaming.shards.versions.publish import Head
 from streaming.storage import ChangedError, Storage, join_url, redact
 
 VersionName: TypeAlias = int | str | None
@@ -105,16 +113,6 @@ def _no_version(home: str, name: int | str, now: int, kept: Sequence[KeptVersion
     return ConfigError(
         f"version {name!r}: {redact(home)} {why}. Give another, such as version={now}; there are {there}. {more}"
     )
-
-
-def version_names(storage: Storage, home: str) -> list[str]:
-    """Return the names of all versions that are kept, numbers first; of a store that lists nothing, none."""
-    below = join_url(home, VERSIONS_DIRECTORY, "")
-    try:
-        found = [info.url.removeprefix(below).removesuffix(".parquet") for info in storage.list(below)]
-    except StorageError:
-        return []
-    return sorted(found, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
 
 
 def refuse_tags(storage: Storage, home: str) -> None:

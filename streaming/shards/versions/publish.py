@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from streaming.errors import (
     AccessDeniedError,
+    IndexFormatError,
     IndexMissingError,
     NotFoundError,
     ShardstreamError,
@@ -21,6 +22,7 @@ from streaming.shards.index.chunk_table import KIND, ChunkTable, VersionFacts
 from streaming.shards.index.files import content_errors, damaged, is_sealed, read_facts
 from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, version_path
 from streaming.shards.schema.value import Schema, is_copy
+from streaming.shards.versions.current import lost_table
 from streaming.storage import ChangedError, ReadBuffer, Storage, join_url, redact
 
 _log = logging.getLogger(__name__)
@@ -69,28 +71,24 @@ class Head:
         return 0 if self.table.version is None else self.table.version.records
 
 
-def read_table(storage: Storage, url: str) -> ChunkTable:
-    """Return the chunk table in a file.
-
-    Raises:
-        NotFoundError: There is none.
-        IndexFormatError: It is damaged, or too new.
-    """
-    return storage.read_parsed(url, ChunkTable.from_parquet, is_sealed)
-
-
 def read_head(storage: Storage, home: str) -> Head:
     """Return the current version of the set in a directory.
 
     Raises:
         IndexMissingError: There is no index.
+        IndexMismatchError: The set has versions, and its chunk table is missing or damaged.
         IndexFormatError: It is damaged, or too new.
     """
     url = join_url(home, chunks_path())
     try:
         seen = storage.info(url).version  # before the bytes: if they are newer, nothing can be published
         table, data = storage.read_parsed(url, _table_and_bytes, is_sealed)
-    except NotFoundError as error:
+    except (NotFoundError, IndexFormatError) as error:
+        lost = lost_table(storage, home, error)
+        if lost is not None:
+            raise lost from error
+        if isinstance(error, IndexFormatError):
+            raise
         raise IndexMissingError(
             f"{redact(home)}: no set with an index is there ({redact(url)} is missing); name the directory of the "
             f"shards, or index them: shard_tools index {shell_place(home)}"
@@ -121,7 +119,7 @@ def schema_of(storage: Storage, home: str, table: ChunkTable | None = None) -> S
     except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
         return Schema()
     if copies and table is None:
-        version = _version_of(storage, join_url(home, chunks_path()))
+        version = _version_of(storage, home)
         return schema if version is None else _schema_in(version, home)
     return schema
 
@@ -139,7 +137,7 @@ def _schema_and_kind(data: ReadBuffer, source: str) -> tuple[Schema, bool]:
     return Schema.from_bytes(data, source), is_copy(data)
 
 
-def _version_of(storage: Storage, url: str) -> VersionFacts | None:
+def _version_of(storage: Storage, home: str) -> VersionFacts | None:
     """Return what the footer of a chunk table says of its version."""
 
     def parsed(data: ReadBuffer, source: str) -> VersionFacts | None:
@@ -147,9 +145,15 @@ def _version_of(storage: Storage, url: str) -> VersionFacts | None:
         with content_errors(source, "not a chunk table"):
             return VersionFacts.of_facts(facts)
 
+    url = join_url(home, chunks_path())
     try:
         return storage.read_parsed(url, parsed, is_sealed)
-    except NotFoundError:
+    except (NotFoundError, IndexFormatError) as error:
+        lost = lost_table(storage, home, error)
+        if lost is not None:
+            raise lost from error
+        if isinstance(error, IndexFormatError):
+            raise
         return None
 
 

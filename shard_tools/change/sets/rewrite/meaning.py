@@ -123,7 +123,7 @@ class Retold:
     ) -> Retold:  # fmt: skip
         """Return the schema and changes by which the samples of ``shards`` become one set.
 
-        The log says what is left out of what they have beside their shards.
+        The log names things beside their shards that are left out.
 
         Raises:
             ConfigError: The schemas contradict each other in a way that changes cannot resolve.

@@ -25,7 +25,7 @@ class Histogram:
         name: The name of the numbers.
         bars: The bars.
         least, most: Labels of both ends.
-        middle: Labels between them, each of which stays on one line.
+        middle: Labels between them; each stays on one line.
         scale: How the axis is divided, in words; "": into equal parts.
     """
 

@@ -45,7 +45,7 @@ class ChatTurn:
 
     Attributes:
         role: Who speaks, such as ``user``.
-        parts: What is said and shown, in this order.
+        parts: Texts, and images, sounds and videos, in the order of the turn.
     """
 
     role: str

@@ -133,7 +133,7 @@ class WindowLook:
 
 
 def window_of(subject: Subject, name: str, number: int, link: str, left: TimeLeft) -> WindowLook:
-    """Return a window by its number in a set; what is damaged has the error in its place.
+    """Return a window by its number in a set; damaged parts have the error in their place.
 
     Raises:
         StorageError: The store failed.

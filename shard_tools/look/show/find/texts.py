@@ -44,7 +44,7 @@ class SearchedFields:
 
     @property
     def words(self) -> str:
-        """What was searched, and what not."""
+        """Which fields were searched, and which were not."""
         into = f"{some_names(sorted(self.into))}, the first {format_bytes(TEXT_BYTES)} of each value"
         past = some_names([f"{name} ({kind})" for name, kind in sorted(self.past)])
         searched = into if self.into else "nothing, since no field holds text or JSON"

@@ -73,7 +73,7 @@ def or_form(query: Query, labels: Mapping[str, str], answer: Callable[[], _T]) -
 
 
 def batch_label(query: Query) -> dict[str, str]:
-    """Return the parameter that gives the size of batches, with its label: there are two, of which one is given."""
+    """Return the parameter that gives the size of batches, with its label: the one of both that is given."""
     name = "batch_size" if query.text("batch_size") else "global_batch_size"
     return {name: _BATCHES[name]}
 

@@ -19,7 +19,7 @@ from streaming.common.arguments import counted, format_bytes
 from streaming.errors import DataError, StorageError
 from streaming.sets.filters.late_columns import homes_of
 from streaming.shards.index.selection import Everything
-from streaming.shards.versions.history import version_names
+from streaming.shards.versions.current import version_names
 from streaming.storage import redact
 
 ASKS = ("source", "whole")

@@ -1,6 +1,6 @@
 """Compare the numbers of an episode with what its set states of them. Parquet without checksums shows no damage.
 
-Pure functions: arrays and statistics in, an error out. Each message names the feature, and what was got and expected.
+Pure functions: arrays and statistics in, an error out. Each message names the feature, and the values got and expected.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def _check_times(values: Numbers, fps: float) -> None:
 def check_statistics(arrays: Mapping[str, Numbers], statistics: Mapping[str, Any]) -> None:
     """Compare the smallest and the largest values of features, and their numbers, with an episode's statistics.
 
-    What is not stated, or not finite there, is not compared; nor are the features that LeRobot's tools number anew
+    Statistics that are missing, or not finite, are not compared; nor are the features that LeRobot's tools number anew
     when they join or split sets, for they leave the statistics as they were.
 
     Args:
         arrays: The features of numbers, by name: ``[steps, ...]``.
-        statistics: What is stated of each feature: ``min``, ``max``, ``count``.
+        statistics: The stated ``min``, ``max`` and ``count`` of each feature.
 
     Raises:
         DataError: They contradict each other, or a statistic is no number.
@@ -115,7 +115,7 @@ def _finite(values: Numbers) -> Numbers:
 
 
 def _is_count(count: float, values: Numbers) -> bool:
-    """Return whether LeRobot counts so many values: steps, or of features with several axes their rows."""
+    """Return whether LeRobot's count of these values is ``count``: steps, or the rows of several axes."""
     return count in {len(values), values.size // (values.shape[-1] if values.ndim > 1 else 1)}
 
 

@@ -81,7 +81,7 @@ def find_packets(
 
 
 class _Row(NamedTuple):
-    """What is noted of one packet.
+    """The facts noted about one packet.
 
     Attributes:
         pts: Its time.
@@ -150,7 +150,7 @@ class _Finder:
         )  # fmt: skip
 
     def _row(self, packet: Any, number: int) -> _Row:
-        """Return what is noted of a packet."""
+        """Return the facts about a packet."""
         if packet.is_corrupt:
             raise ValueError(f"packet {number} is damaged or cut off")
         if packet.pts is None:
@@ -216,7 +216,7 @@ class _Finder:
             columns: An array for each member of ``_Row``.
         """
         pts, stated, can_start = columns["pts"], columns["is_shown"], columns["can_start"]
-        if _is_joined(columns):  # what is decoded depends on all that comes before
+        if _is_joined(columns):  # each decoded picture depends on all that comes before
             can_start = np.arange(len(pts)) == 0
         keys = np.flatnonzero(can_start)
         is_whole = _is_joined(columns) or not columns["is_known"].all() or self._context.field_order > _PROGRESSIVE
