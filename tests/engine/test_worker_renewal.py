@@ -82,7 +82,9 @@ def carried(folder: Path) -> Packed:
     return Packed(StreamingDataset(folder), 24, carry=("bin",), placeholder=IMAGE)
 
 
-@pytest.mark.parametrize("kind", first_here([*(name for name, one in KINDS.items() if one.is_streamed and name != "remote"), "carried"], 5))
+@pytest.mark.parametrize(
+    "kind", first_here([*(name for name, one in KINDS.items() if one.is_streamed and name != "remote"), "carried"], 5)
+)
 def test_what_a_run_remembers_changes_nothing_that_workers_have(places: Places, tmp_path: Path, kind: str) -> None:
     """A recipe that looked changed after a run would end all processes at each epoch's start."""
     prints = list[bytes]()
