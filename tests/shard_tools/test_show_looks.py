@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from shard_tools import ShardWriter
+from shard_tools.look.show.base.page import Query
 from shard_tools.look.show.data.turns import ChatTurn, TurnPart, turns_begun, turns_in
 from shard_tools.look.show.decoding.media import lasting, ranges
+from shard_tools.look.show.frames import Served, answered
+from shard_tools.look.show.table import PAGES
 from tests.support.servers.show_pages import Shown
 
 pytestmark = pytest.mark.thorough
@@ -97,6 +102,20 @@ def test_a_poster_shows_a_moment_that_is_not_the_black_beginning(shown: Shown) -
     assert "2.50 s, 64 \u00d7 48 pixels, 10 frames per second" in page
     assert 'poster="' in page
     assert "data-poster=" in shown.get("/").text
+
+
+@pytest.mark.parametrize("path", ["/", "/sample?number=3", "/overview", "/step?step=0", "/columns", "/beside"])
+def test_all_that_a_page_asks_for_is_asked_for_within_the_session_of_its_browser(shown: Shown, path: str) -> None:
+    """Else it is refused; a page in its session is the page with the prefix of the session before each address."""
+    home, (place, _, query) = "/s/session", path.partition("?")
+    page = next(one for one in PAGES if one.path == place)
+    asked = Query(dict(parse_qsl(query)))
+    text = Served(shown.subject, PAGES, home).html(page, asked, answered(page, shown.subject, asked))
+    addresses = re.findall(r'\s([\w-]+)="(/(?!show\.)[^"]*)"', text)  # styles and scripts are open
+    outside = [one for one in addresses if not one[1].startswith(f"{home}/")]
+    assert {name for name, _ in outside} <= {"title", "data-hints"}  # a path; an address that the script completes
+    if place in {"/", "/sample"}:
+        assert any(name.endswith("poster") for name, _ in addresses)
 
 
 def test_a_sound_that_is_none_says_so_on_its_page_and_leaves_the_gallery_alone(shown: Shown) -> None:

@@ -13,7 +13,7 @@ from shard_tools.look.show.base.page import Answer, Page, Query, address
 from shard_tools.look.show.base.render import template
 from shard_tools.look.show.base.subject import Subject
 
-_OWN = re.compile(r'\b(?:href|src|action)="(?=/(?!show\.))')
+_OWN = re.compile(r'\b(?:href|src|action|poster)="(?=/(?!show\.))')
 """Prefix of our addresses, except those of styles and scripts, which are open."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ class Carry:
         """The fields of a document that are carried."""
         return tuple(field for _, fields in self.entries for field in fields)
 
-    @cached_property
+    @property
     def by_token(self) -> dict[int, tuple[str, ...]]:
         """The entries whose values each placeholder stands for."""
         tokens = dict.fromkeys(token for _, token in self.placeholders)
@@ -84,13 +83,13 @@ class PlaceholderRuns:
     """
 
     def __init__(self, carry: Carry, tokens: npt.NDArray[Any], splits: Int64Array) -> None:
-        self._carry = carry
+        self._carry, self._by_token = carry, carry.by_token
         self._starts = splits.tolist()
         self._begins: dict[int, list[int]] = {}
         self._cuts: dict[int, list[int]] = {}
         self.has_any = np.zeros(len(splits) - 1, np.bool_)
         """Whether each document has a placeholder, bool [n]."""
-        for token in carry.by_token:
+        for token in self._by_token:
             each = np.flatnonzero(tokens == token)
             documents = np.searchsorted(splits, each, side="right")
             is_first = np.ones(len(each), np.bool_)
@@ -120,7 +119,7 @@ class PlaceholderRuns:
             )
         found: dict[str, list[int]] = {}
         start = self._starts[document]
-        for token, names in self._carry.by_token.items():
+        for token, names in self._by_token.items():
             low, high = self._cuts[token][document : document + 2]
             wanted = sum(counts[name] for name in names)
             if high - low != wanted:

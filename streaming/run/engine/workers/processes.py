@@ -165,9 +165,10 @@ class Processes:
     def renew(self, recipe: bytes) -> None:
         """End all workers, none of which may be in use, and give later workers another recipe."""
         with self._changed:
-            # From here on no worker starts with the earlier recipe. All that did are retired: none can be taken.
+            # From here on no worker starts with the earlier recipe. One that did, and comes up later, is gone: it
+            # never becomes idle.
             self._recipe, self._most_up = recipe, 0
-            earlier, self._idle = list(self._workers.values()), []
+            earlier, self._workers, self._idle = list(self._workers.values()), {}, []
         for worker in earlier:
             self.retire(worker)
 
