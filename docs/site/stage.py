@@ -151,18 +151,8 @@ class Stage:
 
         text = _PLACE.sub(made, text)
         if page == Path("benchmarks/README.md"):
-            below += [
-                Path(f"benchmarks/{name}.md")
-                for name in (
-                    "peers/RESULTS",
-                    "peers/FAULTS",
-                    "mlperf_storage/README",
-                    "UNHIDDEN",
-                    "GPU",
-                    "PASSES",
-                    "MIXTURES",
-                )
-            ]
+            below += [one.relative_to(ROOT) for one in source_pages() if ROOT / "benchmarks" in one.parents]
+            below.remove(page)
         elif page == Path("docs/tools.md"):
             below += [one.relative_to(ROOT) for one in source_pages() if one.parent == ROOT / "docs/tools"]
         elif page == Path("docs/launchers.md"):
