@@ -76,6 +76,7 @@ def global_batches(dataset: StreamingDataset, world_size: int, **options: Any) -
 # Fields that do not decode
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_substitutes_are_the_same_on_every_world_size(images: str, shuffle: bool | ShuffleConfig) -> None:
     dataset = StreamingDataset(images, shuffle=shuffle, max_bad_samples=len(BAD))
@@ -171,6 +172,7 @@ def test_the_limit_on_bad_samples(images: str, limit: float, enough: bool) -> No
 # transform drops
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_error", ["substitute", "skip"])
 def test_transform_drops_samples(tmp_path: Path, on_error: Any) -> None:
     samples = write_set(tmp_path)
@@ -232,6 +234,7 @@ def damaged(tmp_path: Path) -> tuple[SampleSet, set[str]]:
     return samples, set(samples.keys[first : first + wanted.num_samples])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shuffle", SHUFFLES[1:])
 def test_a_damaged_chunk_is_substituted_alike_on_every_world_size(
     damaged: tuple[SampleSet, set[str]], shuffle: bool | ShuffleConfig

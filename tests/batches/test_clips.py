@@ -61,6 +61,7 @@ def played(url, ranks=1, epochs=2, **options):
     return found
 
 
+@pytest.mark.thorough
 def test_clips_are_the_same_on_any_ranks_workers_and_threads_and_after_a_resume(recordings):
     first, second = played(recordings["whole"], num_threads=0)
     assert len(first) == COUNT

@@ -295,6 +295,7 @@ def played(url, ranks=1, epochs=2, **options):
     return found
 
 
+@pytest.mark.thorough
 def test_crops_are_the_same_on_any_ranks_workers_and_threads_and_after_a_resume(pictures):
     first, second = played(pictures["whole"], num_threads=0)
     assert len(first) == COUNT

@@ -93,6 +93,7 @@ def runs(dataset: StreamingDataset, world_size: int, **options: Any) -> list[lis
     return [[check(batch) for batch in loader] for loader in loaders(dataset, world_size, **{**OPTIONS, **options})]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_only_the_samples_of_damaged_spans_are_substituted(
     whole: Path, damaged: tuple[Path, set[int]], shuffle: bool | ShuffleConfig, request: pytest.FixtureRequest
@@ -160,6 +161,7 @@ def test_what_damage_costs(damaged: tuple[Path, set[int]], world_size: int, shuf
         assert loader.metrics()["fetched_chunks"] == dataset.source.table.num_chunks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_cache_keeps_nothing_damaged(damaged: tuple[Path, set[int]], tmp_path: Path, shuffle: bool) -> None:
     directory, lost = damaged
@@ -170,6 +172,7 @@ def test_a_cache_keeps_nothing_damaged(damaged: tuple[Path, set[int]], tmp_path:
             assert runs(cached, world_size) == runs(dataset, world_size)
 
 
+@pytest.mark.thorough
 def test_a_chunk_that_is_all_damaged_is_left_out(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "set"
     shutil.copytree(whole, directory)

@@ -446,6 +446,7 @@ def test_webdataset_handlers_are_checked(handlers):
         decode.from_webdataset(*handlers)
 
 
+@pytest.mark.thorough
 def test_importing_decode_imports_neither_torch_nor_optional_packages():
     code = (
         "import sys, streaming.decode\n"

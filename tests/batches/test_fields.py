@@ -212,6 +212,7 @@ def test_with_a_node_cache(videos: str, tmp_path: Path, shuffle: bool) -> None:
 # Fewer bytes
 
 
+@pytest.mark.thorough
 def test_bytes_at_the_server(mini_s3: MiniS3Server) -> None:
     bucket = mini_s3.create_bucket("fields")
     url = f"{bucket}/train"

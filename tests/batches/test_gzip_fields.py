@@ -265,6 +265,7 @@ def test_tools_see_what_is_packed(home: Path, tmp_path: Path) -> None:
     run("verify", copy, "--decode")
 
 
+@pytest.mark.thorough
 def test_writers_pack_and_functions_get_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ShardWriter(f"{tmp_path}/a/{{:06d}}.tar", columns={"n": "json.gz.n"}) as writer:
         for number in range(3):

@@ -106,6 +106,7 @@ def test_every_form_by_columns_and_by_rows(url: str, transform: Any) -> None:
     assert sorted(seen) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.thorough
 def test_worker_processes_build_them_in_their_slots(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerPool, "start_if_up", lambda *_: True)  # else threads may build the first batches
     account = Account()
@@ -155,6 +156,7 @@ def parts_of(batch: dict[str, Any]) -> list[torch.Tensor]:
     return [part for part in (*laid, audio.values(), audio.offsets()) if part.numel()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     "device",

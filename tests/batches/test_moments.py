@@ -25,6 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, range(first // clips, first // clips - (-count // clips)))
 
 
+@pytest.mark.thorough
 def test_random_clips_are_parts_of_the_whole(dozen, pytestconfig, capfd):
     seed, kinds, worst = pytestconfig.getoption("--torture-seed"), len(drawn_sounds.STREAMS), {}
     for number in range(dozen * kinds, (dozen + 1) * kinds):

@@ -85,6 +85,7 @@ def played(dataset: StreamingDataset, ranks: int, **options: Any) -> list[Drawn]
     return found
 
 
+@pytest.mark.thorough
 def test_the_same_on_any_ranks_threads_and_workers(samples: SampleSet) -> None:
     dataset = everything(samples, seed=5)
     expected = played(dataset, 1, num_threads=0)
@@ -369,6 +370,7 @@ def by_a_global(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "drawn": f"{helper()}"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make", [lambda: Holds(7), lambda: Holds(None), lambda: by_a_global], ids=["seeded", "unseeded", "global"]
 )

@@ -192,6 +192,7 @@ def test_empty_sounds():
 # --- of files, only what is needed ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "most"), [("wav", 70_000), ("flac", 200_000), ("ogg", 250_000), ("opus", 300_000)])
 def test_of_a_file_only_the_bytes_around_the_clip_are_read(kind, most):
     data = streams.sound(kind, 60.0)

@@ -45,6 +45,7 @@ def test_a_folder_and_a_shard_of_such_a_name_are_read(tmp_path: Path, name: str)
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_that_a_message_suggests_finds_the_shard(tmp_path: Path, name: str) -> None:
     write(str(tmp_path))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.sets.data_sets import write_set
 
 _SCRIPT = """
@@ -20,6 +22,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 """
 
 
+@pytest.mark.thorough
 def test_reading_an_index_starts_no_threads_of_arrow(tmp_path: Path) -> None:
     """They, beside torch's, aborted about one script in fifty at its end."""
     write_set(tmp_path, (20, 12))

@@ -323,6 +323,7 @@ def test_no_parser_takes_a_flipped_bit_for_content(folder: Path, request: pytest
         assert num_errors > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["chunks", "samples"])
 def test_index_restores_the_very_bytes_with_lifted_columns(folder: Path, truth: dict[str, Any], kind: str) -> None:
     draw = random.Random(7)

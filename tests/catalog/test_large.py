@@ -75,6 +75,7 @@ def check_sums(table: SampleTable, data: bytes) -> None:
 
 
 # Reads of a block and a half of the next are for these few members: each is a call, and there would be 100,000.
+@pytest.mark.thorough
 @example([{"a": LARGE_BYTES, "c": 511}, {"b.bin": 70_000}, {"c": 0, "a": LARGE_BYTES + 512}], 512, 1)
 @example([{"c": 1, "b.bin": LARGE_BYTES}, {"a": LARGE_BYTES - 1}, {"a": 511, "c": LARGE_BYTES + 512}], 700, 200_000)
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -25,6 +25,7 @@ SLICED = 24
 """A batch of one rank: so large that its slice of a chunk costs less than the whole chunk."""
 
 
+@pytest.mark.thorough
 def test_two_ranks_in_storage_order_read_on_and_index_is_the_cure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

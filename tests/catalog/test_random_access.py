@@ -90,6 +90,7 @@ def test_a_sample_that_does_not_decode(samples: SampleSet) -> None:
         samples.open(decode={"txt": int})[3]
 
 
+@pytest.mark.thorough
 def test_one_sample_costs_its_span(mini_s3: MiniS3Server) -> None:
     bucket = mini_s3.create_bucket("access")
     samples = write_set(f"{bucket}/train", storage_options=mini_s3.storage_options)

@@ -68,6 +68,7 @@ def shards(tmp_path) -> list[str]:
     return urls
 
 
+@pytest.mark.thorough
 @given(
     sizes=st.lists(st.integers(0, 3000), max_size=30),
     read_bytes=st.sampled_from([512, 1000, 4096, 1 << 20]),
@@ -114,6 +115,7 @@ def test_trailing_folders_are_inside_the_last_chunk(tmp_path) -> None:
     assert chunks.crc32c[0] == crc32c(out.getvalue()[:1536])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [False, True])
 def test_index_then_load(tmp_path, shards: list[str], processes: bool) -> None:
     storage = Storage()
@@ -134,6 +136,7 @@ def test_index_then_load(tmp_path, shards: list[str], processes: bool) -> None:
     check_sizes(storage, shards, table)
 
 
+@pytest.mark.thorough
 def test_the_same_shards_give_the_same_files(tmp_path, shards: list[str]) -> None:
     outcomes = []
     for order, parallel in ((shards, 1), (shards[::-1], 3)):

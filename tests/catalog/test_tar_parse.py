@@ -191,6 +191,7 @@ def archives(draw: st.DrawFn) -> bytes:
     return Archive(out.getvalue()[: end + 2 * 512])  # without the padding to 10,240 bytes, which has zeros alone
 
 
+@pytest.mark.thorough
 @given(archive=archives())
 @settings(deadline=None)
 def test_agrees_with_tarfile_on_any_archive(archive: bytes) -> None:

@@ -49,6 +49,7 @@ def keys_of(dataset: StreamingDataset, *, ranks: int = 1, epochs: int = 1, **opt
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tables", [True, False])
 def test_a_view_is_what_a_list_would_give(samples: SampleSet, no_tables: SampleSet, tables: bool) -> None:
     made = samples if tables else no_tables

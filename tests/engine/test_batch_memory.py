@@ -35,6 +35,7 @@ def filled(memory: BatchMemory, value: int, num_bytes: int = LARGE) -> torch.Ten
     return memory.allocate((num_bytes,), torch.uint8).fill_(value % 256)
 
 
+@pytest.mark.thorough
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["make", "drop"]), st.integers(0, 5), st.integers(LEAST_BYTES // 2, 4 * LARGE)),
@@ -222,6 +223,7 @@ HANDS = [{"num_threads": 1}, {"num_workers": 2, "num_threads": 0}, {"num_workers
 """With ``prefetch_factor=1`` these build one, two and two batches ahead."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hands", first_here(HANDS, 2), ids=str)
 @pytest.mark.parametrize(
     "options", first_here([{}, {"jagged": ("npy",)}, {"pin_memory": True}], 1), ids=["stacked", "jagged", "pinned"]
@@ -253,6 +255,7 @@ def test_batches_use_memory_again_and_kept_ones_stay(
             assert numbers == list(range(4 * number, 4 * number + 4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "hands", [{"num_threads": 2}, {"num_workers": 2, "num_threads": 0}], ids=["threads", "workers"]
 )

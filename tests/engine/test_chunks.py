@@ -89,6 +89,7 @@ def test_ranges_are_the_numbers_in_them(seed: int) -> None:
         assert ranges.total == len(numbers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_arena_keeps_pages_for_what_comes_next_within_its_budget(*, shared: bool) -> None:
     dice, held = random.Random(0), list[tuple[int, int]]()
@@ -162,6 +163,7 @@ def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
     chunks.close()
 
 
+@pytest.mark.thorough
 def test_what_the_first_batch_waits_for_has_the_network_to_itself() -> None:
     """Also before what an earlier run has left; the others come when there is a first batch."""
     store, changed, asked = Store(), threading.Condition(), list[int]()

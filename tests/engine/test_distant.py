@@ -161,6 +161,7 @@ def test_samples_by_number_are_those_of_whole_members(clips: str, monkeypatch: p
     assert list(dataset) == every
 
 
+@pytest.mark.thorough
 def test_a_mixture_reads_ranges_of_the_sources_that_want_to(clips: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def mixed() -> Mixture:
         sources = {
@@ -181,6 +182,7 @@ def _summed(data: bytes) -> tuple[int]:
     return (sum(data[:1000]),)
 
 
+@pytest.mark.thorough
 def test_a_set_of_an_s3_server(s3_bucket: str, mini_s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "REMOTE_GAP_BYTES", 100_000)
     url = write_clips(f"{s3_bucket}/clips", mini_s3.storage_options)

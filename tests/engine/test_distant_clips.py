@@ -150,6 +150,7 @@ def test_random_clips_are_those_of_whole_members(opened: Any, num_workers: int) 
         assert play(opened(), 2, 1, num_workers=num_workers) == play(opened(decode=WHOLE), 2, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", first_here([2, 0], 1))
 def test_a_run_goes_on_in_the_middle_of_an_epoch(opened: Any, num_workers: int) -> None:
     batching: dict[str, Any] = {**OPTIONS, "device_mesh": mesh_of(1, 0)}

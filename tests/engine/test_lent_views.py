@@ -214,6 +214,7 @@ def test_packs_refuse_to_decode_their_tokens(tmp_path: Path) -> None:
 # --- where views are copies ---
 
 
+@pytest.mark.thorough
 def test_without_an_index_and_compressed(made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for path in made.glob("*.tar"):
         (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
@@ -228,6 +229,7 @@ def test_without_an_index_and_compressed(made: Path, tmp_path: Path, caplog: pyt
     ) == 1
 
 
+@pytest.mark.thorough
 def test_from_a_store_and_through_a_cache(made: Path, mini_s3: MiniS3Server, tmp_path: Path) -> None:
     url = mini_s3.create_bucket(fresh_name())
     with ShardWriter(f"{url}/{{:04d}}.tar", max_samples=20, storage_options=mini_s3.storage_options) as writer:
@@ -572,6 +574,7 @@ def test_finalizers_wait_for_nothing(made: Path) -> None:
 # --- forks ---
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("way")
 def test_a_forked_child_has_its_own(folder: Path) -> None:
     """It writes, keeps and drops; its parent goes on, and its files change. Neither sees anything of the other."""

@@ -168,6 +168,7 @@ def test_who_changes_a_shard_in_place_waits_until_it_is_copied(folder: Path, cha
         assert len(found) > BATCH
 
 
+@pytest.mark.thorough
 def test_what_is_there_is_copied_and_delivered(folder: Path) -> None:
     with DataLoader(open_at(folder), BATCH, memory_limit="1GiB") as loader:
         batches = iter(loader)
@@ -246,6 +247,7 @@ def test_damage_is_found_in_maps_too(folder: Path) -> None:
     assert {one["stage"] for one in bad} == {"fetch"}
 
 
+@pytest.mark.thorough
 def test_mapped_files_take_a_share_of_the_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More shards than the process may open: some are mapped, the others read, and there is room for others' files."""
     monkeypatch.setattr(mapped, "LEAST_BYTES", 1)

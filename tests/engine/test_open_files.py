@@ -44,6 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_set(tmp_path_factory.mktemp("files"), (20, 20)).url
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", first_here([8, 1, 3], 1))
 @pytest.mark.parametrize("kind", ["shards", "map"])
 def test_what_the_error_says_suffices_and_no_less(

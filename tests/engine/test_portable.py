@@ -89,6 +89,7 @@ runpy.run_module("script", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", first_here(["script under torch's spawn", "module under forkserver", "no file"], 1))
 def test_functions_of_the_main_script_reach_workers(tmp_path: Path, how: str, forked: Forked) -> None:
     """Main programs, forked, with processes that begin as new interpreters."""

@@ -343,6 +343,7 @@ def test_batches_that_are_cut_out_of_memory_are_no_tensors_of_inference(url: str
         assert not any(batch["cls"].is_inference() for batch in loader)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("decode", first_here(["pil", "rgb8", "rgb8:8x8"], 1))
 def test_pictures_that_are_cut_off_are_samples_or_not_whoever_decodes_them(tmp_path: Path, decode: str) -> None:
     """As it was found: of 200 samples 50 were lost in workers, and none without."""
@@ -638,6 +639,7 @@ class Rows:
         return {"cls": index, "seen": self.see(), "pid": os.getpid()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", first_here(SOME + OTHERS, 1), ids=lambda one: one.row,
 )  # fmt: skip

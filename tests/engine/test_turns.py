@@ -83,6 +83,7 @@ def told(loader: DataLoader, num_epochs: int) -> list[Any]:
     return [[rows(batch) for batch in loader] for _ in range(num_epochs)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads", first_here([2, 0], 1))
 @pytest.mark.parametrize("kind", first_here(["set", "packs", "fields", "mixture"], 1))
 def test_the_least_limit_that_is_accepted_reads_every_epoch_on_every_rank(
@@ -112,6 +113,7 @@ def test_the_least_limit_that_is_accepted_reads_every_epoch_on_every_rank(
         assert TURNS in caplog.text  # in some epoch more is needed than in the first one
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads", first_here([2, 0], 1))
 @pytest.mark.parametrize("kind", first_here(["endless", "set", "fields", "mixture"], 1))
 def test_in_turns_batches_are_the_same_however_little_room_there_is(
@@ -139,6 +141,7 @@ def test_in_turns_batches_are_the_same_however_little_room_there_is(
     assert TURNS in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_warning_says_what_happens_and_what_helps(
     folders: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

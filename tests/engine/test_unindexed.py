@@ -89,6 +89,7 @@ def nothing_left(samples: SampleSet, one_fork_server: None) -> Iterator[None]:
 # Small: indexed in memory
 
 
+@pytest.mark.thorough
 def test_a_small_set_keeps_every_promise(samples: SampleSet) -> None:
     dataset = samples.open(seed=5)
     assert dataset.indexed
@@ -137,6 +138,7 @@ def test_in_order_it_is_the_storage_order_without_end(streamed: SampleSet) -> No
     assert keys == [*streamed.keys, *streamed.keys][:400]
 
 
+@pytest.mark.thorough
 def test_the_order_is_that_of_earlier_releases(large: SampleSet) -> None:
     """Through a window bounded by its samples, and through one bounded by its bytes."""
     for memory_limit, expected in (
@@ -348,6 +350,7 @@ def plain(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_error", ["substitute", "skip"])
 def test_batches_do_not_depend_on_who_builds_them(compressed: SampleSet, on_error: str) -> None:
     def run(**hands: int) -> tuple[Any, ...]:

@@ -61,6 +61,7 @@ def everything(batches: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
+@pytest.mark.thorough
 def test_threads_build_what_needs_no_code_of_the_user(
     numbers: Path, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,6 +242,7 @@ def test_draws_are_the_same_and_those_of_the_training_untouched(numbers: Path, h
     assert everything(found) == expected
 
 
+@pytest.mark.thorough
 def test_a_state_and_another_epoch_begin_without_processes_too(numbers: Path, held: Held) -> None:
     def loader() -> DataLoader:
         return DataLoader(StreamingDataset(numbers, transform=Augmenting()), 4, num_workers=2)
@@ -296,6 +298,7 @@ def test_errors_and_bad_samples_are_the_same(numbers: Path, held: Held) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_sent_is_refused_at_once_and_a_batch_that_cannot_is_one_here_too(
     numbers: Path, held: Held
 ) -> None:

@@ -177,6 +177,7 @@ KINDS: dict[str, tuple[Any, list[dict[str, bytes]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_those_of_this_process(bench: Bench, kind: str) -> None:
     decode, samples = KINDS[kind]
@@ -286,6 +287,7 @@ def stand_ins(row: int) -> Iterator[Rows]:
     yield single(2000 + 4 * row)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_error", ["substitute", "skip"])
 def test_substitutes_and_reports_are_those_of_this_process(bench: Bench, on_error: Any) -> None:
     recipe = recipe_of(transform=odd_fails, on_error=on_error)
@@ -299,6 +301,7 @@ def test_substitutes_and_reports_are_those_of_this_process(bench: Bench, on_erro
     assert {bad.stage for bad in got} == {"fetch", "transform"}
 
 
+@pytest.mark.thorough
 def test_what_report_and_substitutes_raise_aborts_the_batch(bench: Bench) -> None:
     pool = bench.pool(recipe_of(transform=odd_fails))
 
@@ -321,6 +324,7 @@ def test_what_report_and_substitutes_raise_aborts_the_batch(bench: Bench) -> Non
 # --- errors ---
 
 
+@pytest.mark.thorough
 def test_errors_arrive_with_shard_key_stage_and_traceback(bench: Bench) -> None:
     pool = bench.pool(recipe_of(transform=odd_fails, on_error="raise"))
     with pytest.raises(DecodeError, match=r"a/000\.tar: sample '00001': transform raised ZeroDivisionError: no 1") as e:

@@ -83,6 +83,7 @@ def prepare(one: OneSet, change: str, *, lives: bool) -> None:
     one.day(4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), StorageError("no answer")])
 @pytest.mark.parametrize("change", ["tag", *first_here([one for one in CHANGES if one != "tag"], 0)])
 def test_a_store_that_fails_at_every_write(tmp_path: Path, change: str, error: Exception) -> None:

@@ -116,6 +116,7 @@ def write(folder: Path) -> None:
             writer.write({"__key__": f"{i:03d}", "bin": bytes([i]) * 3000, "cls": i})
 
 
+@pytest.mark.thorough
 def test_writer_killed_leaves_whole_shards(die: Die, tmp_path: Path) -> None:
     write(tmp_path / "calm")
     calm, dice = tree(tmp_path / "calm"), random.Random(1)
@@ -261,6 +262,7 @@ with ProcessPoolExecutor(1, get_context("fork"), serve_calls) as pool:
 """
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_goes_on_after_every_death(die: Die, tmp_path: Path) -> None:
     """Documents left out and sets by hash do not shift what a later run goes on with; no process stays."""
     source = tmp_path / "in.jsonl"

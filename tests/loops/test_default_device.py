@@ -70,6 +70,7 @@ def test_batches_of_all_kinds_are_the_same(places: Places, kind: str, num_worker
     assert found[0].batches
 
 
+@pytest.mark.thorough
 def test_a_loop_whose_functions_make_tensors_gets_them_where_the_script_puts_them(places: Places) -> None:
     """As without workers, where functions are called by the script; in threads and processes, too."""
 

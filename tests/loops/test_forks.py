@@ -67,6 +67,7 @@ def test_a_child_reads_after_its_parent_has_read(mini_s3: MiniS3Server, on_s3: S
     assert bytes(storage.read(names[0])) == first
 
 
+@pytest.mark.thorough
 def test_errors_of_a_child_are_ours(mini_s3: MiniS3Server, on_s3: SampleSet) -> None:
     storage = Storage(mini_s3.storage_options)
     assert not storage.exists(f"{on_s3.url}nothing")
@@ -94,6 +95,7 @@ def test_where_the_library_cannot_be_loaded_again_the_cure_is_named(
         assert word in said
 
 
+@pytest.mark.thorough
 def test_torch_loaders_fork_around_a_streaming_dataset(on_s3: SampleSet) -> None:
     dataset = on_s3.open(shuffle=False)
     here = [dataset[i]["cls"] for i in range(8)]
@@ -306,6 +308,7 @@ def test_a_child_leaves_the_page_locks_to_its_parent() -> None:
 # --- ordinary data sets ---
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_fork_server")
 def test_a_split_of_a_streaming_dataset_is_read_by_workers(on_s3: SampleSet) -> None:
     """Neither by default nor when it is asked to fork does the loader hang after this process has read from S3."""

@@ -64,6 +64,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", first_here([2, 1, 0], 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_goes_on_that_handles_them(forked: Forked, url: str, tmp_path: Path, kind: str, num_workers: int) -> None:
@@ -107,6 +108,7 @@ def test_under_torchrun(forked: Forked, url: str, tmp_path: Path, kind: str) -> 
     check(tmp_path, agent.output, num_ranks=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", first_here([signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1], 1))
 @pytest.mark.parametrize("kind", first_here(KINDS[:3], 2))
 def test_what_ends_the_job_ends_what_it_has_started(

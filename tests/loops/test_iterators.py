@@ -108,6 +108,7 @@ def test_threads_that_share_an_iterator_get_each_batch_once(samples: SampleSet) 
     assert loader.epoch == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_loader_that_is_dropped_is_gone_without_the_garbage_collector(
     ends: bool, made: dict[str, Callable[[], Any]], samples: SampleSet

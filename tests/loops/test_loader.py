@@ -412,6 +412,7 @@ def test_collate_fn_gets_the_samples_and_makes_the_batch(samples: SampleSet) -> 
         assert [sum(batch) for batch in loader] == [SIZE] * NUM_BATCHES + [202 % SIZE]
 
 
+@pytest.mark.thorough
 def test_transform_changes_samples(samples: SampleSet) -> None:
     def transform(sample: Mapping[str, Any]) -> Any:
         return {"__key__": sample["__key__"], "twice": sample["cls"] * 2}

@@ -159,6 +159,7 @@ def test_every_change_of_world_size(case: Case, before: int, request: pytest.Fix
         assert merged(prefix) + merged(rest) == case.epochs[0], (before, after)
 
 
+@pytest.mark.thorough
 def test_a_chain_of_interruptions(case: Case, request: pytest.FixtureRequest) -> None:
     """One chain for each kind of epochs; ``--matrix``: three."""
     turn = list(CASES).index(request.node.callspec.params["case"])

@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", first_here(KINDS, 1))
 def test_each_line_comes_once_a_job(folder: Path, kind: str) -> None:
     ranks = [

@@ -247,6 +247,7 @@ def test_interrupted_process_ends_with_one_traceback(play: Play, name: str) -> N
     check(lines[:begin] + lines[end + 1 :], STATES[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", first_here(sorted(STATES, key="workers".__ne__), 1))
 def test_killed_process_leaves_nothing(play: Play, name: str) -> None:
     assert play.ended(STATES[name], "SIGKILL") == []

@@ -188,6 +188,7 @@ def test_a_step_follows_from_its_chunks(
             assert end(event) <= end(waiting)
 
 
+@pytest.mark.thorough
 def test_consumer_time_is_divided_and_the_wait_is_told(samples: SampleSet, tmp_path: Path) -> None:
     def slow(sample: Any) -> Any:
         """Take time while the consumer waits, or in its thread: never ahead of it."""
@@ -490,6 +491,7 @@ def test_fetches_under_way_at_the_call_are_entered_from_their_beginning(
     check_chain(file)  # none counts as held before
 
 
+@pytest.mark.thorough
 def test_what_is_under_way_at_the_end_is_written_as_not_over(
     samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -595,6 +597,7 @@ def ranges_of(loader: DataLoader, **options: Any) -> Counter[str]:
     return Counter({name: number for name, number in found.items() if name.startswith("shardstream.")})
 
 
+@pytest.mark.thorough
 def test_a_profiler_sees_the_consumers_ranges(samples: SampleSet) -> None:
     with DataLoader(samples.open(), batch_size=4, num_threads=0) as loader:
         found = ranges_of(loader)

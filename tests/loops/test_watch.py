@@ -70,6 +70,7 @@ def reports() -> Iterator[Reports]:
 # --- the watchdog itself ---
 
 
+@pytest.mark.thorough
 def test_reports_by_a_real_clock_and_no_thread_afterwards(reports: Reports) -> None:
     dog = Watchdog(0.2, "nothing", lambda: "because")
     try:
@@ -230,6 +231,7 @@ def test_a_decoder_that_hangs_in_a_worker_is_named_with_its_sample(
     assert re.search(rf"worker \d+ \(pid \d+, alive\) builds batch 0 for \d+\.\d s, {where}", text)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_was_stopped_is_named(samples: SampleSet, reports: Reports, tmp_path: Path) -> None:
     def stopping(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] == 37:

@@ -140,6 +140,7 @@ def test_what_is_restored_may_be_one_object(samples: SampleSet, restores: str) -
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("given", ["loader", "iterator"])
 def test_model_and_optimizer_are_set_back(samples: SampleSet, given: str) -> None:
     def trained(measured_at: int | None) -> list[torch.Tensor]:

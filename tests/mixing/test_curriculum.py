@@ -75,6 +75,7 @@ def at_most(values: list[float], share: float, buckets: int) -> set[int]:
 # ------------------------------------------------------------------------------------------- which samples when
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shares=st.lists(st.integers(1, 20), min_size=1, max_size=4), buckets=st.integers(1, 20),
@@ -131,6 +132,7 @@ def test_a_schedule_that_falls_closes_buckets(data: StreamingDataset) -> None:
     assert pool_of(curriculum, 500) == at_most(RARITY, 0.5, 4)
 
 
+@pytest.mark.thorough
 def test_three_tenths_are_three_of_ten_buckets(data: StreamingDataset) -> None:
     for tenths in (3, 6, 7, 1, 2, 4, 8, 9):
         for buckets in (10, [tenths / 10, 1.0]):
@@ -197,6 +199,7 @@ def test_the_pool_is_drawn_from_evenly_and_others_not_yet(data: StreamingDataset
         assert one["samples"] == sum(row in numbers for row in rows)
 
 
+@pytest.mark.thorough
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.sampled_from([1, 2, 3]), others=st.sampled_from([1, 2, 5]), stop=st.integers(1, 39),
@@ -214,6 +217,7 @@ def test_stopped_anywhere_and_resumed_on_another_world(
     assert before + after == whole
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_with_worker_processes_and_threads(data: StreamingDataset, num_workers: int) -> None:
@@ -226,6 +230,7 @@ def test_with_worker_processes_and_threads(data: StreamingDataset, num_workers: 
         assert len([batch for _ in range(2) for batch in loader]) == 20
 
 
+@pytest.mark.thorough
 def test_another_schedule_at_a_resume_is_an_entry_of_the_ledger(
     data: StreamingDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,6 +252,7 @@ def test_another_schedule_at_a_resume_is_an_entry_of_the_ledger(
               world(Curriculum(data, "tokens", STEPS, buckets=[0.5, 0.75]), 1, 1)[1])  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_state_holds_the_schedules_of_all_levels_and_not_their_products(data: StreamingDataset) -> None:
     """256 steps of the mixture, and what two curricula open: the products of those would take 300 KB."""
     faster = Curriculum(data, "tokens", STEPS, buckets=4)
@@ -419,6 +425,7 @@ def test_ranks_share_the_work(url: str, monkeypatch: pytest.MonkeyPatch, join_jo
     assert all(isinstance(error, ConfigError) and "no value for 24 samples" in str(error) for error in errors), errors
 
 
+@pytest.mark.thorough
 def test_what_it_reads_is_said_and_sorted_shards_cure_it(
     mini_s3: MiniS3Server, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_what_was_drawn_is_exact_at_every_row(case: Case, row: int) -> None:
     assert drawn_before(orders, row + 1) == {**counted, drawn: counted[drawn] + 1}
 
 
+@pytest.mark.thorough
 @unhurried
 @given(st.integers(0, 10**12), st.integers(0, 2**64 - 1))
 def test_counts_stay_near_their_share_however_long_it_runs(row: int, seed: int) -> None:
@@ -74,6 +75,7 @@ def test_counts_stay_near_their_share_however_long_it_runs(row: int, seed: int) 
         assert all(abs(int(tree.counts(lane, row)[number]) - share * row) < len(tree.path(number)) for lane in range(3))
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True), st.integers(0, 3))
 def test_a_source_gives_its_samples_in_its_own_order(case: Case, first: int) -> None:
@@ -121,6 +123,7 @@ def stream_of(lanes: SourceLanes, lane: int, stop: int) -> list[tuple[int, int]]
     return [(chunk, first + k) for chunk, first, size in rows for k in range(size)][:stop]
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True, dealt="batches"))
 def test_each_global_batch_is_of_one_source(case: Case) -> None:
@@ -144,6 +147,7 @@ def test_lanes_that_do_not_divide_the_batch_have_no_batches_of_one_source() -> N
         BatchLanes(sources, [Weights(start=0, weights={"a": 1})], batch_size=6)
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=False), st.integers(0, 3), st.data())
 def test_a_pass_that_ends_is_exact_at_every_row(case: Case, number: int, data: st.DataObject) -> None:
@@ -200,6 +204,7 @@ def test_quotas_are_dealt_to_the_sample_however_many_there_are(
     assert counts.tolist() == tree.counts(lane, stop).tolist()
 
 
+@pytest.mark.thorough
 @unhurried
 @given(st.integers(0, 10**6), st.integers(0, 2**64 - 1))
 def test_lanes_together_stay_near_their_share_in_a_pass_that_ends(row: int, seed: int) -> None:
@@ -209,6 +214,7 @@ def test_lanes_together_stay_near_their_share_in_a_pass_that_ends(row: int, seed
     assert all(abs(int(count) - FIVE[name] * row) <= 12 for name, count in zip(quotas, counts, strict=True))
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=False, dealt="batches"))
 def test_each_global_batch_of_a_pass_that_ends_is_of_one_source(case: Case) -> None:

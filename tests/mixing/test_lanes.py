@@ -31,6 +31,7 @@ def all_samples(sources: dict[str, list[int]]) -> list[tuple[int, int]]:
     return [(chunk, offset) for chunk, size in enumerate(sizes) for offset in range(size)]
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(), st.integers(1, 9))
 def test_batches_do_not_depend_on_the_ranks_and_are_dealt_equally(case: Case, other: int) -> None:
@@ -64,6 +65,7 @@ def test_a_pass_gives_each_sample_once_or_as_often_as_its_quota_says(case: Case,
     assert got == expected
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(), st.data())
 def test_a_resume_at_any_sample_is_the_tail(case: Case, data: st.DataObject) -> None:
@@ -101,6 +103,7 @@ def test_intervals_cover_every_use_and_come_in_order(case: Case) -> None:
         assert live_bytes <= int(sizes.sum()) or not case.schedule  # two passes may hold a chunk twice
 
 
+@pytest.mark.thorough
 @settings(unhurried, max_examples=10)  # a third of a second each
 @given(cases(endless=True, dealt="chunks"), st.lists(st.integers(0, 9), min_size=2, max_size=4))
 def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case: Case, numbers: list[int]) -> None:
@@ -171,6 +174,7 @@ def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
         assert list(stops.values()) == sizes
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True, dealt="chunks"), st.integers(1, 150), st.data())
 def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) -> None:
@@ -190,6 +194,7 @@ def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) ->
     assert [got[place] for place in range(start, stop)] == expected[start:]
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(), st.data())
 def test_when_finds_every_use_of_a_sample_and_its_rank(case: Case, data: st.DataObject) -> None:
@@ -221,6 +226,7 @@ def test_when_knows_parts_of_chunks() -> None:
                 assert plan.when(chunk, offset) == expected
 
 
+@pytest.mark.thorough
 def test_when_finds_the_first_and_the_last_of_each_batch() -> None:
     """A lane's samples at the borders of what is looked through count, too."""
     sizes = {"web": [6, 3], "code": [5, 4]}
@@ -247,6 +253,7 @@ def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, F
     return target, most
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True, dealt="chunks"), st.integers(0, 500) | st.integers(0, 10**11))
 def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
@@ -271,6 +278,7 @@ def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
             counted += int(runs.sizes[row]) * (of[row] == index)
 
 
+@pytest.mark.thorough
 def test_weights_from_the_frontier_on_leave_what_was_planned() -> None:
     """However little that was, and however early they come."""
     for planned in range(1, 120):
@@ -295,6 +303,7 @@ def test_a_source_ends_with_the_last_weight_that_it_has() -> None:
     assert growths(["a", "b"], schedule)["b"].ends_at == 40
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True, dealt="chunks"), st.integers(1, 300), st.data())
 def test_appended_weights_are_those_that_were_there_from_the_start(
@@ -322,6 +331,7 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
     assert got.begins.tolist()[: len(before)] == before
 
 
+@pytest.mark.thorough
 @unhurried
 @given(
     cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.booleans(),
@@ -365,6 +375,7 @@ def test_every_pass_over_a_source_gives_each_sample_once(
         assert Counter(inside(old, 0, first)) == Counter(inside(new, 0, first))
 
 
+@pytest.mark.thorough
 @unhurried
 @given(cases(endless=True, dealt="chunks"), st.data())
 def test_the_others_stand_where_they_do_when_sources_are_gone(case: Case, data: st.DataObject) -> None:

@@ -90,6 +90,7 @@ def test_repeats_list_sources_so_often_over_epochs(sets: dict[str, SampleSet]) -
     assert {counts[key] for key in sets["web"].keys} == {2}
 
 
+@pytest.mark.thorough
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     weights=st.fixed_dictionaries({name: st.integers(0, 5) for name in SIZES}).filter(lambda w: any(w.values())),
@@ -196,6 +197,7 @@ def test_an_epoch_ends_with_the_first_or_all_sources(
 # --- weights that change ---
 
 
+@pytest.mark.thorough
 def test_a_schedule_changes_shares_and_resumes(sets: dict[str, SampleSet]) -> None:
     ramp = Schedule.steps({0: {"web": 1, "code": 0, "math": 0}, 1200: {"web": 0, "code": 1, "math": 1}})
     mix = mixture(sets, weights=ramp)
@@ -336,6 +338,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes_agree_on_the_row(sets: dict[str, SampleSet], tmp_path: Path, forked: Forked) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -448,6 +451,7 @@ def free_row(sets: dict[str, SampleSet], state: Any) -> int:
     return int(str(told.value).partition("up to row ")[2].partition(" ")[0].replace(",", ""))
 
 
+@pytest.mark.thorough
 def test_a_source_that_was_dropped_may_be_gone_when_it_is_read_to_its_end(sets: dict[str, SampleSet]) -> None:
     """The others go on as if it stood in the mixture with the weight 0, on any world, and it may come back."""
     even = dict.fromkeys(SIZES, 1)
@@ -661,6 +665,7 @@ def test_it_is_a_data_set_like_any_other(sets: dict[str, SampleSet]) -> None:
     assert marked.fingerprint == mix.fingerprint != mixture(sets, "web code").fingerprint
 
 
+@pytest.mark.thorough
 def test_from_a_bucket_killed_and_resumed_on_another_world(mini_s3: MiniS3Server) -> None:
     """Sources in two stores: one signed for, one on disk; each keeps its own storage options."""
     bucket = mini_s3.create_bucket("mixtures")

@@ -149,6 +149,7 @@ def test_what_was_seen_of_a_pass_is_not_repeated(
         assert seen == {"samples": len(drawn), "passes": pytest.approx(joins + len(rest) / 110)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["hash(__key__) % 3 < 2", "__key__ >= '00010'"])  # of the first chunks nothing
 def test_a_filtered_source_grows(root: Path, where: str) -> None:
     options: dict[str, Any] = {"weights": {"web": 1}, "where": where, "quotas": "exact"}
@@ -179,6 +180,7 @@ def test_what_set_weights_gave_holds_when_a_source_grows(root: Path) -> None:
     assert [one["weights"] for one in state["ledger"]][1:] == [{"web": 3.0, "code": 1.0}] * 3
 
 
+@pytest.mark.thorough
 def test_where_a_source_cannot_grow_the_message_says_what_to_do(root: Path, tmp_path: Path) -> None:
     grown = {"weights": {"web": 1, "code": 1}}
     _, state = world(opened(root, "web code", **grown), 1, 3)

@@ -77,6 +77,7 @@ def replayed(mix: Mixture, state: dict[str, Any], count: int, **options: Any) ->
 # --- how soon ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dealt", [EXACT, ONE_SOURCE, CHUNKS], ids=str)
 def test_it_acts_soon_although_all_data_is_here(sets: dict[str, SampleSet], dealt: dict[str, Any]) -> None:
     """It came after everything that was read ahead: of data that fits into memory, after 170 steps or more."""
@@ -104,6 +105,7 @@ def test_it_acts_soon_although_all_data_is_here(sets: dict[str, SampleSet], deal
         assert is_code == [step * SIZE >= row - 30 * SIZE for step in range(count)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dealt", [EXACT, pytest.param(ONE_SOURCE, marks=pytest.mark.matrix)], ids=["samples", "batches"]
 )
@@ -123,6 +125,7 @@ def test_it_acts_soon_on_packs(tmp_path: Path, dealt: dict[str, Any]) -> None:
     assert drawn == [{"code"} if (10 + step) * 8 >= row else {"web"} for step in range(60)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dealt", "replicate", "sizes"),
     [
@@ -158,6 +161,7 @@ def test_beside_exchanged_packs(
             assert sorted(mine) == sorted(whole["input_ids"].tolist()), step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_a_prefetcher_holds_come_as_they_are(sets: dict[str, SampleSet], num_workers: int) -> None:
     mix = mixture(sets, weights=WEB, **EXACT)
@@ -174,6 +178,7 @@ def test_batches_that_a_prefetcher_holds_come_as_they_are(sets: dict[str, Sample
     assert merged([got]) == replayed(mix, state, 45)
 
 
+@pytest.mark.thorough
 def test_a_wrapper_that_holds_back_many_batches_counts_with_what_it_holds(sets: dict[str, SampleSet]) -> None:
     mix = mixture(sets, weights=WEB, **EXACT)
     with DataLoader(mix, global_batch_size=SIZE, num_threads=0) as loader:
@@ -186,6 +191,7 @@ def test_a_wrapper_that_holds_back_many_batches_counts_with_what_it_holds(sets: 
         on_device.close()
 
 
+@pytest.mark.thorough
 def test_over_epochs_and_batches_that_grow(sets: dict[str, SampleSet]) -> None:
     """At the last batch of an epoch, where a batch size ends, and twice before a batch comes."""
     mix = mixture(sets, weights=WEB, **EXACT)
@@ -210,6 +216,7 @@ def test_over_epochs_and_batches_that_grow(sets: dict[str, SampleSet]) -> None:
     assert again == got
 
 
+@pytest.mark.thorough
 def test_chunks_that_are_here_are_not_fetched_again(sets: dict[str, SampleSet]) -> None:
     with DataLoader(mixture(sets, **EXACT), global_batch_size=SIZE) as loader:
         batches = iter(loader)
@@ -264,6 +271,7 @@ def test_all_ranks_change_at_one_row_whichever_is_behind(
     assert merged([one[1] for one in told[::2]]) == replayed(mix, state, count)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [8 * SIZE, 23 * SIZE])
 def test_a_row_that_is_too_soon_is_refused_on_all_ranks_with_the_row_that_is_not(
     sets: dict[str, SampleSet], threads: Play, at: int
@@ -282,6 +290,7 @@ def test_a_row_that_is_too_soon_is_refused_on_all_ranks_with_the_row_that_is_not
     assert set(threads(train, dp_size=4)) == {(said, first)}
 
 
+@pytest.mark.thorough
 def test_what_one_rank_cannot_do_is_refused_on_all(
     sets: dict[str, SampleSet], threads: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +333,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(
     assert merged([got for _, got, _ in told]) == replayed(mix, states[0], 45)
 
 
+@pytest.mark.thorough
 def test_numbers_of_numpy_mean_the_same_on_several_ranks(sets: dict[str, SampleSet], threads: Play) -> None:
     mix = mixture(sets, **EXACT)
     weights = {"web": np.float32(0.25), "code": np.int64(3)}
@@ -361,6 +371,7 @@ def test_ranks_that_cannot_ask_each_other_are_told_the_same_row(sets: dict[str, 
 # --- what a state says of a change to come ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dealt", "steps"),
     [(EXACT, 5), (CHUNKS, 0), *(pytest.param(dealt, steps, marks=pytest.mark.matrix) for dealt, steps in

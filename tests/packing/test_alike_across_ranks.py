@@ -103,6 +103,7 @@ def test_what_fills_no_batch_comes_first_in_the_next_epoch(folder: Path, size: i
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.thorough
 def test_later_epochs_differ_by_kind_and_go_on_on_another_world(folder: Path) -> None:
     whole = steps_of(images(folder), 1, 3, size=8)
     per_epoch = len(whole) // 3

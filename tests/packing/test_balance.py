@@ -240,6 +240,7 @@ def test_exchange_needs_a_process_group(folder: Path) -> None:
         next(iter(loader))
 
 
+@pytest.mark.thorough
 def test_one_rank_that_exchanges_puts_packs_in_order(folder: Path) -> None:
     assert batches_of(folder, 0, 1, balance="exchange") == batches_of(folder, 0, 1, balance="local")
 

@@ -76,6 +76,7 @@ def pieces_of(batch: Any) -> list[list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", COSTS)
 @pytest.mark.parametrize("of", ["packs", "a mixture"])
 def test_rows_come_from_the_most_to_the_least_expensive(folder: Path, kind: str, of: str) -> None:

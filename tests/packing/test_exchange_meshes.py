@@ -282,6 +282,7 @@ def global_batches(ranks: Sequence[Sequence[Rows]]) -> list[Counter[str]]:
     return [Counter(str(row) for rows in step for row in rows) for step in zip(*ranks, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [packs_of, mixture_of])
 def test_a_state_goes_on_in_another_world_and_remesh_in_the_same_job(
     folder: Path, job: Job, kind: Callable[[Path], Any]

@@ -193,11 +193,13 @@ def rows_of(packed: Any, world: int, state: Any = None, **options: Any) -> list[
     return [[row for part in parts for row in part["input_ids"].tolist()] for parts in zip(*ranks, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_global_batches_are_the_same_on_any_world(folder: Path, world: int) -> None:
     assert rows_of(packed_of(folder), world) == rows_of(packed_of(folder), 1)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_behind_any_batch_on_any_world(folder: Path) -> None:
     packed = packed_of(folder)
     whole = rows_of(packed, 1)
@@ -208,6 +210,7 @@ def test_a_run_goes_on_behind_any_batch_on_any_world(folder: Path) -> None:
         assert rows_of(packed_of(folder), 1 + number % 3, json.loads(json.dumps(states[number]))) == whole[number + 1 :]
 
 
+@pytest.mark.thorough
 def test_a_mesh_that_changes_goes_on_across_a_change_of_length(folder: Path) -> None:
     packed = packed_of(folder)
     whole = rows_of(packed, 1)
@@ -245,6 +248,7 @@ def test_lengths_follow_the_run_over_epochs_and_with_batches_that_grow(folder: P
     assert len({size for _, length, size in seen if length == 32}) >= 2
 
 
+@pytest.mark.thorough
 def test_packs_of_a_mixture_grow_together_and_weights_may_change(tmp_path: Path) -> None:
     for number, name in enumerate(("web", "code")):
         write(tmp_path / name, first=100_000 * number, num_docs=400, seed=number)
@@ -297,6 +301,7 @@ def test_a_rank_without_rows_gets_the_shape_of_the_batch(folder: Path) -> None:
     assert [part[1]["cu_seqlens"].shape for part in parts] == [(1,), (4 * 10 + 1,)]
 
 
+@pytest.mark.thorough
 def test_a_document_that_cannot_be_read_is_padding_in_all_its_rows(folder: Path, tmp_path: Path) -> None:
     key = "000003"  # of LENGTH + 1 tokens
     options = {"on_error": "skip", "max_bad_samples": 1.0}
@@ -321,6 +326,7 @@ def test_a_document_that_cannot_be_read_is_padding_in_all_its_rows(folder: Path,
         epoch_of(packed_of(tmp_path / "bad", dataset={"on_error": "raise"}))
 
 
+@pytest.mark.thorough
 def test_a_function_gets_one_row_after_the_other(folder: Path) -> None:
     whole = epoch_of(packed_of(folder))
     for number, rows in enumerate(epoch_of(packed_of(folder), collate_fn=list)):
@@ -354,6 +360,7 @@ def test_a_rank_has_its_dearest_packs_first_and_ranks_may_exchange_rows(folder: 
         }
 
 
+@pytest.mark.thorough
 def test_ranks_exchange_rows_of_the_global_batch(folder: Path, play: Play) -> None:
     packed = packed_of(folder)
 
@@ -381,6 +388,7 @@ def lengths_of(batch: Any, each: int) -> list[list[Any]]:
     return [found[at : at + each] for at in range(0, len(found), each)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_rows_of_every_length_are_cut_for_context_parallel_ranks(folder: Path, layout: Any) -> None:
     fields = ("input_ids", "position_ids")
@@ -418,6 +426,7 @@ def test_stages_without_payload_count_the_same_rows(folder: Path) -> None:
     assert [count for count, _ in counts[0]][:6] == [96] * 5 + [48]
 
 
+@pytest.mark.thorough
 def test_one_rank_reads_for_its_replicas(folder: Path, play: Play) -> None:
     packed = packed_of(folder)
 

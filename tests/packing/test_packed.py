@@ -66,6 +66,7 @@ def test_two_epochs_hold_the_same_tokens_in_other_company(packed: Packed, folder
     assert all(same_batch(*batches) for batches in zip(*found, strict=True))
 
 
+@pytest.mark.thorough
 def test_the_global_batch_does_not_depend_on_the_world(packed: Packed) -> None:
     alone = epoch_of(packed)
     for world in (2, 4):
@@ -123,6 +124,7 @@ def test_the_entries_of_a_batch_say_where_documents_are(packed: Packed) -> None:
             assert row == list(range(len(keys)))
 
 
+@pytest.mark.thorough
 def test_packs_by_number_are_those_of_epoch_0(packed: Packed) -> None:
     delivered = {tuple(row.tolist()) for batch in epoch_of(packed) for row in batch["input_ids"]}
     shown = [packed[number] for number in range(len(packed))]
@@ -239,6 +241,7 @@ def test_a_mixture_of_packs_counts_tokens_and_resumes(sources: dict[str, Path]) 
         assert all(same_batch(*both) for both in zip(first(loader, 25), whole[15:], strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_fork_server")
 def test_a_fetcher_and_a_collate_fn_get_packs(packed: Packed) -> None:
     mesh = DeviceMesh.from_sizes(dp_size=1, rank=0)

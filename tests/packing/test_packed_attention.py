@@ -36,6 +36,7 @@ def varlen(documents: Tensor, borders: Tensor) -> Attention:
     return attend
 
 
+@pytest.mark.thorough
 @torch.no_grad()  # FlexAttention has no backward pass on CPUs
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("made", [dense, flex, varlen])

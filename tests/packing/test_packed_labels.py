@@ -110,6 +110,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
     return options
 
 
+@pytest.mark.thorough
 @given(
     options=choices(), world=st.integers(1, 3), size=st.integers(1, 9), balance=st.sampled_from([None, "local"]),
     last_batch=st.sampled_from(["pad", "partial"]), collate_fn=st.sampled_from([None, list]),

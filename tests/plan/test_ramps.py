@@ -127,6 +127,7 @@ def world(dataset: Any, ranks: int, count: int, state: Any = None, **options: An
     return world_from(dataset, ranks, take, state, **{"global_batch_size": RAMP, "num_threads": 0, **options})
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.sampled_from([1, 2, 3]), others=st.sampled_from([1, 2, 5]), stop=st.integers(1, 39),

@@ -120,6 +120,7 @@ def test_every_rank_of_a_batch_gets_its_own_samples(request: pytest.FixtureReque
         assert np.array_equal(sample_ids(plan, batch, dp_rank), parts[dp_rank]), dp_rank
 
 
+@pytest.mark.thorough
 def test_balance_bytes_and_requests_per_rank() -> None:
     found = report(RANKS)
     assert (found.sampled, len(found.loads)) == (False, RANKS)
@@ -147,6 +148,7 @@ def test_start_up_load_on_the_store() -> None:
 
 
 # 12 shows what 24, 1000 and 3000 do: fewer ranks than lanes, which they do not divide; 96 are more.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "ranks", [12, 96, *(pytest.param(ranks, marks=pytest.mark.matrix) for ranks in (24, 1000, 3000))]
 )

@@ -234,6 +234,7 @@ def test_what_one_rank_cannot_do_none_does() -> None:
     assert on_ranks(4, lambda rank: together(board, rank, 4).exchange(dict)) == [{rank: {} for rank in range(4)}] * 4
 
 
+@pytest.mark.thorough
 def test_all_ranks_go_on_or_none_does_however_close_the_time_out_is() -> None:
     board = dist.HashStore()
     for timeout_s in (*(1e-5 * turn + 1e-6 for turn in range(150)), PATIENCE_S):

@@ -316,6 +316,7 @@ def test_replicas_at_different_places_are_told(dataset: StreamingDataset, play: 
     assert others == [first, first]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_falls_behind_holds_a_few_batches(dataset: StreamingDataset, play: Play) -> None:
     received = [0, 0]
 

@@ -45,6 +45,7 @@ def indexed(mini_s3: MiniS3Server) -> SampleSet:
     return write_set(f"{bucket}/train", storage_options=mini_s3.storage_options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"fields": ("cls", "txt")}])
 def test_many_ranks_ask_as_often_as_one(
     mini_s3: MiniS3Server, indexed: SampleSet, join_job: Callable[[Any], None], options: Any
@@ -63,6 +64,7 @@ def test_many_ranks_ask_as_often_as_one(
     assert found[-1][201]["cls"] == 201
 
 
+@pytest.mark.thorough
 def test_a_set_without_an_index_is_listed_once_and_scanned_once(mini_s3: MiniS3Server, peers: ThreadPeers) -> None:
     bucket = mini_s3.create_bucket("shared-scan")
     samples = write_set(f"{bucket}/train", storage_options=mini_s3.storage_options, indexed=False)
@@ -124,6 +126,7 @@ def test_nobody_waits_for_one_that_goes_on_from_an_older_world(
         threading.current_thread().name = before
 
 
+@pytest.mark.thorough
 def test_waiting_for_a_late_rank_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """torch's store writes two warnings, past Python's logging, for each timed wait that runs out."""
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

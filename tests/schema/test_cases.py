@@ -294,6 +294,7 @@ def test_sets_of_other_fields_are_mixed_without_a_word(tmp_path: Path, caplog: p
     assert caplog.text == ""
 
 
+@pytest.mark.thorough
 def test_other_processes_write_the_same_bytes(sets: tuple[Path, Path], tmp_path: Path) -> None:
     narrow = token_set(tmp_path / "n", "uint16", [*range(300)] * 3)  # twice as large, it takes more blocks of a tar
     wide = token_set(tmp_path / "w", "uint32", [69000])

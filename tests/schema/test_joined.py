@@ -65,6 +65,7 @@ def test_joining_is_commutative(one: Schema, other: Schema) -> None:
     assert both(one, other) == both(other, one)
 
 
+@pytest.mark.thorough
 @given(schemas, schemas, schemas)
 @settings(max_examples=300)
 def test_it_is_associative_and_what_is_joined_at_once_is_joined_one_by_one(

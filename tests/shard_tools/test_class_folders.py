@@ -58,6 +58,7 @@ def opened(path: Path, **options: object) -> StreamingDataset:
     return StreamingDataset(str(path), fields=("cls",), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_class_folders_are_shuffled_unless_none_is_said(folder: Path, tmp_path: Path) -> None:
     """Shards were sorted by class: the last tenth of a set held a tenth of its classes."""
     said = run("convert", folder, tmp_path / "out", "--max-samples", 60)
@@ -80,6 +81,7 @@ def classes_of(folder: Path) -> list[int]:
     return [int(path.parent.name[1:]) for path in folder.glob("*/*.png")]
 
 
+@pytest.mark.thorough
 def test_the_shuffle_is_the_same_work_again_and_after_a_stop(folder: Path, tmp_path: Path) -> None:
     source, out = str(folder), tmp_path / "out"
     whole = convert(source, str(tmp_path / "whole"), options=ConvertOptions(max_samples=30))
@@ -112,6 +114,7 @@ def test_one_class_keeps_its_order_and_tables_keep_theirs(tmp_path: Path) -> Non
         assert keys == sorted(keys)
 
 
+@pytest.mark.thorough
 def test_columns_are_there_for_filters_and_balance(folder: Path, tmp_path: Path) -> None:
     assert run("convert", folder, tmp_path / "out", "--columns", "path").exit_code == 0
     info = json.loads(run("info", tmp_path / "out", "--json").stdout)

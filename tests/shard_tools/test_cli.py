@@ -452,12 +452,14 @@ def test_exit_codes(shards: Path, tmp_path: Path, forked: Forked) -> None:
     assert "Traceback" in output.read_text()
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_early_is_no_error(shards: Path) -> None:
     pipeline = f"{sys.executable} -m shard_tools ls --all {shards} | head -n 1"
     ran = subprocess.run(["/bin/sh", "-c", pipeline], capture_output=True, text=True, check=False)
     assert (ran.stdout, ran.stderr) == ("class0/00\tcls json png\n", "")
 
 
+@pytest.mark.thorough
 def test_starting_imports_no_torch() -> None:
     code = "import sys, shard_tools.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -87,6 +87,7 @@ def grow() -> list[str]:
     return said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_command_makes_what_is_missing(way: str) -> None:
     first = add(way)

@@ -288,6 +288,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
         convert(str(tmp_path / "in.parquet"), str(tmp_path / "out"))
 
 
+@pytest.mark.thorough
 @given(start=st.integers(0, 60), seed=st.none() | st.integers(0, 9), group=st.integers(1, 20))
 @settings(deadline=None)
 def test_parquet_from_any_position(

@@ -96,6 +96,7 @@ def without(url: str, numbers: Iterable[int]) -> None:
         path.unlink()
 
 
+@pytest.mark.thorough
 def test_one_process_makes_all_tars_that_are_missing(tmp_path: Path, module: Path) -> None:
     """It started anew for each tar: a set of a thousand shards began a thousand times."""
     url = write(tmp_path / "set")

@@ -237,6 +237,7 @@ def test_a_null_is_called_null(tmp_path: Path) -> None:
     assert "missing field: no 'a.b'" in nested
 
 
+@pytest.mark.thorough
 def test_most_of_documents_that_may_be_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": 3}\n{"text": ""}\n{"text": null}\n')
     how = ("--tokenizer", "bytes", "--eos", "none", "--on-error", "skip")
@@ -315,6 +316,7 @@ def test_a_source_that_does_not_know_its_number_is_judged_from_1000_on(
     assert ("inputs read so far allows" in " ".join(told.stderr.split())) == (ends and not knows)
 
 
+@pytest.mark.thorough
 def test_two_of_few_are_no_rate_and_a_run_that_goes_on_counts_both(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     few = bad_lines(tmp_path / "in", 20, {3, 4})

@@ -289,6 +289,7 @@ def test_a_writer_that_fails_or_loses_leaves_nothing(web: Path) -> None:
         ShardWriter(str(web / "{:06d}.tar"), append=True, start_shard=4)
 
 
+@pytest.mark.thorough
 def test_the_work_is_that_of_what_is_new(tmp_path: Path) -> None:
     """Requests and bytes, but for the chunk table, do not depend on the size of the set."""
 
@@ -591,6 +592,7 @@ def test_sets_of_every_kind_are_divided(kind: str, tmp_path: Path) -> None:
         assert not verify([str(tmp_path / "out" / name)], storage=Storage()).findings
 
 
+@pytest.mark.thorough
 def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: Path, tmp_path: Path) -> None:
     targets, options = shares(tmp_path / "out", train=50, val=30, test=20), SplitOptions(max_samples=3, seed=8)
     report = split(str(web), targets, options=options)
@@ -614,6 +616,7 @@ def test_each_sample_goes_into_one_set_and_stays_there_when_the_set_grows(web: P
     assert 8 <= len(grown["val"]) <= 35
 
 
+@pytest.mark.thorough
 def test_seeds_and_shares_divide_and_nothing_else(web: Path, tmp_path: Path) -> None:
     """One seed gives the same sets, another one others; a share that grows at the end keeps what it had."""
     jsonl(tmp_path / "days/1.jsonl", rows_of(100, 80))
@@ -633,6 +636,7 @@ def test_seeds_and_shares_divide_and_nothing_else(web: Path, tmp_path: Path) -> 
     assert divided("one", 0, a=20) == {"a": first["a"]}
 
 
+@pytest.mark.thorough
 def test_a_group_is_never_in_two_sets(web: Path, tmp_path: Path) -> None:
     jsonl(tmp_path / "days/1.jsonl", [{**row, "n": row["n"] % 9} for row in rows_of(100, 40)])
     append(str(tmp_path / "days"), str(web))
@@ -688,6 +692,7 @@ def test_a_split_that_cannot_be_is_refused_before_anything_is_written(case: str,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_split_as_a_command(web: Path, tmp_path: Path) -> None:
     """A cure that spells the new form works; a dry run writes nothing and says what is then written."""
 
@@ -945,6 +950,7 @@ def test_two_runs_of_one_append_do_not_take_back_what_the_other_has_published(we
     assert not verify([str(web)], storage=Storage()).findings
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_change_does_not_take_back_what_another_run_of_it_may_publish(web: Path, tmp_path: Path) -> None:
     """Two runs of one append write the same files; the one that fails leaves them to the other, whoever began first."""
     delete(str(web), storage=Storage(), keys=["0000"])
@@ -1236,6 +1242,7 @@ def broken_lines(folder: Path, day: int) -> None:
     (folder / f"{day}.jsonl").write_text("\n".join([good[0], "{broken", good[2]]) + "\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [(), ("--tokenizer", "bytes", "--eos", "none")], ids=["records", "tokens"])
 def test_what_gives_no_sample_is_an_error_or_left_out_when_it_is_added(how: tuple[str, ...], tmp_path: Path) -> None:
     def run(*arguments: object) -> Result:

@@ -217,6 +217,7 @@ def test_a_stopped_map_goes_on(tmp_path: Path, source: Path, monkeypatch: pytest
         assert contents(tmp_path / str(number)) == contents(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_failing_samples_are_listed_for_reshard(tmp_path: Path, source: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     how = ("--on-error", "drop", "--write-bad", bad, "--max-bad", "20", "--workers", "1")
@@ -362,6 +363,7 @@ def noise(number: int) -> bytes:
     return np.random.default_rng(number).bytes(10 + 37 * number % 3000)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_byte_of_an_addition_is_the_functions(tmp_path: Path, workers: int) -> None:
     """Records of processes lie in memory that is reused: a run of them was written after the first ones were lost."""
@@ -455,6 +457,7 @@ def write_and_return(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_of_two_maps_that_append_one_wins(tmp_path: Path) -> None:
     raw, out = tmp_path / "raw", tmp_path / "out"
     write_more(raw, 0, 6)

@@ -111,6 +111,7 @@ def test_a_run_goes_on_wherever_it_was_interrupted(
     assert again.num_resumed_samples == whole.num_samples
 
 
+@pytest.mark.thorough
 def test_one_input_may_fill_many_shards(tmp_path: Path) -> None:
     def many(number: int) -> Any:
         for part in range(400):
@@ -220,6 +221,7 @@ def test_other_work_is_refused_by_name_and_may_be_overwritten(tmp_path: Path) ->
     assert len(members(tmp_path / "t")) == 5
 
 
+@pytest.mark.thorough
 def test_a_function_without_source_is_told_apart_by_its_bytecode(tmp_path: Path) -> None:
     spaces: list[dict[str, Any]] = [{}, {}, {}]
     for space, value in zip(spaces, (1, 2, 1), strict=True):
@@ -285,6 +287,7 @@ def test_what_was_yielded_before_a_failure_stays(tmp_path: Path) -> None:
     assert json.loads(bad.read_text())["reason"] == "LookupError: broken, after 1 sample of it"
 
 
+@pytest.mark.thorough
 def test_no_sample_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no sample of 3 inputs: 3 gave none, and it failed on 0"):
         here(lambda _: None, range(3), tmp_path / "t")
@@ -356,6 +359,7 @@ def test_a_module_that_starts_workers_when_they_import_it_is_told_so(tmp_path: P
     assert "put it under `if __name__ == '__main__':`, or into a function" in ran.stderr
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
     lock = threading.Lock()
 
@@ -611,6 +615,7 @@ def test_a_dry_run_calls_nothing_and_writes_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path / "t") == before
 
 
+@pytest.mark.thorough
 def test_progress_counts_inputs(tmp_path: Path) -> None:
     class Told(NoProgress):
         num = num_bytes = 0

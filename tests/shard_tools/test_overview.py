@@ -245,6 +245,7 @@ def test_pages_are_listed_once_and_have_a_first() -> None:
     assert PATIENCE_S > overview.WHOLE_SECONDS
 
 
+@pytest.mark.thorough
 def test_tokens_and_their_supervised_share_are_told(tmp_path: Path) -> None:
     folder = str(conversations(tmp_path / "d"))
     masks = [bytes(sample["mask"]) for sample in StreamingDataset(folder, decode=None)]

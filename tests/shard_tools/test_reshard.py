@@ -382,6 +382,7 @@ def test_killed_and_gone_on_with(data: Path, tmp_path: Path, forked: Forked, sto
 COMMAND = "from shard_tools.cli import cli; cli(prog_name='shard_tools')"
 
 
+@pytest.mark.thorough
 def test_killed_at_random_moments(data: Path, tmp_path: Path, forked: Forked) -> None:
     """SIGKILL from outside, whenever; again and again until it is done."""
     options = ["--max-samples", "3", "--shuffle", "--seed", "5", "--memory", "100KB"]

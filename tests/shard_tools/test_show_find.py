@@ -167,6 +167,7 @@ def test_a_search_says_what_it_looked_into(tmp_path: Path, kind: str) -> None:
         assert "searched" not in shown.json("/", where="__key__ = 'a'")
 
 
+@pytest.mark.thorough
 def test_text_of_tokens_is_found_by_both_cures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the page says, typed with names filled in."""
     monkeypatch.chdir(tmp_path)
@@ -219,6 +220,7 @@ def test_a_random_order_has_each_number_once(total: int, seed: int) -> None:
     assert sorted(shuffled(place, total, seed) for place in range(total)) == list(range(total))
 
 
+@pytest.mark.thorough
 def test_a_random_sample_is_that_of_its_seed(shown: Shown) -> None:
     first, again, other = (everything(shown, sample=seed) for seed in (3, 3, 4))
     assert first == again != other
@@ -264,6 +266,7 @@ def test_a_table_has_the_columns_and_orders_by_a_click(shown: Shown) -> None:
     assert "000000</a>" in page
 
 
+@pytest.mark.thorough
 def test_the_keys_that_were_found_are_those_that_delete_takes(data: Path, shown: Shown, tmp_path: Path) -> None:
     for asked in ({}, {"where": "n < 40"}, {"text": "packed"}, {"order": "-n"}, {"key": "00001*"}, {"sample": 5}):
         found = shown.get("/keys", **asked)

@@ -71,6 +71,7 @@ def without_tags(html: str) -> str:
     return re.sub(r"<img[^>]*alt=\"([^\"]*)\"[^>]*>", r"[\1]", html)
 
 
+@pytest.mark.thorough
 def test_images_are_shown_in_their_places(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]}

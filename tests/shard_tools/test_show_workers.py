@@ -134,6 +134,7 @@ def test_facts_are_small_and_counted() -> None:
         made.close()
 
 
+@pytest.mark.thorough
 def test_an_answer_without_end_is_not_taken(worker: _Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_MOST_FACTS_BYTES", 100)
     with pytest.raises(workers._LostError, match="an answer of"):

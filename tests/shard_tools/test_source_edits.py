@@ -463,6 +463,7 @@ def cases(config: pytest.Config, share: float, what: str) -> Iterator[random.Ran
         yield random.Random(f"{seed} {what} {number}")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", first_here(COMMANDS, 2))
 def test_what_is_there_after_an_edit_is_what_the_source_holds(
@@ -484,6 +485,7 @@ def other_value(draw: random.Random, table: Path) -> None:
     os.utime(table, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.thorough
 def test_a_late_column_after_an_edit_holds_what_its_file_holds(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Also when the file is edited while it is read, or after a run that was stopped."""
     for number, draw in enumerate(cases(pytestconfig, 0.05, "column")):
@@ -637,6 +639,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run_with_its_name(tmp_pat
     assert found == [*numbers, *edited]
 
 
+@pytest.mark.thorough
 def test_an_object_that_was_replaced_is_made_again(mini_s3: MiniS3Server, tmp_path: Path) -> None:
     bucket, options = mini_s3.create_bucket(fresh_name()), mini_s3.storage_options
     storage = Storage(options)
@@ -653,6 +656,7 @@ def test_an_object_that_was_replaced_is_made_again(mini_s3: MiniS3Server, tmp_pa
     assert (again.changed, again.num_resumed_samples) == (("b.jsonl",), 3)
 
 
+@pytest.mark.thorough
 def test_positions_thin_out_alike_in_every_order_of_runs() -> None:
     for latest in range(1, 300):
         whole = kept({number: Waypoint() for number in range(1, latest + 1)})

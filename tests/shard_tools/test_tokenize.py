@@ -418,6 +418,7 @@ class StoppingExecutor(Executor):
         return future
 
 
+@pytest.mark.thorough
 def test_stopped_anywhere_and_gone_on_with_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +474,7 @@ def test_all_that_changes_the_bytes_is_part_of_the_work(tmp_path: Path) -> None:
     assert [(number, works.index(one)) for number, one in enumerate(works) if one in works[:number]] == []
 
 
+@pytest.mark.thorough
 def test_processes_and_threads_give_the_same_bytes(tmp_path: Path, bpe: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", [{"text": text * 3} for text in TEXTS * 5])
     run(source, tmp_path / "here", bpe)

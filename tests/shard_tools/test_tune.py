@@ -238,6 +238,7 @@ def check_real(folder: str, path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert [line for line in caplog.messages if line.startswith("tuned")] == []
 
 
+@pytest.mark.thorough
 def test_a_real_run_on_threads(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

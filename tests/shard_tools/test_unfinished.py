@@ -306,6 +306,7 @@ def test_an_index_elsewhere_hides_nothing(killed: Path, tmp_path: Path) -> None:
     assert len(StreamingDataset(str(killed), index=tmp_path / "elsewhere", allow_unfinished=True)) == 14
 
 
+@pytest.mark.thorough
 def test_a_damaged_mark_still_marks(killed: Path) -> None:
     mark = killed / UNFINISHED_FILE
     whole = mark.read_bytes()

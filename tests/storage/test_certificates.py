@@ -30,6 +30,7 @@ def said(url: str, ca_file: Path | None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("named_by", first_here(["AWS_CA_BUNDLE", "storage option ca_file", ""], 1))
 def test_the_message_names_the_file_that_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
@@ -45,6 +46,7 @@ def test_the_message_names_the_file_that_was_read(
     assert (f"those in {other} ({named_by})" in message) == bool(named_by)
 
 
+@pytest.mark.thorough
 def test_a_certificate_of_an_authority_is_no_servers_and_the_command_makes_one_that_is(tmp_path: Path) -> None:
     """``openssl req -x509`` alone makes an authority, which no option has believed as a server."""
     cert, key = self_signed(tmp_path, "plain", FOR_LOCALHOST)

@@ -405,6 +405,7 @@ def test_a_program_that_makes_no_keys_is_quoted(mini_s3: MiniS3Server, monkeypat
 # --------------------------------------------------------------------------------------------------------------- soak
 
 
+@pytest.mark.thorough
 def test_a_short_soak() -> None:
     """Sessions end after a number of requests, plain keys after each epoch, and 5 % of the answers are broken."""
     found = soak(

@@ -77,6 +77,7 @@ def test_the_epoch_goes_on_where_it_was(server: MiniS3Server, one_fork_server: N
     assert len(pids) == 1 + len(KILLED_AFTER)
 
 
+@pytest.mark.thorough
 def test_one_that_stays_away_is_an_error_after_unreachable_s(server: MiniS3Server) -> None:
     samples = samples_in(server)
     dataset = open_for(server, samples, 0.3)

@@ -256,6 +256,7 @@ def test_no_upload_in_parts_is_left_after_an_abort(mini_s3, s3_bucket: str) -> N
     assert "shardstream-upload" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.thorough
 def test_listing_beyond_one_page(mini_s3, s3_bucket: str) -> None:
     storage = Storage(mini_s3.storage_options)
     names = [f"{number:04d}.tar" for number in range(1100)]

@@ -718,6 +718,7 @@ class TestHedging:
         assert storage.metrics.get("hedges") == 0
         assert storage.metrics.get("retries") >= 1
 
+    @pytest.mark.thorough
     def test_a_store_that_is_slow_altogether_is_waited_for_twice_as_long(
         self, mini_s3, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -294,6 +294,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestRefusals:
     """Each names what is wrong and the cure, and soon."""
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("client", ["obstore", "fsspec"])
     @pytest.mark.parametrize("server", ["moto", "mini_s3"])
     def test_no_such_bucket_or_key(self, request, server: str, client: str, s3fs_closed) -> None:
@@ -485,6 +486,7 @@ def test_an_aborted_upload_to_google_is_given_up(mini_gcs, gcs_bucket: str) -> N
     assert ("DELETE", ["uploadId"]) in queries
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("soon")
 def test_azure_refuses_at_once_and_says_why(azurite, azure_container: str) -> None:
     storage = Storage({**azurite.storage_options, "account_key": "b2gtc28td3Jvbmc="})

@@ -203,6 +203,7 @@ def test_what_follows_an_answer_is_never_taken_for_the_next_one(line: str, more:
         assert web.num_connections >= 2
 
 
+@pytest.mark.thorough
 def test_what_is_left_of_an_answer_is_never_taken_for_the_next_one(through_obstore) -> None:
     """It comes when nobody waits for it any more."""
 
@@ -343,6 +344,7 @@ def test_nobody_there(through_obstore) -> None:
     assert through_obstore == []
 
 
+@pytest.mark.thorough
 def test_an_answer_that_stands_still_ends_after_the_time_out(mini_s3, url: str) -> None:
     for fault in (Fault(kind="silent"), Fault(kind="stall", at_bytes=MIB)):
         with FaultProxy(mini_s3.port, *[fault] * 3) as proxy:
@@ -352,6 +354,7 @@ def test_an_answer_that_stands_still_ends_after_the_time_out(mini_s3, url: str) 
                 storage.read(url, 0, 2 * MIB)
 
 
+@pytest.mark.thorough
 def test_bytes_that_trickle_are_all_taken() -> None:
     """Pieces are as small as they come, and none is waited for that is not to come."""
 

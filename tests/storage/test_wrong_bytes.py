@@ -146,6 +146,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", first_here(WAYS, 2))
 def test_whatever_reads_a_shard_asks_again(place: Place, tmp_path_factory: pytest.TempPathFactory, way: str) -> None:
     expected = WAYS[way](place, tmp_path_factory.mktemp("cache"))
@@ -155,6 +156,7 @@ def test_whatever_reads_a_shard_asks_again(place: Place, tmp_path_factory: pytes
         assert place.flips.num >= times
 
 
+@pytest.mark.thorough
 def test_a_whole_member_asks_again(mini_s3: MiniS3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distant, "LEAST_BYTES", distant_sets.LEAST)
     url = distant_sets.write_clips(mini_s3.create_bucket(fresh_name()), mini_s3.storage_options)
@@ -190,6 +192,7 @@ def test_what_stays_wrong_is_damage(place: Place, retries: int | None) -> None:
     assert all(row in right for some in found for row in some)
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_in_the_primary_comes_from_a_mirror(
     place: Place, mini_s3: MiniS3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +209,7 @@ def test_what_is_wrong_in_the_primary_comes_from_a_mirror(
     assert place.url.rstrip("/") in warning
 
 
+@pytest.mark.thorough
 def test_a_mirror_that_is_wrong_too_leaves_the_bytes_of_the_primary(place: Place, mini_s3: MiniS3Server) -> None:
     """What is damaged does not depend on a mirror that cannot help."""
     mirror = write(mini_s3.create_bucket(fresh_name()), mini_s3.storage_options)

@@ -47,6 +47,7 @@ def numbers(loader: Any) -> list[int]:
     return [batch["n"] for batch in loader]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [Batches, Stream])
 def test_items_that_are_batches_come_as_torch_gives_them(kind: Any, num_workers: int) -> None:

@@ -173,6 +173,7 @@ def ids(batch: Any) -> list[int]:
 # --- map-style ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("last_batch", first_here(["partial", "drop", "pad"], 1))
 def test_map_style_keeps_the_promises(num_workers: int, last_batch: str) -> None:
@@ -199,6 +200,7 @@ def test_map_style_keeps_the_promises(num_workers: int, last_batch: str) -> None
     assert leftovers() - before == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_map_style_resumes_to_the_batch_on_another_world_size(num_workers: int) -> None:
     loop = MapLoop(Squares(43), config(num_workers=num_workers, last_batch="partial"))
@@ -382,6 +384,7 @@ def test_warnings_are_honest(caplog: pytest.LogCaptureFixture) -> None:
     assert "fewer than 2 shards" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.matrix), 2])
 @pytest.mark.parametrize("epoch_size", [None, 24])
 @pytest.mark.parametrize("make", first_here([Stateful, Stream, Shuffled, InTwo, lambda size: Sharded(size, 8)], 1))
@@ -500,6 +503,7 @@ def test_a_function_that_makes_a_generator_is_called_for_every_pass() -> None:
     assert [[ids(batch) for batch in loop.run()] for _ in range(2)] == [[list(range(8)), list(range(8, 16))]] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_hugging_face_streams(num_workers: int, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")

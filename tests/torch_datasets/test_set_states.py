@@ -84,6 +84,7 @@ def test_iterables_continue_from_every_state(kind: str, epoch_size: int | None) 
     check(ITERABLES[kind], list, epoch_size=epoch_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("epoch_size", first_here([None, 24], 1))
 @pytest.mark.parametrize("kind", first_here(SEEN_FIRST, 1))
 def test_iterables_in_workers_continue_from_every_kind_of_state(kind: str, epoch_size: int | None) -> None:

@@ -357,6 +357,7 @@ PROMISES: dict[str, Promise] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROMISES)
 def test_promises_are_held_or_something_is_said(name: str) -> None:
     promise = PROMISES[name]

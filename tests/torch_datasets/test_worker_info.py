@@ -219,6 +219,7 @@ def workers(count: int, kind: str) -> tuple[set[Any], ...]:
 # --- the table: kind of set, sharding, workers, and where one looks ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", first_here(MAPS, 1))
 def test_map_style_sets_are_seen_as_under_torch(kind: str, num_workers: int) -> None:
@@ -308,6 +309,7 @@ def test_workers_of_streams_see_it_in_every_epoch(epoch_size: int | None) -> Non
             assert seen(flat(loader)) == workers(2, "Iterated")
 
 
+@pytest.mark.thorough
 def test_a_function_that_makes_sets_or_iterators() -> None:
     for kind in (Mapped, Iterated):
         assert seen(under_ours(lambda kind=kind: kind(), 2, set_up, sharding=None if kind is Mapped else "self")) == (
@@ -416,6 +418,7 @@ def test_ranges_per_worker(kind: type[Range], ranks: int, num_workers: int) -> N
     assert sorted(found) == reference == list(range(3, 27))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", first_here([Range, RangeItself], 1))
 @pytest.mark.parametrize("sharding", first_here(["worker_info", "self"], 1))
 @pytest.mark.parametrize("way", ["worker_init_fn", "__iter__"])
@@ -507,6 +510,7 @@ def open_file(number: int) -> None:
     dataset.file = open(dataset.path)  # type: ignore[attr-defined]  # noqa: SIM115  until the worker ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharding", ["map", "auto", "dispatch"])
 def test_a_file_per_worker(tmp_path: Path, sharding: str) -> None:
     path = tmp_path / "lines"
@@ -542,6 +546,7 @@ def seed_worker(number: int) -> None:
     info.dataset.seed, info.dataset.rng = info.seed - number, np.random.default_rng(info.seed)
 
 
+@pytest.mark.thorough
 def test_a_generator_per_worker() -> None:
     for rows in (
         under_torch(Draws(), 2, seed_worker, as_they_are),
@@ -651,6 +656,7 @@ class Cursor:
         return next(self.rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("epoch_size", [None, 16])
 def test_an_iterator_that_begins_anew_is_read_anew(num_workers: int, epoch_size: int | None) -> None:

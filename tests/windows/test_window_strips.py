@@ -120,6 +120,7 @@ def test_nothing_of_a_window_is_decoded_by_the_server(home: Path, monkeypatch: p
         subject.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["front.mp4", "action.npy"])
 def test_errors_stand_in_place_of_what_is_damaged(home: Path, tmp_path: Path, where: str) -> None:
     """A window has an error where training has a bad sample; the rest of it is shown."""

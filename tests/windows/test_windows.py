@@ -150,6 +150,7 @@ def test_each_row_comes_once_an_epoch_on_any_world(
         assert not recordings.differ(row, expected[names_of([row])[0]])
 
 
+@pytest.mark.thorough
 def test_resume_is_exact_at_every_batch(folder: Path) -> None:
     windows = windows_of(folder, GRID["two cameras"], seed=3)
     with loader_of(windows) as loader:
@@ -247,6 +248,7 @@ def large(number: int) -> recordings.Recorded:
     return recordings.Recorded(key=f"{number:04d}", members=members)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", first_here(["front.mp4", "wrist.mp4"], 1))
 def test_damaged_groups_are_bad_samples(tmp_path: Path, where: str) -> None:
     written = [large(0), large(1)]

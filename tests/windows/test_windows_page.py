@@ -93,6 +93,7 @@ def test_a_step_leads_to_the_recordings_of_its_windows(home: Path) -> None:
         subject.close()
 
 
+@pytest.mark.thorough
 def test_show_opens_the_recordings_of_windows(home: Path) -> None:
     subject = open_subject([str(home / "recordings")], windows=OPTIONS)
     try:
