@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from streaming import DataLoader
+from streaming import DataLoader, StreamingDataset, Windows
 from tests.support.code.folders import PROGRAMS
 from tests.support.processes.forked import Forked
+from tests.support.programs.replica_rank import WINDOWS, digest_of
 from tests.support.servers.on_loopback import MiniS3Server
+from tests.support.sets import recordings
 from tests.support.sets.data_sets import SampleSet, data_gets, mesh_of, write_set
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
@@ -24,9 +26,9 @@ def samples(mini_s3: MiniS3Server) -> SampleSet:
     return write_set(f"{bucket}/train", storage_options=mini_s3.storage_options)
 
 
-def run(forked: Forked, folder: Path, samples: SampleSet, world_size: int, jobs: list[Any]) -> list[int]:
+def run(forked: Forked, folder: Path, samples: SampleSet, world_size: int, jobs: list[Any], **more: str) -> list[int]:
     """Start the ranks and wait for them; their exit codes."""
-    config = {
+    config = more | {
         "url": samples.url, "storage_options": dict(samples.storage_options or {}), "folder": str(folder),
         "world_size": world_size, "init": f"file://{folder}/store", "jobs": jobs,
     }  # fmt: skip
@@ -85,6 +87,22 @@ def test_replicas_stages_and_agreement(
     assert told[0][0] == "AgreementError"
     assert "rank 2: global_batch_size is 25; most of the 4 ranks have 24" in told[0][1]
     assert data_gets(mini_s3.log(), samples.url)
+
+
+def test_windows_of_recordings_are_sent_whole(samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
+    """Frames, steps and masks, before and after a resume: what each data rank gets if it reads for itself."""
+    folder = recordings.write(tmp_path / "recordings", recordings.of_set(3))
+    codes = run(forked, tmp_path, samples, 4, [["windows", {"dp_size": 2, "tp_size": 2}, True]], recordings=str(folder))
+    assert codes == [0] * 4, [(tmp_path / f"output-{rank}").read_text()[-2000:] for rank in range(4)]
+    sent = results(tmp_path, "windows", range(4))
+    dataset = Windows(StreamingDataset(str(folder), seed=5), **WINDOWS)
+    for data_rank in range(2):
+        with DataLoader(
+            dataset, device_mesh=mesh_of(2, data_rank), global_batch_size=24, last_batch="pad"
+        ) as loader:  # fmt: skip
+            expected = [digest_of(batch) for batch in loader]
+        assert len(expected) > 3
+        assert [one["digests"] for one in sent[2 * data_rank : 2 * data_rank + 2]] == [expected, expected]
 
 
 def test_a_reader_that_dies_ends_the_others(samples: SampleSet, tmp_path: Path, forked: Forked) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -11,8 +12,12 @@ import torch
 import torch.distributed as dist
 
 from infra import DeviceMesh
-from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset
+from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset, Windows
 from tests.support.sets.data_sets import check_batch
+
+WINDOWS: dict[str, Any] = {
+    "video": {"front.mp4": [-0.1, 0.0], "wrist.mp4": [0.0]}, "columns": {"action.npy": (0, 3)}, "edge": "pad",
+}  # fmt: skip
 
 
 def train(dataset: StreamingDataset, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +46,29 @@ def portions(dataset: StreamingDataset, mesh: DeviceMesh, options: dict[str, Any
         "rows": [batch["__num_samples__"] for batch in batches],
         "vectors": [batch["vec.npy"].tolist() for batch in batches if "vec.npy" in batch],
     }
+
+
+def windows(dataset: Windows, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
+    """Digests of the batches of one epoch that is left after two of them and resumed."""
+    digests: list[str] = []
+    state: dict[str, Any] | None = None
+    for stop in (2, 99):
+        with DataLoader(dataset, device_mesh=mesh, **options) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch, _ in zip(loader, range(stop), strict=False):
+                digests.append(digest_of(batch))
+                state = loader.state_dict()
+    return {"digests": digests}
+
+
+def digest_of(batch: dict[str, Any]) -> str:
+    """Digest of all that a batch holds."""
+    found = hashlib.sha256()
+    for name, value in sorted(batch.items()):
+        content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+        found.update(name.encode() + content)
+    return found.hexdigest()
 
 
 def differ(dataset: StreamingDataset, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
@@ -75,12 +103,15 @@ def main() -> None:
     )
     rank = dist.get_rank()
     for name, sizes, broadcast in config["jobs"]:
-        dataset = StreamingDataset(config["url"], storage_options=config["storage_options"], seed=5)
+        dataset: Any = StreamingDataset(config["url"], storage_options=config["storage_options"], seed=5)
+        if name == "windows":
+            dataset = Windows(StreamingDataset(config["recordings"], seed=5), **WINDOWS)
         mesh = DeviceMesh.from_sizes(**sizes, rank=rank, environ={})
         options = {"global_batch_size": 24, "last_batch": "pad"}
         if broadcast:
             options["replicate"] = Broadcast(timeout_s=60)
-        found = {"train": train, "portions": portions, "differ": differ, "die": die}[name](dataset, mesh, options)
+        jobs = {"train": train, "portions": portions, "windows": windows, "differ": differ, "die": die}
+        found = jobs[name](dataset, mesh, options)
         path = os.path.join(config["folder"], f"{name}-{rank}.json")
         with open(path, "w") as out:
             json.dump(found, out)
