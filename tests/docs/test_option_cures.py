@@ -51,6 +51,7 @@ _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 RUN_ELSEWHERE = {
     "alike_across_ranks": "test_alike_across_ranks.py::test_documents_of_tokens_too_and_counts_are_those_of_the_set",
     "append": "test_life.py::test_a_function_is_called_with_new_inputs_alone",
+    "mask_field": "test_mixed_masks.py::test_a_mask_that_is_not_read_beside_one_that_is_has_a_word",
     "most_in_flight": "test_tickets.py::test_a_bound_makes_the_iterator_wait",
     "version": "test_life.py::test_a_run_goes_on_with_its_version_while_the_set_grows",
     "micro_batch_size": "test_micro_batches.py::test_padded_packs_come_one_by_one_whatever_the_world",
