@@ -38,6 +38,7 @@ from streaming.storage.requests.transfer import Transfer, _Request
 from tests.support.processes.leftovers import leftovers, our_threads
 from tests.support.processes.waiting import PATIENCE_S, ended, until
 from tests.support.servers.fault_proxy import Fault, FaultProxy
+from tests.support.servers.impatience import Impatience
 
 MIB = 1 << 20
 DATA = np.random.default_rng(12).integers(0, 256, 2 * MIB, np.uint8).tobytes()
@@ -292,18 +293,6 @@ class TestCrew:
             crew.run(job)
         go.set()
         ended(*threads)
-
-
-class Impatience(AdaptiveTimeout):
-    """None, once a condition holds."""
-
-    def __init__(self, holds: Callable[[], bool] = lambda: True) -> None:
-        super().__init__(quantile=1, least_s=0, unknown_s=0)
-        self._holds = holds
-
-    @property
-    def limit_s(self) -> float:
-        return 0.0 if self._holds() else 3600.0
 
 
 class Answer:

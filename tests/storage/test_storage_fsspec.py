@@ -15,9 +15,9 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import TransferError
 from streaming.storage import ChangedError, Storage
-from streaming.storage.requests import traffic
 from tests.support.processes.leftovers import leftovers, our_threads
 from tests.support.processes.waiting import PATIENCE_S, ended
+from tests.support.servers.impatience import make_impatient
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, 2 * MIB, np.uint8).tobytes()
@@ -70,9 +70,8 @@ def storage_of(play: Play, **options: object) -> Storage:
 
 class TestHedging:
     @pytest.fixture(autouse=True)
-    def held(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    def held(self) -> Iterator[threading.Event]:
         """What stalls does so until the test is over; then nothing is left."""
-        monkeypatch.setattr(traffic, "HEDGE_LEAST_S", 0.01)
         before, others, self.end = leftovers(), our_threads(), threading.Event()
         yield self.end
         self.end.set()
@@ -81,43 +80,43 @@ class TestHedging:
 
     def stall(self, *reads: int) -> Callable[[int, int | None], None]:
         """The n-th reads stall, counted from now."""
-        count, lock = 0, threading.Lock()
+        lock, self.num_reads = threading.Lock(), 0
 
         def script(start: int, end: int | None) -> None:
-            nonlocal count
             with lock:
-                count += 1
-                stalls = count in reads
+                self.num_reads += 1
+                stalls = self.num_reads in reads
             if stalls:
                 self.end.wait(PATIENCE_S)
 
         return script
 
+    def hedged(self, storage: Storage, num: int) -> None:
+        """A read that has begun gets ``num`` second requests, and no more, however slow the machine is."""
+        make_impatient(storage, URL, lambda: self.num_reads > 0 and storage.metrics.get("hedges") < num)
+
     def test_a_stalled_read_is_asked_for_again(self, play: Play) -> None:
         storage = storage_of(play)
-        for _ in range(8):
-            storage.read(URL, 0, 10)
         play.script, out = self.stall(1), bytearray(MIB)
+        self.hedged(storage, 1)
         storage.read_into(URL, 7, memoryview(out))
         assert out == DATA[7 : 7 + MIB]
         assert not self.end.is_set()
         counted = storage.metrics.snapshot()
         assert (counted["hedges"], counted["hedges_won"], counted["retries"]) == (1, 1, 0)
-        assert counted["storage_bytes"] == 80 + MIB
+        assert counted["storage_bytes"] == MIB
 
     def test_a_second_one_that_stalls_as_well_gets_a_third(self, play: Play) -> None:
         storage = storage_of(play)
-        for _ in range(8):
-            storage.read(URL, 0, 10)
         play.script = self.stall(1, 2)
+        self.hedged(storage, 2)
         assert bytes(storage.read(URL, 0, 1000)) == DATA[:1000]
         assert (storage.metrics.get("hedges"), storage.metrics.get("hedges_won")) == (2, 1)
 
     def test_a_file_system_without_time_outs_ends_at_the_deadline(self, play: Play) -> None:
         storage = storage_of(play, deadline_s=0.5)
-        for _ in range(8):
-            storage.read(URL, 0, 10)
         play.script = self.stall(*range(1, 99))
+        make_impatient(storage, URL)
         with pytest.raises(TransferError, match=r"x\.tar bytes \[0, 10\).*the answer stands still"):
             storage.read(URL, 0, 10)
         assert storage.metrics.get("hedges") == 2
@@ -142,9 +141,8 @@ class TestHedging:
         dataset = StreamingDataset(
             "scripted://b/000000.tar", index=str(tmp_path), storage_options=options, decode=None, shuffle=False
         )
-        for _ in range(8):
-            dataset.source.storage.read(URL, 0, 10)
         play.script = self.stall(1)
+        self.hedged(dataset.source.storage, 1)
         with DataLoader(dataset, batch_size=10) as loader:
             assert [bytes(one) for batch in loader for one in batch["bin"]] == [DATA[i : i + 1000] for i in range(200)]
             assert loader.metrics()["hedges_won"] == 1
