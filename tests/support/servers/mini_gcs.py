@@ -54,10 +54,8 @@ class GcsHandler(Handler):
         super()._dispatch(bucket, key)
 
     def _head(self, status: int, headers: dict[str, str]) -> bytes:
-        bucket, _, key = str(self.entry.get("path", "")).lstrip("/").partition("/")
-        stored = self.server.state.buckets.get(bucket, {}).get(key)
-        if stored is not None and "ETag" in headers and "uploadId" not in self.query:
-            headers = {**headers, "x-goog-generation": generation(stored), "x-goog-metageneration": "1"}
+        if self.answered is not None and "ETag" in headers:  # both of the same version of the object
+            headers = {**headers, "x-goog-generation": generation(self.answered), "x-goog-metageneration": "1"}
         return super()._head(status, headers)
 
 

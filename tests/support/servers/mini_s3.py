@@ -174,6 +174,8 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     rbufsize = 1 << 16
     server: Server
+    answered: StoredObject | None = None
+    """The object whose headers are sent."""
 
     def log_message(self, *args: object) -> None:
         pass
@@ -206,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
                       "range": self.headers.get("Range"), "status": 0, "bytes": 0}  # fmt: skip
         with state.lock:
             state.log.append(self.entry)
-        self.body_read = False
+        self.body_read, self.answered = False, None
         try:
             self._authorize(path, bucket)
             self._dispatch(bucket, key)
@@ -336,6 +338,7 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(self.server.state.round_trip_s)
         if found is None:
             raise Refused(404, "NoSuchKey", "The specified key does not exist.")
+        self.answered = found
         wanted = self.headers.get("If-Match")
         if wanted and wanted not in {"*", found.etag}:
             raise Refused(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
@@ -355,8 +358,10 @@ class Handler(BaseHTTPRequestHandler):
             if start >= found.size:
                 raise Refused(416, "InvalidRange", "The requested range is not satisfiable")
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{found.size}"
-        self._send_file(status, found.path, start, stop, headers)
-        return None
+        try:
+            return self._send_file(status, found.path, start, stop, headers)
+        except FileNotFoundError:  # it was replaced meanwhile, and nothing is answered yet
+            return self._get(objects, key)
 
     def _send_file(self, status: int, path: str, start: int, stop: int, headers: dict[str, str]) -> None:
         self.entry.update(status=status, bytes=stop - start if self.command == "GET" else 0)
@@ -436,6 +441,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.state.note(bucket, key, stored)
         if before is not None:
             os.unlink(before.path)
+        self.answered = stored
         self._answer(200, b"", {"ETag": stored.etag})
 
     def _remove(self, bucket: str, objects: dict[str, StoredObject], key: str) -> None:
