@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from streaming.order.plan.intervals import ChunkIntervals
 from streaming.order.plan.order import EpochOrder, OrderSettings
 from streaming.order.plan.plan import Plan
 from streaming.run.engine.units import BLOCK_SAMPLES
+from streaming.run.loops import epoch_loop
 from streaming.shards.fetch.read import FetchRange
 from streaming.shards.tar import ChunkLayout
 from tests.support.processes.waiting import PATIENCE_S
@@ -439,7 +439,7 @@ def test_fetches_after_a_resume_come_in_the_order_of_their_use(
     long_samples: SampleSet, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one fetch at a time, the order of requests is that of the plan; what is used up is not fetched."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # so many threads fetch what lies on local disks
+    monkeypatch.setattr(epoch_loop, "num_cores", lambda: 1)  # as many threads fetch from local disks
     start = 480
     for rank in range(world_size):
         dataset = long_samples.open(shuffle=ShuffleConfig(seed=3, window=4, lanes=4))
