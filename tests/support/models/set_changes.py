@@ -347,7 +347,7 @@ class World:
             prune(one.url, storage=one.storage, abandon=[work for work in left if work != "prune"])
             state.prune(0, ())
             one.check(state, [*state.tags])
-            if state.lives:
+            if read_head(one.storage, one.url).lives:  # of one that was killed as it began to live, nothing is pruned
                 check_left(one)
 
 
