@@ -1310,6 +1310,34 @@ def test_a_copy_is_not_appended_to(web: Path, tmp_path: Path) -> None:
     assert len(keys(tmp_path / "copied")) == 12
 
 
+@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("change", ["append", "delete"])
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_copy_that_is_overtaken_is_not_appended_to(
+    lives: bool, change: str, at: int, web: Path, tmp_path: Path
+) -> None:
+    """Its journal was left out if the set had another number of samples then, so all of the source came once more."""
+    days = str(tmp_path / "days")
+    if lives:
+        jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+        append(days, str(web))
+    before = keys(web)
+
+    def overtake() -> None:
+        if change == "delete":
+            delete(str(web), storage=Storage(), keys=["0001"])
+            return
+        jsonl(tmp_path / "days/2.jsonl", rows_of(200, 3))
+        append(days, str(web))
+
+    with interrupted(at, overtake, before=True):
+        copy(str(web), str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == before != keys(web)
+    with pytest.raises(ConfigError, match="the list of the inputs that it was made of is missing"):
+        append(days, str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == before
+
+
 def test_contents_are_compared_without_late_fields_that_some_lack(web: Path, tmp_path: Path) -> None:
     add_score(web)
     jsonl(tmp_path / "days/1.jsonl", rows_of(3, 1))
