@@ -20,10 +20,15 @@ from shard_tools.change.sets.late import Takes, tell_left_out
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
+    NAME,
+    SOURCES,
     Journal,
     TargetNotEmptyError,
+    has_file,
+    lists_inputs,
     load_journal,
     save_journal,
+    sources_of,
     whole_journal,
 )
 from shard_tools.make.convert.pack import Destination, refuse_overlap, warn_of_nesting
@@ -315,8 +320,20 @@ def _copy_index(
             journal = _journal_of(home, tables[home], there, sum(shard.chunks.total_samples for shard in mine))
             if journal is not None:
                 save_journal(directory, journal, here)
+        _leave_inputs_out(home, tables[home], directory, there, here)
     _write_chunk_tables(shards, here, former)
     return num_without
+
+
+def _leave_inputs_out(home: str, table: ChunkTable, directory: str, there: Storage, here: Storage) -> None:
+    """Let a copy say that it does not know the inputs of the set, for `append`, if its journal does not say so."""
+    with suppress(IndexFormatError):  # `verify` of the source reports it
+        if has_file(directory, NAME, here) and lists_inputs(load_journal(directory, here)):
+            return
+    grown = table.version is not None and table.version.inputs
+    known = grown or any(has_file(home, name, there) for name in (SOURCES, NAME))
+    if known and not has_file(directory, SOURCES, here):  # a shard of it may be brought back to the set itself
+        here.put(join_url(directory, SOURCES), sources_of([]))
 
 
 def _journal_of(home: str, table: ChunkTable, storage: Storage, num_samples: int) -> Journal | None:
