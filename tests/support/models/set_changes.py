@@ -287,7 +287,10 @@ class World:
             base.append(self.matching(candidates, (step.name,)))
             other.append(drawn(self, base[0], step.name, makes=False))
             self.told.append(f"meanwhile {other[0].words}")
-            other[0].run()
+            try:
+                other[0].run()
+            except ShardstreamError as refusal:  # it comes as a whole, so nobody is in its way
+                raise AssertionError(f"refused: {other[0].words}") from refusal
 
         error: ShardstreamError | None = None
         at, is_before = self.dice.randrange(self.dice.choice([2, 6, 20])), self.dice.random() < 0.7
@@ -398,8 +401,6 @@ def possible(step: Step, models: Sequence[States]) -> list[States]:
 
 LOSING: dict[str, tuple[type[Exception], ...]] = {
     "tag": (ConfigError,),  # what it was to name is dropped, or another version has the name
-    "prune": (ConfigError,),
-    "field": (ConfigError,),  # somebody else has added, or dropped, a field of this name
 }
 """Errors besides ``OvertakenError`` by which a step may be told that another one was first."""
 
