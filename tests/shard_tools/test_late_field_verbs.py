@@ -17,6 +17,8 @@ from click.testing import CliRunner, Result
 from shard_tools import ShardWriter
 from shard_tools.change.functions.field import compute_field
 from shard_tools.change.functions.run import Running
+from shard_tools.change.life.versions import tag
+from shard_tools.change.sets.copy import copy
 from shard_tools.cli import cli
 from shard_tools.commands import column
 from shard_tools.running.parts import ExecutorRunner
@@ -356,6 +358,29 @@ def test_a_field_is_joined_by_key(tmp_path: Path) -> None:
     again = write(tmp_path / "again", range(5))
     told("field", "add", again, "late.txt", "--from", url, "--field", "other.txt")  # from a late field of another set
     assert values(again, "late.txt") == {f"{number:04d}": f"caption of x{number:04d}" for number in range(5)}
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_the_same_values_from_another_place_change_nothing(tmp_path: Path, lives: bool) -> None:
+    """A set that lives got a version that differed from the one before in the words of the origin alone."""
+    url = write(tmp_path / "set", range(20))
+    if lives:
+        tag(url, "v1", storage=Storage(None))
+    other = captions(tmp_path / "other", [f"{number:04d}" for number in range(NUM)])
+    copy(other, str(tmp_path / "moved"))
+    report = told("field", "add", url, "cap.txt", "--from", other)
+    before = files(url)
+    again = told("field", "add", url, "cap.txt", "--from", str(tmp_path / "moved"))
+    assert again["num_written"] == 0
+    assert [again[name] for name in ("version", "set_version", "made_from")] == [
+        report[name] for name in ("version", "set_version", "made_from")
+    ]
+    assert files(url) == before
+    with ShardWriter(f"{url}/{{:03d}}.tar", append=True) as writer:
+        writer.write({"__key__": "0030", "txt": "text 30", "n": 30})
+    grown = told("field", "add", url, "cap.txt", "--from", str(tmp_path / "moved"))
+    assert (grown["num_written"], grown["made_from"]) == (1, str(tmp_path / "moved"))
+    assert values(url, "cap.txt")["0030"] == "caption of 0030"
 
 
 def test_missing_keys_and_keys_that_occur_twice_are_errors(tmp_path: Path) -> None:

@@ -1310,6 +1310,90 @@ def test_a_copy_is_not_appended_to(web: Path, tmp_path: Path) -> None:
     assert len(keys(tmp_path / "copied")) == 12
 
 
+def length_of(path: str) -> dict[str, Any]:
+    return {"txt": str(len(Path(path).read_text()))}
+
+
+def functions(target: Path, days: Path, **more: Any) -> Any:
+    """Make a sample of each file in a folder."""
+    return optimize(length_of, sorted(map(str, days.iterdir())), target, workers=0, progress=False, **more)
+
+
+@pytest.mark.parametrize("made", ["of another program", "a part", "two parts", "by a function", "a copy's part"])
+def test_a_copy_of_any_kind_is_not_appended_to(made: str, web: Path, tmp_path: Path) -> None:
+    """Without a journal that says how the whole set was made, a copy was taken for a set that has no inputs."""
+    days, copied = tmp_path / "days", tmp_path / "copied"
+
+    def again(target: Path) -> Any:
+        return append(str(days), str(target), kind="jsonl")
+
+    if made == "of another program":
+        with ShardWriter(str(tmp_path / "foreign/{:06d}.tar"), columns=("n",)) as writer:
+            for row in rows_of(50, 3):
+                writer.write({"__key__": row["id"], "json": row, "n": row["n"]})
+        again(tmp_path / "foreign")
+        copy(str(tmp_path / "foreign"), str(copied))
+    elif made == "by a function":
+        functions(tmp_path / "made", days)
+        copy(str(tmp_path / "made"), str(copied))
+    elif made == "a copy's part":
+        copy(str(web), str(tmp_path / "first"))
+        copy(str(tmp_path / "first/000001.tar"), str(copied))
+    for shard in {"a part": ("0",), "two parts": ("0", "{1..2}")}.get(made, ()):
+        copy(f"{web}/00000{shard}.tar", str(copied))
+    before = keys(copied)
+    with pytest.raises(ConfigError, match="the list of the inputs that it was made of is missing"):
+        functions(copied, days, append=True) if made == "by a function" else again(copied)
+    delete(str(copied), storage=Storage(), keys=before[:1]) if len(before) > 1 else None
+    with pytest.raises(ConfigError, match="the list of the inputs that it was made of is missing"):
+        functions(copied, days, append=True) if made == "by a function" else again(copied)
+    assert not verify([str(copied)], storage=Storage()).findings
+
+
+def test_a_shard_that_is_brought_back_leaves_the_inputs_of_its_set(web: Path, tmp_path: Path) -> None:
+    copy(str(web), str(tmp_path / "copied"))
+    (web / "000001.tar").unlink()
+    copy(str(tmp_path / "copied/000001.tar"), str(web))
+    assert append(str(tmp_path / "days"), str(web)).num_added == 0
+    assert len(keys(web)) == 12
+
+
+def test_a_copy_of_a_set_that_nothing_is_known_of_is_appended_to(web: Path, tmp_path: Path) -> None:
+    with ShardWriter(str(tmp_path / "foreign/{:06d}.tar"), columns=("n",)) as writer:
+        for row in rows_of(50, 3):
+            writer.write({"__key__": row["id"], "json": row, "n": row["n"]})
+    copy(str(tmp_path / "foreign"), str(tmp_path / "copied"))
+    assert append(str(tmp_path / "days"), str(tmp_path / "copied"), kind="jsonl").num_added == 12
+
+
+@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("change", ["append", "delete"])
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_copy_that_is_overtaken_is_not_appended_to(
+    lives: bool, change: str, at: int, web: Path, tmp_path: Path
+) -> None:
+    """Its journal was left out if the set had another number of samples then, so all of the source came once more."""
+    days = str(tmp_path / "days")
+    if lives:
+        jsonl(tmp_path / "days/1.jsonl", rows_of(100, 2))
+        append(days, str(web))
+    before = keys(web)
+
+    def overtake() -> None:
+        if change == "delete":
+            delete(str(web), storage=Storage(), keys=["0001"])
+            return
+        jsonl(tmp_path / "days/2.jsonl", rows_of(200, 3))
+        append(days, str(web))
+
+    with interrupted(at, overtake, before=True):
+        copy(str(web), str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == before != keys(web)
+    with pytest.raises(ConfigError, match="the list of the inputs that it was made of is missing"):
+        append(days, str(tmp_path / "copied"))
+    assert keys(tmp_path / "copied") == before
+
+
 def test_contents_are_compared_without_late_fields_that_some_lack(web: Path, tmp_path: Path) -> None:
     add_score(web)
     jsonl(tmp_path / "days/1.jsonl", rows_of(3, 1))

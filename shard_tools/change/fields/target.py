@@ -151,21 +151,31 @@ class FieldTarget:
             made = [_Entry.of(tar, table) for tar, table in zip(left, write(left) if left else (), strict=True)]
             waiting = iter(made)
             entries = [one or next(waiting) for one in there]
-            late = LateTable(
-                name=self.name, work=self.work, how=self._how, made_from=self._made_from,
-                chunks=ChunkTable.concat([one.chunks for one in entries]), shards=tuple(one.shard for one in entries),
-            )  # fmt: skip
+            late = self._table(entries)
             self.storage.put(join_url(self.home, field_table_path(self.name, late.version)), late.to_parquet())
             set_version = self._publish(late)
         missing = self._first_missing(late)
         if missing:
             self._tell(late.num_missing, missing)
         return FieldReport(
-            name=self.name, version=late.version, made_from=self._made_from, num_shards=len(entries),
+            name=self.name, version=late.version, made_from=late.made_from, num_shards=len(entries),
             num_written=len(left), num_samples=late.chunks.total_samples, num_missing=late.num_missing,
             first_missing=missing, num_bytes=late.num_bytes, set_version=set_version,
             seconds=time.monotonic() - self._begun_s,
         )  # fmt: skip
+
+    def _table(self, entries: Sequence[_Entry]) -> LateTable:
+        """Return the table of the field; the one that the set has, if these are its tars, whoever names their origin.
+
+        The same values may come from another place, such as a copy of the set that they came from.
+        """
+        late = LateTable(
+            name=self.name, work=self.work, how=self._how, made_from=self._made_from,
+            chunks=ChunkTable.concat([one.chunks for one in entries]), shards=tuple(one.shard for one in entries),
+        )  # fmt: skip
+        known = self._known
+        is_known = known is not None and replace(late, made_from=known.made_from).version == known.version
+        return known if known is not None and is_known else late
 
     def _listed(self) -> frozenset[str] | None:
         """Return the URLs of the files of this field that exist, by one listing; None: the store lists nothing."""

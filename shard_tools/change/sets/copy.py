@@ -20,10 +20,15 @@ from shard_tools.change.sets.late import Takes, tell_left_out
 from shard_tools.change.sets.open_set import relative_names, shards_beside, unlike_sets
 from shard_tools.change.sets.target import TargetContents
 from shard_tools.make.convert.journal import (
+    NAME,
+    SOURCES,
     Journal,
     TargetNotEmptyError,
+    has_file,
+    lists_inputs,
     load_journal,
     save_journal,
+    sources_of,
     whole_journal,
 )
 from shard_tools.make.convert.pack import Destination, refuse_overlap, warn_of_nesting
@@ -58,11 +63,10 @@ from streaming.shards.catalog.build import (
 from streaming.shards.fetch.read import FetchRange, fetch_range
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
-from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, chunks_path, samples_path, video_path
+from streaming.shards.index.layout import SCHEMA_FILE, UNFINISHED_FILE, samples_path, video_path
 from streaming.shards.index.sample_table import SampleTable
 from streaming.shards.schema.joined import SchemaConflict, joined
 from streaming.shards.schema.value import Schema
-from streaming.shards.versions.current import read_table
 from streaming.shards.versions.history import kept_versions
 from streaming.shards.versions.publish import change_schema, write_index
 from streaming.shards.video.read import list_videos, read_video_table
@@ -211,7 +215,7 @@ def copy(
     for shard in (shard for shard in shards if shard.target in right):
         note.add(shard, contents.versions.get(shard.target), is_new=shard.target not in known_right)
     _bring_all(missing, shards[0], there, here, note, calls)
-    num_without = _copy_index(shards, meanings, there, here, index_url, calls, former=former)
+    num_without = _copy_index(shards, tables, meanings, there, here, index_url, calls, former=former)
     _delete(gone, here, note)
     if mark.is_begun and not marks:
         is_all = known.keys() <= written  # so it completes earlier copies of parts that were interrupted
@@ -294,12 +298,13 @@ def _bring_all(
 
 
 def _copy_index(
-    shards: Sequence[_Shard], meanings: Mapping[str, Schema], there: Storage, here: Storage, index_url: str | None,
-    calls: Calls, *, former: Collection[str],
+    shards: Sequence[_Shard], tables: Mapping[str, ChunkTable], meanings: Mapping[str, Schema], there: Storage,
+    here: Storage, index_url: str | None, calls: Calls, *, former: Collection[str],
 ) -> int:  # fmt: skip
     """Write sample tables, indexes of videos, schemas, and chunk tables without the ``former`` shards.
 
-    Return the number of shards without a sample table.
+    ``tables`` are those of the source as it was when the copy began. Return the number of shards without a sample
+    table.
     """
     small = Calls(workers=max(calls.workers, _TABLE_THREADS), executor=calls.executor)
     shared = [(there, samples_url(shards[0].source, index_url)), (here, shards[0].target)]
@@ -312,23 +317,41 @@ def _copy_index(
             change_schema(here, directory, meanings[directory])
         mine = [shard for shard in shards if home_of(shard.source, index_url) == home]
         with suppress(IndexFormatError):  # `verify` of the source reports it
-            journal = _journal_of(home, there, sum(shard.chunks.total_samples for shard in mine))
+            journal = _journal_of(home, tables[home], there, sum(shard.chunks.total_samples for shard in mine))
             if journal is not None:
                 save_journal(directory, journal, here)
+        _leave_inputs_out(home, tables[home], directory, there, here)
     _write_chunk_tables(shards, here, former)
     return num_without
 
 
-def _journal_of(home: str, storage: Storage, num_samples: int) -> Journal | None:
+def _leave_inputs_out(home: str, table: ChunkTable, directory: str, there: Storage, here: Storage) -> None:
+    """Let a copy say that it does not know the inputs of the set, for `append`, if its journal does not say so."""
+    with suppress(IndexFormatError):  # `verify` of the source reports it
+        if has_file(directory, NAME, here) and lists_inputs(load_journal(directory, here)):
+            return
+    grown = table.version is not None and table.version.inputs
+    known = grown or any(has_file(home, name, there) for name in (SOURCES, NAME))
+    if known and not has_file(directory, SOURCES, here):  # a shard of it may be brought back to the set itself
+        here.put(join_url(directory, SOURCES), sources_of([]))
+
+
+def _journal_of(home: str, table: ChunkTable, storage: Storage, num_samples: int) -> Journal | None:
     """Return the journal for a copy of the set in ``home``, if its conversion is known and all of it is copied.
 
     It lists the fields of the samples. Of a set that was changed since, it says how that was made, for `append`.
+
+    Args:
+        home: The set.
+        table: Its chunk table as it was when the copy began: somebody may have published another version since.
+        storage: The store.
+        num_samples: Number of samples that are copied.
     """
     journal = whole_journal(home, storage, num_samples)
     if journal is not None:
         return journal
     with suppress(NotFoundError, AccessDeniedError):
-        table, found = read_table(storage, join_url(home, chunks_path())), load_journal(home, storage)
+        found = load_journal(home, storage)
         if table.version is not None and table.total_samples == num_samples and found is not None and found.complete:
             return replace(found, num_samples=num_samples, fields=None)
     return None

@@ -24,7 +24,16 @@ from shard_tools.make.convert.base.records import (
     runs_of,
 )
 from shard_tools.make.convert.elsewhere import ShardTarget
-from shard_tools.make.convert.journal import Journal, load_inputs, load_journal, load_sources, sources_of
+from shard_tools.make.convert.journal import (
+    SOURCES,
+    Journal,
+    has_file,
+    lists_inputs,
+    load_inputs,
+    load_journal,
+    load_sources,
+    sources_of,
+)
 from shard_tools.make.convert.left_out import Allowance, OnError, Sifted
 from shard_tools.make.convert.media.metadata import is_metadata
 from shard_tools.make.convert.pack import Destination, Lift, refuse_overlap, write_run
@@ -208,8 +217,7 @@ class Appending:
             ConfigError: It does not say which inputs it was made of, as copies do not.
         """
         sources = load_sources(head.home, storage)
-        names_inputs = journal is not None and ("function" not in journal.options or "late" in journal.options)
-        if names_inputs and not sources:
+        if not sources and (lists_inputs(journal) or has_file(head.home, SOURCES, storage)):
             raise ConfigError(
                 f"{redact(head.home)}: the list of the inputs that it was made of is missing (sources.parquet, which "
                 "copies leave out), so new ones cannot be told from those that it has. Append to the set that was "

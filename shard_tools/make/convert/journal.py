@@ -3,7 +3,7 @@
 ``_shardstream/convert.json`` records the source and the options of the shards there. It holds no time and no machine:
 the same conversion writes the same journal. ``_shardstream/sources.parquet`` belongs to it: the inputs of the shards,
 with versions and checksums that show whether they changed. That file is valid only in this place, so copies of a set
-leave it out.
+leave it out; where nothing else says so, they have a list of none.
 """
 
 from __future__ import annotations
@@ -192,6 +192,19 @@ def load_sources(target: str, storage: Storage) -> list[SourceIdentity]:
         return storage.read_parsed(url, _identities, is_sealed)
     except (NotFoundError, AccessDeniedError):
         return []
+
+
+def lists_inputs(journal: Journal | None) -> bool:
+    """Return whether a set with this journal has a list of its inputs, but for copies. A function may be given none."""
+    return journal is not None and ("function" not in journal.options or "late" in journal.options)
+
+
+def has_file(target: str, name: str, storage: Storage) -> bool:
+    """Return whether there is a journal (``NAME``), or a list of inputs (``SOURCES``), even of none, in ``target``."""
+    try:
+        return storage.exists(join_url(target, name))
+    except AccessDeniedError:  # many stores deny access to a missing file
+        return False
 
 
 def load_inputs(home: str, names: Sequence[str], storage: Storage) -> list[SourceIdentity]:

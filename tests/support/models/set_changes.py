@@ -78,6 +78,19 @@ def doubled(sample: Mapping[str, Any]) -> bytes | None:
 FUNCTIONS = {one.__name__: one for one in (mirrored, doubled)}
 
 
+class RefusedError(Exception):
+    """The model says that a step is refused: what it would do must not be done to the set as it is.
+
+    Args:
+        kind: The error.
+        match: A pattern of its message.
+    """
+
+    def __init__(self, kind: type[ShardstreamError], match: str) -> None:
+        super().__init__(match)
+        self.kind, self.match = kind, match
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """Something that is done to sets.
@@ -89,6 +102,7 @@ class Step:
         apply: Does it to the model.
         makes: Names of the sets that it makes.
         may_fail: Errors by which it may say that it cannot be done; nothing has changed then.
+        may_lose: Errors by which it may be refused for what another one has done; the model cannot say whether.
         repeats: Whether it finds nothing to do if it was done.
         is_apart: Whether others may come between only before its first write: it changes a set that does not live, or
             drops versions one by one.
@@ -100,6 +114,7 @@ class Step:
     apply: Callable[[States], None]
     makes: tuple[str, ...] = ()
     may_fail: tuple[type[Exception], ...] = ()
+    may_lose: tuple[type[Exception], ...] = ()
     repeats: bool = True
     is_apart: bool = False
 
@@ -108,7 +123,11 @@ class Step:
         return (self.name, *self.makes)
 
     def applied(self, states: States) -> States:
-        """Return what the model becomes."""
+        """Return what the model becomes.
+
+        Raises:
+            RefusedError: The step is refused.
+        """
         found = {name: state.copied() for name, state in states.items()}
         self.apply(found)
         return found
@@ -268,7 +287,10 @@ class World:
             base.append(self.matching(candidates, (step.name,)))
             other.append(drawn(self, base[0], step.name, makes=False))
             self.told.append(f"meanwhile {other[0].words}")
-            other[0].run()
+            try:
+                other[0].run()
+            except ShardstreamError as refusal:  # it comes as a whole, so nobody is in its way
+                raise AssertionError(f"refused: {other[0].words}") from refusal
 
         error: ShardstreamError | None = None
         at, is_before = self.dice.randrange(self.dice.choice([2, 6, 20])), self.dice.random() < 0.7
@@ -298,12 +320,24 @@ class World:
         self.check((step.name,))
         if error is not None and step.repeats and not step.makes:
             self.told.append("again")
-            try:
+            self.after_another(step)
+
+    def after_another(self, step: Step) -> None:
+        """Run a step again that lost: it finishes, or is refused for what the other one has made of the set."""
+        try:
+            becomes = step.applied(self.states)
+        except RefusedError as refused:
+            self.told.append(f"must be refused: {refused.match}")
+            with pytest.raises(refused.kind, match=refused.match):
                 step.run()
-            except LOSING.get(kind_of(step), ()):
-                self.states = self.matching([self.states], step.names)
-            else:
-                self.states = step.applied(self.states)
+            self.states = self.matching([self.states], step.names)
+            return
+        try:
+            step.run()
+        except step.may_lose:
+            self.states = self.matching([self.states], step.names)
+        else:
+            self.states = becomes
 
     def matching(self, candidates: Sequence[States], names: Sequence[str]) -> States:
         """Return the first of these models that is what can be seen of some sets.
@@ -347,7 +381,7 @@ class World:
             prune(one.url, storage=one.storage, abandon=[work for work in left if work != "prune"])
             state.prune(0, ())
             one.check(state, [*state.tags])
-            if state.lives:
+            if read_head(one.storage, one.url).lives:  # of one that was killed as it began to live, nothing is pruned
                 check_left(one)
 
 
@@ -357,18 +391,16 @@ def alive(states: States, name: str) -> States:
 
 
 def possible(step: Step, models: Sequence[States]) -> list[States]:
-    """Return what models become, those that are not refuted by what a step has made."""
+    """Return what models become, those that neither refuse a step nor are refuted by what it has made."""
     found = []
     for states in models:
-        with contextlib.suppress(AssertionError):
+        with contextlib.suppress(AssertionError, RefusedError):
             found.append(step.applied(states))
     return found
 
 
 LOSING: dict[str, tuple[type[Exception], ...]] = {
     "tag": (ConfigError,),  # what it was to name is dropped, or another version has the name
-    "prune": (ConfigError,),
-    "field": (ConfigError,),  # somebody else has added, or dropped, a field of this name
 }
 """Errors besides ``OvertakenError`` by which a step may be told that another one was first."""
 
@@ -486,6 +518,8 @@ def leave_out(world: World, name: str, words: str, run: Callable[[], Any], gone:
     def apply(states: States) -> None:
         state = states[name]
         numbers = gone(state.now)
+        if len(numbers) == len(state.now.rows):
+            raise RefusedError(ConfigError, "no sample would stay")
         if numbers:
             state.publish(state.now.without(numbers))
 
@@ -572,6 +606,8 @@ def computed(world: World, state: SetState, name: str) -> Step:
     way = f"{function}#{world.num_ways}"
 
     def apply(states: States) -> None:
+        if not overwrite and base_of(states[name].now.late.get(late, function)) != function:
+            raise RefusedError(ConfigError, "made in another way")
         fill_late(states[name], late, way, lambda row: FUNCTIONS[function]({"__key__": row.key}),
                   overwrite=there if overwrite else "")  # fmt: skip
 
@@ -597,6 +633,8 @@ def joined(world: World, states: States, name: str) -> Step | None:
     way = f"from {chosen}#{world.num_ways}"
 
     def apply(states: States) -> None:
+        if not there and base_of(states[name].now.late.get(late, "")) in FUNCTIONS:
+            raise RefusedError(ConfigError, "made in another way")
         fill_late(
             states[name], late, way, lambda row: values[row.key].fields[given] if row.key in values else None,
             overwrite=there,
@@ -604,6 +642,7 @@ def joined(world: World, states: States, name: str) -> Step | None:
 
     return Step(
         words=f"field add {late} to {name} from {chosen}", name=name, apply=apply,
+        may_lose=(ConfigError,),  # if somebody has joined it from other values
         repeats=chosen != name and not there,
         run=lambda: join_field(
             one.url, late, FromSet(url=other.url, field=given), storage=one.storage, storage_options=one.options,
