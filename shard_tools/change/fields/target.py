@@ -165,17 +165,19 @@ class FieldTarget:
         )  # fmt: skip
 
     def _table(self, entries: Sequence[_Entry]) -> LateTable:
-        """Return the table of the field; the one that the set has, if these are its tars, whoever names their origin.
+        """Return the table of the field; the one that the set has, if these are its tars.
 
-        The same values may come from another place, such as a copy of the set that they came from.
+        The same values may come from another place, such as a copy of the set that they came from: then the origin in
+        that table stays.
         """
         late = LateTable(
             name=self.name, work=self.work, how=self._how, made_from=self._made_from,
             chunks=ChunkTable.concat([one.chunks for one in entries]), shards=tuple(one.shard for one in entries),
         )  # fmt: skip
         known = self._known
-        is_known = known is not None and replace(late, made_from=known.made_from).version == known.version
-        return known if known is not None and is_known else late
+        if known is not None and replace(late, made_from=known.made_from).version == known.version:
+            return known
+        return late
 
     def _listed(self) -> frozenset[str] | None:
         """Return the URLs of the files of this field that exist, by one listing; None: the store lists nothing."""

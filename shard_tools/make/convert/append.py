@@ -220,7 +220,7 @@ class Appending:
         if not sources and (lists_inputs(journal) or has_file(head.home, SOURCES, storage)):
             raise ConfigError(
                 f"{redact(head.home)}: the list of the inputs that it was made of is missing (sources.parquet, which "
-                "copies leave out), so new ones cannot be told from those that it has. Append to the set that was "
+                "copies leave out), so new ones cannot be distinguished from those that it has. Append to the set that was "
                 "copied, and copy it again; or write the new samples with ShardWriter(…, append=True)"
             )
         inputs = sources + load_inputs(head.home, head.inputs, storage)
@@ -364,7 +364,7 @@ class Appending:
         )  # fmt: skip
 
     def refuse_changed(self) -> None:
-        """Refuse inputs of which the set has another version.
+        """Refuse inputs that the set has in another version.
 
         Raises:
             ConfigError: There is one.

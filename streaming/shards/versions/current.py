@@ -6,6 +6,9 @@ version. So if it is lost, nothing falls back to the shards that are there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError, StorageError
 from streaming.shards.index.chunk_table import ChunkTable
 from streaming.shards.index.files import is_sealed
@@ -41,25 +44,31 @@ def read_current(storage: Storage, home: str) -> ChunkTable:
         IndexMismatchError: There are versions, and their chunk table is missing or damaged.
         IndexFormatError: It is damaged, or too new.
     """
-    try:
+    with noticing_loss(storage, home):
         return read_table(storage, join_url(home, chunks_path()))
+
+
+@contextmanager
+def noticing_loss(storage: Storage, home: str) -> Iterator[None]:
+    """Read the chunk table of the set in a directory within this context; say so if it is lost, and with it the set.
+
+    Raises:
+        IndexMismatchError: It cannot be read, and the set has versions. Other sets, and tables that are only too new,
+            keep their error.
+    """
+    try:
+        yield
     except (NotFoundError, IndexFormatError) as error:
-        lost = lost_table(storage, home, error)
+        lost = _lost_table(storage, home, error)
         if lost is None:
             raise
         raise lost from error
 
 
-def lost_table(
+def _lost_table(
     storage: Storage, home: str, error: NotFoundError | IndexFormatError
 ) -> IndexMismatchError | None:  # fmt: skip
-    """Return the error for a set with versions whose chunk table cannot be read; None for other sets.
-
-    Args:
-        storage: The store.
-        home: The directory of the set.
-        error: The error of reading the chunk table. If it is only too new, it stands.
-    """
+    """Return the error for a set with versions whose chunk table cannot be read; None for other sets."""
     url = join_url(home, chunks_path())
     names = version_names(storage, home)
     is_missing = isinstance(error, NotFoundError)

@@ -1,7 +1,7 @@
 """Publish versions of a set: one conditional write of its chunk table, which alone says what the set is.
 
 Shards are written once, under names that no other change uses, and are no part of the set until the table lists them.
-So whoever reads sees the version before or the one after, and of two writers that began with one version one wins.
+So readers see the version before or the one after, and of two writers that began with one version one wins.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from streaming.errors import (
     AccessDeniedError,
-    IndexFormatError,
     IndexMissingError,
     NotFoundError,
     ShardstreamError,
@@ -22,7 +21,7 @@ from streaming.shards.index.chunk_table import KIND, ChunkTable, VersionFacts
 from streaming.shards.index.files import content_errors, damaged, is_sealed, read_facts
 from streaming.shards.index.layout import SCHEMA_FILE, chunks_path, version_path
 from streaming.shards.schema.value import Schema, is_copy
-from streaming.shards.versions.current import lost_table
+from streaming.shards.versions.current import noticing_loss
 from streaming.storage import ChangedError, ReadBuffer, Storage, join_url, redact
 
 _log = logging.getLogger(__name__)
@@ -81,14 +80,10 @@ def read_head(storage: Storage, home: str) -> Head:
     """
     url = join_url(home, chunks_path())
     try:
-        seen = storage.info(url).version  # before the bytes: if they are newer, nothing can be published
-        table, data = storage.read_parsed(url, _table_and_bytes, is_sealed)
-    except (NotFoundError, IndexFormatError) as error:
-        lost = lost_table(storage, home, error)
-        if lost is not None:
-            raise lost from error
-        if isinstance(error, IndexFormatError):
-            raise
+        with noticing_loss(storage, home):
+            seen = storage.info(url).version  # before the bytes: if they are newer, nothing can be published
+            table, data = storage.read_parsed(url, _table_and_bytes, is_sealed)
+    except NotFoundError as error:
         raise IndexMissingError(
             f"{redact(home)}: no set with an index is there ({redact(url)} is missing); name the directory of the "
             f"shards, or index them: shard_tools index {shell_place(home)}"
@@ -145,15 +140,10 @@ def _version_of(storage: Storage, home: str) -> VersionFacts | None:
         with content_errors(source, "not a chunk table"):
             return VersionFacts.of_facts(facts)
 
-    url = join_url(home, chunks_path())
     try:
-        return storage.read_parsed(url, parsed, is_sealed)
-    except (NotFoundError, IndexFormatError) as error:
-        lost = lost_table(storage, home, error)
-        if lost is not None:
-            raise lost from error
-        if isinstance(error, IndexFormatError):
-            raise
+        with noticing_loss(storage, home):
+            return storage.read_parsed(join_url(home, chunks_path()), parsed, is_sealed)
+    except NotFoundError:
         return None
 
 
@@ -209,7 +199,7 @@ def publish(
     table = replace(table, version=facts)
     data = table.to_parquet()
     _refuse_overtaken(storage, head, data)  # before it brings back a version that is pruned
-    storage.put(join_url(head.home, version_path(str(head.number))), head.data)  # whoever writes it, the same bytes
+    storage.put(join_url(head.home, version_path(str(head.number))), head.data)  # all writers write the same bytes
     _replace(storage, head, data)
     try:
         storage.put(join_url(head.home, SCHEMA_FILE), schema.to_bytes(lives=True))
@@ -319,7 +309,7 @@ def write_index(
         OvertakenError: The set lives, and somebody else changed it since ``before`` was read.
     """
     if before is None or before.version is None:
-        if schema:  # first: whoever sees the shards sees what they mean
+        if schema:  # first: readers of the shards know what they mean
             storage.put(join_url(home, SCHEMA_FILE), schema.to_bytes())
         storage.put(join_url(home, chunks_path()), table.to_parquet())
         return
