@@ -456,6 +456,32 @@ def test_recordings_without_a_table_have_no_rows(tmp_path: Path, name: str, capl
     assert f"no windows of 1 recording without {name!r}" in caplog.text
 
 
+@pytest.mark.parametrize("edge", ["pad", "drop"])
+def test_rows_of_late_tables_are_those_of_tables_in_the_shards(tmp_path: Path, edge: str) -> None:
+    """Of other lengths in each shard, and one recording has none: rows are chosen by the table of their own shard."""
+    some = [recordings.recorded(number) for number in range(4)]
+    table = {
+        one.key: recordings.npy(np.load(io.BytesIO(one.members["action.npy"]))[: 20 - 5 * number])
+        for number, one in enumerate(some)
+        if number != 2
+    }
+    late = recordings.write(tmp_path / "late", some, each=1)
+    add_late(str(late), "late.npy", table.get)
+    whole = recordings.write(tmp_path / "whole", [
+        recordings.Recorded(key=one.key, members={**one.members, "late.npy": table[one.key]})
+        if one.key in table else one
+        for one in some
+    ], each=1)  # fmt: skip
+    options = {"video": {"front.mp4": [0.0]}, "columns": {"late.npy": (0, 4)}, "edge": edge}
+    found, expected = (windows_of(folder, options) for folder in (late, whole))
+    assert len({row["__key__"] for row in found}) == 3
+    for one, other in zip(found, expected, strict=True):
+        arrays = {name: value for name, value in other.items() if name != "__url__"}
+        assert not recordings.differ(
+            one, {name: np.asarray(value) if hasattr(value, "shape") else value for name, value in arrays.items()}
+        )
+
+
 def test_tables_of_frames_with_another_number_of_steps_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
