@@ -51,6 +51,7 @@ from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import (
     ConfigError,
     DataError,
+    IndexFormatError,
     IndexMismatchError,
     NotFoundError,
     StateError,
@@ -1347,6 +1348,27 @@ def test_a_copy_of_any_kind_is_not_appended_to(made: str, web: Path, tmp_path: P
     delete(str(copied), storage=Storage(), keys=before[:1]) if len(before) > 1 else None
     with pytest.raises(ConfigError, match="the list of the inputs that it was made of is missing"):
         functions(copied, days, append=True) if made == "by a function" else again(copied)
+    assert not verify([str(copied)], storage=Storage()).findings
+
+
+@pytest.mark.parametrize(("what", "file"), [("", "convert.json"), ("/000001.tar", "sources.parquet")])
+def test_damaged_facts_of_a_copy_are_mended_by_the_cure_that_the_error_names(
+    what: str, file: str, web: Path, tmp_path: Path
+) -> None:
+    """An earlier cure was to delete the file, after which all of the source could come once more."""
+    copied, days = tmp_path / "copied", str(tmp_path / "days")
+    copy(f"{web}{what}", str(copied))
+    place, before = copied / "_shardstream" / file, keys(copied)
+    data = bytearray(place.read_bytes())
+    data[30] ^= 0xFF
+    place.write_bytes(data)
+    with pytest.raises(IndexFormatError, match=r"or `shard_tools copy`") as caught:
+        append(days, str(copied), kind="jsonl")
+    assert "delete" not in str(caught.value)
+    assert keys(copied) == before
+    copy(f"{web}{what}", str(copied))
+    with pytest.raises(ConfigError, match="the list of the inputs that it was made of is missing"):
+        append(days, str(copied), kind="jsonl")
     assert not verify([str(copied)], storage=Storage()).findings
 
 

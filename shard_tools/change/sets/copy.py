@@ -27,6 +27,7 @@ from shard_tools.make.convert.journal import (
     has_file,
     lists_inputs,
     load_journal,
+    load_sources,
     save_journal,
     sources_of,
     whole_journal,
@@ -332,8 +333,16 @@ def _leave_inputs_out(home: str, table: ChunkTable, directory: str, there: Stora
             return
     grown = table.version is not None and table.version.inputs
     known = grown or any(has_file(home, name, there) for name in (SOURCES, NAME))
-    if known and not has_file(directory, SOURCES, here):  # a shard of it may be brought back to the set itself
+    if known and not _has_list(directory, here):
         here.put(join_url(directory, SOURCES), sources_of([]))
+
+
+def _has_list(directory: str, storage: Storage) -> bool:
+    """Return whether a list of inputs is there that is not damaged: a shard may be brought back to its own set."""
+    with suppress(IndexFormatError):
+        load_sources(directory, storage)
+        return has_file(directory, SOURCES, storage)
+    return False
 
 
 def _journal_of(home: str, table: ChunkTable, storage: Storage, num_samples: int) -> Journal | None:

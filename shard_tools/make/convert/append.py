@@ -220,8 +220,8 @@ class Appending:
         if not sources and (lists_inputs(journal) or has_file(head.home, SOURCES, storage)):
             raise ConfigError(
                 f"{redact(head.home)}: the list of the inputs that it was made of is missing (sources.parquet, which "
-                "copies leave out), so new ones cannot be distinguished from those that it has. Append to the set that was "
-                "copied, and copy it again; or write the new samples with ShardWriter(…, append=True)"
+                "copies leave out), so new ones cannot be distinguished from those that it has. Append to the set "
+                "that was copied, and copy it again; or write the new samples with ShardWriter(…, append=True)"
             )
         inputs = sources + load_inputs(head.home, head.inputs, storage)
         pattern = (

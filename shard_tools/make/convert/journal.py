@@ -19,6 +19,7 @@ from shard_tools.make.convert.base.records import Skipped
 from streaming.common.threads import map_threads
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.shards.index.files import (
+    CONVERT_AGAIN,
     SOURCES_KIND,
     is_sealed,
     read_document,
@@ -134,8 +135,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IndexFormatError(
-            f"{redact(url)}: not a journal that this release can read ({error}); start over with "
-            "`shard_tools convert … --overwrite`, or delete this file, which nothing but `convert` and `verify` reads"
+            f"{redact(url)}: not a journal that this release can read ({error}); {CONVERT_AGAIN}"
         ) from error
 
 

@@ -44,8 +44,9 @@ FIELD_KIND = "late field"
 VIDEO_KIND = "videos"
 REBUILD = "rebuild it with `shard_tools index URL`"
 CONVERT_AGAIN = (
-    "run the command that wrote the set again, such as `shard_tools convert … --overwrite`; or delete this file, which "
-    "only that command reads"
+    "restore it, or run the command that wrote the set again, such as `shard_tools convert … --overwrite` or "
+    "`shard_tools copy`. The set can be read without this file, but without it samples that the set has could be "
+    "appended again"
 )
 ADD_AGAIN = "add the column again with `shard_tools column add URL NAME … --overwrite`"
 ADD_FIELD_AGAIN = "add the field again with `shard_tools field add URL NAME … --overwrite`"

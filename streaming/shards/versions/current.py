@@ -79,6 +79,6 @@ def _lost_table(
     return IndexMismatchError(
         f"{redact(url)}: {'missing' if is_missing else 'damaged'}, and the set has versions: no other file says which "
         "shards there belong to the current one, and reading all would bring back deleted samples. Restore this file "
-        f"from a backup; or put a copy of {version_path(last)} in its place, which makes {version} the current one "
-        "again"
+        f"from a backup; or put a copy of {version_path(last)} in its place: {version} is the current one again, and "
+        "changes after it, such as deletions, must be made again"
     )
