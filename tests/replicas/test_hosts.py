@@ -44,9 +44,16 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def store(hosts: Hosts) -> Iterator[MiniS3Server]:
-    with MiniS3Server(host=hosts.gateway) as server:
+def store() -> Iterator[MiniS3Server]:
+    with MiniS3Server() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def options(hosts: Hosts, store: MiniS3Server) -> Iterator[dict[str, str]]:
+    """How the hosts reach the store."""
+    with hosts.offer(store.port) as place:
+        yield {**store.storage_options, "endpoint_url": f"http://{place}"}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +65,11 @@ def samples(store: MiniS3Server) -> SampleSet:
 class Job:
     """One torchrun job over several hosts; ``start`` adds a host to it."""
 
-    def __init__(self, forked: Forked, folder: Path, samples: SampleSet, first: Host, **config: Any) -> None:
+    def __init__(self, forked: Forked, folder: Path, base: dict[str, Any], first: Host, **config: Any) -> None:
         folder.mkdir()
         self.folder, self._first, self._forked = folder, first, forked
         self._agents: dict[str, ForkedProcess] = {}
         self._hosts: list[Host] = []
-        base = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
         self._config = folder / "config.json"
         self._config.write_text(json.dumps({**base, "folder": str(folder), **config}))
 
@@ -148,7 +154,7 @@ def ranks_on(
 
 
 def test_grids_of_eight_processes_on_two_hosts(
-    hosts: Hosts, store: MiniS3Server, samples: SampleSet, tmp_path: Path, forked: Forked
+    hosts: Hosts, store: MiniS3Server, options: dict[str, str], samples: SampleSet, tmp_path: Path, forked: Forked
 ) -> None:
     """P1, P2 and P5, counted from what was received: data ranks partition the epoch, their replicas agree."""
     jobs = [
@@ -156,7 +162,7 @@ def test_grids_of_eight_processes_on_two_hosts(
         for name, grid in GRIDS.items()
     ]
     store.clear_log()
-    config = {"url": samples.url, "storage_options": samples.storage_options, "dataset": DATASET}
+    config = {"url": samples.url, "storage_options": options, "dataset": DATASET}
     (tmp_path / "config.json").write_text(json.dumps({**config, "folder": str(tmp_path), "jobs": jobs}))
     output, script = tmp_path / "output", PROGRAMS / "torchrun_rank.py"
     with ranks_on(forked, hosts.hosts[:2], 4, output, script, tmp_path / "config.json") as ranks:
@@ -181,11 +187,14 @@ def test_grids_of_eight_processes_on_two_hosts(
         assert got == play(dataset, data_size, **LOADER)
 
 
-def test_a_host_is_killed_and_others_join(hosts: Hosts, samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
+def test_a_host_is_killed_and_others_join(
+    hosts: Hosts, options: dict[str, str], samples: SampleSet, tmp_path: Path, forked: Forked
+) -> None:
     """Three hosts, then two, then four, in one job: the global batches are those of an undisturbed run."""
     first, second, lost, fourth = hosts.hosts
     sizes = {"gates": {"3": 3, "7": 2}, "worlds": {"0": 3, "3": 2, "7": 4}}
-    with Job(forked, tmp_path / "elastic", samples, first, loader=LOADER, epochs=2, **sizes) as job:
+    seen = {"url": samples.url, "storage_options": options, "dataset": DATASET}
+    with Job(forked, tmp_path / "elastic", seen, first, loader=LOADER, epochs=2, **sizes) as job:
         for host in (first, second, lost):
             job.start(host, "2:4", 1)
         job.wait_for_commits(3)

@@ -1,18 +1,26 @@
 """Hosts for tests: network namespaces with addresses of their own, joined by a bridge. Linux, root and iproute2.
 
 A host here shares files and the clock with the others, and nothing of the network: what is sent between two hosts goes
-through the bridge. This process is on the bridge, too, at ``Hosts.gateway``: a store for all of them can listen there.
+through the bridge. The bridge is in a namespace of its own, so that the network of this machine does not change: a
+browser, for one, gives up its requests when an interface appears. :meth:`Hosts.offer` brings a server of this process
+to the hosts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
+
+from tests.support.processes.forked import enter
 
 
 def why_not() -> str:
@@ -55,25 +63,58 @@ class Host:
 
 
 class Hosts:
-    """``num_hosts`` hosts while the context lasts; leaving it kills what still runs on them."""
+    """``num_hosts`` hosts while the context lasts; leaving it kills what still runs on them.
+
+    Attributes:
+        hosts: The hosts.
+        gateway: Address of the bridge, at which they find what is offered to them.
+    """
 
     def __init__(self, num_hosts: int) -> None:
         number = os.getpid()
-        self._bridge = f"ssb{number % 10**8}"
-        self._network = f"10.{64 + number // 250 % 64}.{number % 250}"
-        self.gateway = f"{self._network}.254"
-        self.hosts = [Host(f"ss{number}h{i}", f"{self._network}.{i + 1}") for i in range(num_hosts)]
+        self._between = Host(f"ss{number}bridge", "10.64.0.254")
+        self.gateway = self._between.address
+        self.hosts = [Host(f"ss{number}h{i}", f"10.64.0.{i + 1}") for i in range(num_hosts)]
+
+    @contextlib.contextmanager
+    def offer(self, port: int) -> Iterator[str]:
+        """Bring a server at this port of loopback to the hosts; yields where they find it, as ``ADDRESS:PORT``."""
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+
+        async def relay_all(ended: asyncio.Event) -> None:
+            async with await asyncio.start_server(relay, sock=listener):
+                await ended.wait()
+
+        with ThreadPoolExecutor(1) as elsewhere:  # a thread of its own may be in another namespace
+            listener = elsewhere.submit(self._listen).result()
+        with asyncio.Runner() as runner, ThreadPoolExecutor(1) as beside:
+            loop, ended = runner.get_loop(), asyncio.Event()
+            relayed = beside.submit(runner.run, relay_all(ended))
+            try:
+                yield f"{self.gateway}:{listener.getsockname()[1]}"
+            finally:
+                loop.call_soon_threadsafe(ended.set)
+                relayed.result()
+
+    def _listen(self) -> socket.socket:
+        enter(str(self._between.network))
+        return socket.create_server((self.gateway, 0), backlog=64)
 
     def __enter__(self) -> Self:
+        between = self._between.name
         try:
-            _ip("link", "add", self._bridge, "type", "bridge")
-            _ip("addr", "add", f"{self.gateway}/24", "dev", self._bridge)
-            _ip("link", "set", self._bridge, "up")
+            _ip("netns", "add", between)
+            _ip("-n", between, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", between, "addr", "add", f"{self.gateway}/24", "dev", "bridge")
+            _ip("-n", between, "link", "set", "bridge", "up")
             for i, host in enumerate(self.hosts):
-                outer = f"v{self._bridge[3:]}n{i}"
+                outer = f"host{i}"
                 _ip("netns", "add", host.name)
-                _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-                _ip("link", "set", outer, "master", self._bridge, "up")
+                _ip("-n", between, "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+                _ip("-n", between, "link", "set", outer, "master", "bridge", "up")
                 _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
                 _ip("-n", host.name, "link", "set", "eth0", "up")
                 _ip("-n", host.name, "link", "set", "lo", "up")
@@ -86,8 +127,16 @@ class Hosts:
         for host in self.hosts:
             with contextlib.suppress(subprocess.CalledProcessError):
                 host.kill()
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+        for place in (*self.hosts, self._between):
+            subprocess.run(["ip", "netns", "del", place.name], capture_output=True, check=False)
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Write what is read, to its end."""
+    with contextlib.closing(writer), contextlib.suppress(OSError):  # either side may be killed
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+            await writer.drain()
 
 
 def _ip(*arguments: str) -> None:
