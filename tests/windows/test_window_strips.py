@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from shard_tools.look.show.base.page import Query
-from shard_tools.look.show.base.subject import Subject, open_subject
+from shard_tools.look.show.base.subject import Subject
 from shard_tools.look.show.data import windows as drawn
 from shard_tools.look.show.data.windows import TimeLeft, WindowLook, frame, window_of
 from shard_tools.look.show.looks import Looks, beside, looks_of
 from shard_tools.look.show.order.pages import step_page
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.sets.windows import reader
-from tests.support.servers.show_pages import Shown
+from tests.support.servers.show_pages import Shown, opened_patiently
 from tests.support.sets import recordings
 from tests.support.tiers import first_here
 
@@ -52,7 +52,7 @@ def opened(place: Path, options: dict[str, Any]) -> Subject:
     if "columns" in options:
         as_json["columns"] = {name: f"{one[0]}..{one[1]}" if isinstance(one, tuple) else one
                               for name, one in options["columns"].items()}  # fmt: skip
-    return open_subject([str(place)], windows=as_json)
+    return opened_patiently([str(place)], windows=as_json)
 
 
 def step_looks(subject: Subject, **given: str) -> Looks:
@@ -99,7 +99,7 @@ def test_a_step_shows_the_windows_that_training_gets(home: Path, name: str) -> N
             for look in looks.windows:
                 check(subject, look, rows[look.place[1]], options)
                 padded += sum(bool(one.padded) for camera in look.cameras for one in camera.frames)
-        first = window_of(subject, "", 0, "", TimeLeft())
+        first = window_of(subject, "", 0, "", TimeLeft.of(subject))
         check(subject, first, rows[0], options)
         with pytest.raises(AssertionError):  # frames and steps of another moment are told apart
             check(subject, first, rows[1] | {"__time__": first.time}, options)
@@ -142,7 +142,7 @@ def test_errors_stand_in_place_of_what_is_damaged(home: Path, tmp_path: Path, wh
         for number, row in enumerate(rows):
             if number % 4:
                 continue
-            look = window_of(subject, "", number, "", TimeLeft())
+            look = window_of(subject, "", number, "", TimeLeft.of(subject))
             frames = [(camera.field, offset, one) for camera in look.cameras
                       for offset, one in zip(options["video"][camera.field], camera.frames, strict=True)]  # fmt: skip
             errors = [one.error for _, _, one in frames] + [one.error for one in look.columns]
@@ -171,7 +171,7 @@ def test_the_work_for_windows_is_bounded(home: Path, monkeypatch: pytest.MonkeyP
     many = {"video": {"front.mp4": [one / 100 for one in range(900)]}, "columns": {"action.npy": "0..9000"}}
     subject = opened(home, many)
     try:
-        look = window_of(subject, "", 3, "", TimeLeft())
+        look = window_of(subject, "", 3, "", TimeLeft.of(subject))
         (camera,), (column,) = look.cameras, look.columns
         assert (len(camera.frames), camera.others) == (drawn.SHOWN_FRAMES, 900 - drawn.SHOWN_FRAMES)
         assert len(column.steps) + column.others == 9000
@@ -179,7 +179,7 @@ def test_the_work_for_windows_is_bounded(home: Path, monkeypatch: pytest.MonkeyP
         late = window_of(subject, "", 3, "", TimeLeft(seconds=0))
         assert all("has spent its 0 s" in one.error for one in (*late.cameras[0].frames, *late.columns))
         monkeypatch.setattr(drawn, "MOST_MEDIA_BYTES", 100)
-        large = window_of(subject, "", 20, "", TimeLeft())
+        large = window_of(subject, "", 20, "", TimeLeft.of(subject))
         assert all("more than 100 B" in one.error for one in (*large.cameras[0].frames, *large.columns))
     finally:
         subject.close()

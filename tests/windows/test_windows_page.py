@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from shard_tools.cli import cli
 from shard_tools.look.show.base.page import Query
-from shard_tools.look.show.base.subject import open_subject
 from shard_tools.look.show.data.values import value
 from shard_tools.look.show.order.pages import step_page
 from streaming import DataLoader, Mixture, StreamingDataset, Windows
 from tests.support.code.folders import ROOT
 from tests.support.code.page_blocks import PYTHON, blocks, run_python
+from tests.support.servers.show_pages import opened_patiently
 from tests.support.sets import recordings
 
 
@@ -82,7 +82,7 @@ def test_who_and_when_name_the_moments_of_windows(home: Path, tmp_path: Path) ->
 
 
 def test_a_step_leads_to_the_recordings_of_its_windows(home: Path) -> None:
-    subject = open_subject([str(home / "recordings")], windows=OPTIONS)
+    subject = opened_patiently([str(home / "recordings")], windows=OPTIONS)
     try:
         page = step_page(subject, Query({"step": "1"}))
         assert len(page.step.rows) > 4
@@ -95,7 +95,7 @@ def test_a_step_leads_to_the_recordings_of_its_windows(home: Path) -> None:
 
 @pytest.mark.thorough
 def test_show_opens_the_recordings_of_windows(home: Path) -> None:
-    subject = open_subject([str(home / "recordings")], windows=OPTIONS)
+    subject = opened_patiently([str(home / "recordings")], windows=OPTIONS)
     try:
         assert subject.set_of("").total == len(recordings.of_set())
         shown = value(subject, Query({"number": "2", "field": "front.mp4", "view": "strip"}))

@@ -82,7 +82,7 @@ def looks_of(subject: Subject, query: Query, page: StepPage | RefusedForm) -> Lo
     beside = address("/beside", **{**kept, "epochs": f"{at.epoch},{at.epoch + 1}", "step": str(at.batch)})
     try:
         follows = following is None or at.batch < following
-        return _looks(subject, page, _TILES, _PACKS, TimeLeft(), beside if follows else "")
+        return _looks(subject, page, _TILES, _PACKS, TimeLeft.of(subject), beside if follows else "")
     except ShardstreamError as error:
         return Looks(problem=redact_text(str(error)))
 
@@ -215,7 +215,7 @@ def _listed(query: Query, name: str) -> list[str]:
 def _of_epochs(subject: Subject, query: Query, epochs: list[str]) -> Beside:
     kept = {name: value for name, value in query.given.items() if name in STEP_ASKS}
     pages = [step_page(subject, Query({**kept, "epoch": epoch})) for epoch in epochs]
-    left = TimeLeft()
+    left = TimeLeft.of(subject)
     titles = [f"epoch {page.step.at.epoch:,}" for page in pages]
     rows = [{place: place for place in (_place(page, row) for row in page.step.rows)} for page in pages]
     sides = tuple(

@@ -6,17 +6,24 @@ import http.client
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote
 
 from shard_tools.look.show.access import Access
-from shard_tools.look.show.base.subject import open_subject
+from shard_tools.look.show.base.subject import Subject, open_subject
 from shard_tools.look.show.decoding.workers import DecodingWorkers
 from shard_tools.look.show.server import listen, serve
 from shard_tools.look.show.table import MEDIA, PAGES
 from tests.support.processes.waiting import PATIENCE_S
+
+
+def opened_patiently(urls: Sequence[str], **options: Any) -> Subject:
+    """Open what pages show; what is decoded late is decoded, too."""
+    subject = open_subject(urls, **options)
+    subject.keep("workers", lambda: DecodingWorkers(PATIENCE_S))
+    return subject
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,7 @@ class Shown:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        self.subject = open_subject(self.urls, **self.options)
-        self.subject.keep("workers", lambda: DecodingWorkers(PATIENCE_S))  # what is decoded late is decoded, too
+        self.subject = opened_patiently(self.urls, **self.options)
         self._listening = listen("127.0.0.1", 0)
         self.access = Access(host="127.0.0.1", port=self._listening.getsockname()[1])
         self.root = f"http://127.0.0.1:{self.access.port}"

@@ -28,15 +28,19 @@ _SHOWN_CAMERAS: Final = 8
 _SHOWN_COLUMNS: Final = 16
 _PIXELS: Final = 320
 _PICTURE_SECONDS: Final = 600
-_PAGE_SECONDS: Final = 10.0
 
 
 @dataclass(kw_only=True)
 class TimeLeft:
     """The time that a page may spend on windows; one that decodes slowly must not hold it up for all others."""
 
-    seconds: float = _PAGE_SECONDS
+    seconds: float
     _until: float = field(init=False)
+
+    @classmethod
+    def of(cls, subject: Subject) -> TimeLeft:
+        """Begin to count for a page, which has the time of one value."""
+        return cls(seconds=subject.keep("workers", DecodingWorkers).seconds)
 
     def __post_init__(self) -> None:
         """Begin to count."""

@@ -59,12 +59,12 @@ class Decoded:
 class DecodingWorkers:
     """Decode values in separate processes, a few at a time. Thread-safe.
 
-    Args:
+    Attributes:
         seconds: Time limit per value.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(min(num_cores(), _MOST_WORKERS)):
             self._idle.put(None)
@@ -110,7 +110,7 @@ class DecodingWorkers:
         try:
             if worker is None:
                 worker = self._start()
-            answer = worker.ask({"kind": kind, "pixels": pixels, **(facts or {})}, data, self._seconds)
+            answer = worker.ask({"kind": kind, "pixels": pixels, **(facts or {})}, data, self.seconds)
         except _LostError as error:
             if worker is not None:
                 worker.kill()
