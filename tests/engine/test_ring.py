@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 from streaming.build.batches.build import Rows
 from streaming.run.engine.workers.ring import ALIGN_BYTES, MAX_EXTRA_SLOTS, BatchRing, Slot, SlotWriter
 from streaming.run.engine.workers.transport import pack, unpack
+from tests.support.processes.leftovers import descriptors
 
 SPAN = 1 << 16
 
 
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def num_opened(before: Counter[tuple[str, int]]) -> int:
+    return (descriptors() - before).total()
 
 
 def leased(ring: BatchRing, value: int, shape: tuple[int, ...] = (4, 8)) -> torch.Tensor:
@@ -93,15 +95,15 @@ def test_slots_are_used_again() -> None:
 
 def test_hoarders_get_fresh_slots_and_then_copies_and_the_ring_shrinks_again() -> None:
     ring = BatchRing(3, SPAN)
-    before = num_fds()
+    before = descriptors()
     kept = [leased(ring, i) for i in range(3 + MAX_EXTRA_SLOTS + 40)]
     assert all(tensor.eq(i).all() for i, tensor in enumerate(kept))
-    assert num_fds() <= before + 2 * (3 + MAX_EXTRA_SLOTS)
+    assert num_opened(before) <= 2 * (3 + MAX_EXTRA_SLOTS)
     del kept
     assert (ring.num_taken, ring.num_free) == (0, 3)
-    assert num_fds() == before + 2 * 3
+    assert num_opened(before) == 2 * 3
     ring.close()
-    assert num_fds() == before
+    assert num_opened(before) == 0
 
 
 def test_a_slot_costs_what_is_used_of_it() -> None:
@@ -142,18 +144,18 @@ def test_wrap_copies_when_crowded() -> None:
 
 
 def test_kept_batches_outlive_the_ring() -> None:
-    before = num_fds()
+    before = descriptors()
     ring = BatchRing(2, SPAN)
     kept = leased(ring, 5)
     spare = leased(ring, 6)
     del spare
     ring.close()
     ring.close()
-    assert num_fds() == before + 1, "the kept mapping's"
+    assert num_opened(before) == 1, "the kept mapping's"
     assert kept.eq(5).all()
     assert leased(ring, 9).eq(9).all(), "after close: ordinary memory"
     del kept
-    assert (ring.num_taken, ring.num_free, num_fds()) == (0, 0, before)
+    assert (ring.num_taken, ring.num_free, num_opened(before)) == (0, 0, 0)
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["lease", "drop"]), st.integers(0, 7)), max_size=60))

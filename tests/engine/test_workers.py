@@ -37,6 +37,7 @@ from streaming.run.engine.workers.pool import MAX_DEATHS, WorkerPool
 from streaming.run.engine.workers.ring import BatchRing
 from tests.support.code.folders import ROOT
 from tests.support.processes.forked import Forked
+from tests.support.processes.leftovers import descriptors
 from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import write_set
 
@@ -536,10 +537,6 @@ def descendants() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.thorough
 def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) -> None:
     fifo = str(tmp_path / "fifo")
@@ -552,7 +549,7 @@ def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) 
             threading.Event().wait()
         return sample
 
-    before, fds = descendants(), num_fds()
+    before, opened = descendants(), descriptors()
     arena, ring = Arena(1 << 20), BatchRing(2)
     bench = Bench.__new__(Bench)
     bench.arena = arena
@@ -578,7 +575,7 @@ def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) 
     ring.close()
     arena.close()
     assert not descendants() - before
-    assert num_fds() == fds
+    assert not descriptors() - opened
 
 
 SCRIPT = """

@@ -32,6 +32,7 @@ from streaming.shards.cache.key import EntryKey, normalized
 from streaming.shards.cache.paths import CachePaths
 from streaming.storage import Checked, DifferentSumError
 from streaming.storage.base.locks import try_lock, unlock
+from tests.support.processes.leftovers import descriptors
 from tests.support.processes.waiting import PATIENCE_S, ended, started, until
 
 URL = "s3://bucket/train/000000.tar"
@@ -131,12 +132,11 @@ def test_making_and_pickling_a_cache_touches_nothing(tmp_path: Path) -> None:
     assert not folder.exists()
     assert repr(copy) == repr(cache)
     assert copy._wait_s == 7
-    before = set(os.listdir("/proc/self/fd"))
     reader = Reader(folder)
     reader.cache = copy
     reader.read(0)
     assert reader.read(0)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not descriptors(folder)
 
 
 def test_an_empty_range_and_memory_of_other_items(reader: Reader) -> None:
@@ -645,7 +645,7 @@ def test_no_failing_call_reaches_the_reader(
     reader = Reader(tmp_path, 3 * BLOCK)
     for start in range(3):
         reader.read(start)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = descriptors(tmp_path)
     fresh = Reader(tmp_path, 3 * BLOCK)
     real = getattr(os, call)
 
@@ -660,7 +660,7 @@ def test_no_failing_call_reaches_the_reader(
             fresh.read(start)  # the right bytes, whatever happens
         fresh.cache.invalidate(URL, "v1", 0, ONE)
     assert len(warnings_of(caplog)) <= 1
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert descriptors(tmp_path) == before
     assert used_bytes(tmp_path) <= 4 * BLOCK
     after = Reader(tmp_path, 3 * BLOCK)
     after.read(7)

@@ -25,16 +25,28 @@ def commands_about(folder: Path) -> list[str]:
     return [command for command in commands if str(folder) in command]
 
 
+def descriptors(below: Path | str = "") -> Counter[tuple[str, int]]:
+    """Open descriptors of this process, by path or kind and inode; of files, only this one or those in this folder.
+
+    Compare what they lead to, not their number: other threads, and what an earlier test left, may close theirs at any
+    time.
+    """
+    found = Counter[tuple[str, int]]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that listed the folder, or closed just now
+            target, inode = os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(int(descriptor)).st_ino
+            if target.startswith(str(below)):
+                found[target, inode] += 1
+    return found
+
+
 def leftovers() -> Counter[str]:
     """Threads of ours, open descriptors, child processes, and files of ours in shared and temporary folders."""
     resource_tracker.ensure_running()  # multiprocessing starts it with the first named lock, and keeps it
     gc.collect()
     found = Counter(f"thread {one.name}" for one in our_threads())
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            found[f"descriptor {os.readlink(f'/proc/self/fd/{descriptor}')}"] += 1
-        except FileNotFoundError:  # the one that listed the folder
-            continue
+    for (target, _), count in descriptors().items():
+        found[f"descriptor {target}"] += count
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # a thread that has just ended
             found.update(f"child {pid}" for pid in (task / "children").read_text().split())
