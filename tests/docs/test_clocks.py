@@ -1,4 +1,4 @@
-"""No test is right by the clock: who sleeps, or looks at a clock, is named here with a reason."""
+"""No test is right by the clock, or by luck: who sleeps, or looks at a clock, is named here with a reason."""
 
 from __future__ import annotations
 
@@ -99,3 +99,24 @@ def test_pages_in_a_browser_are_waited_for() -> None:
     }
     assert found == set()
     assert [path.name for path in sources() if path != Path(__file__) and "networkidle" in path.read_text()] == []
+
+
+LISTED = {"/proc/self/fd", "/proc/self/task"}
+COUNTS = {
+    "engine/test_mapped.py": "descriptors are compared with the limit of the process; mapped files by their paths",
+    "support/processes/forked.py": "a process of its own, which must not fork beside threads",
+    "support/processes/leftovers.py": "says what each descriptor leads to",
+    "support/programs/soak_run.py": "a process of its own",
+}
+"""Who lists or counts what a whole process has; other threads, and what an earlier test left, change it."""
+
+
+def counts(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr in {"active_count", "num_fds"}:
+        return True
+    return any(isinstance(one, ast.Constant) and one.value in LISTED for one in call.args)
+
+
+def test_who_counts_what_a_process_has_says_why() -> None:
+    found = {str(path.relative_to(TESTS)) for path in sources() if any(map(counts, calls(path)))}
+    assert found == COUNTS.keys(), "ask leftovers.descriptors, or for threads by their names, what was not there before"
