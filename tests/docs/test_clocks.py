@@ -1,4 +1,4 @@
-"""No test is right by the clock, or by luck: who sleeps, or looks at a clock, is named here with a reason."""
+"""No test is right by the clock, or by luck: who looks at a clock, or counts, is named here with a reason."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ COUNTS = {
     "support/processes/leftovers.py": "says what each descriptor leads to",
     "support/programs/soak_run.py": "a process of its own",
 }
-"""Who lists or counts what a whole process has; other threads, and what an earlier test left, change it."""
+"""Files that list what the whole process has. Other threads and earlier tests change that at any time."""
 
 
 def counts(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""Several hosts, each with a network of its own, an S3 server on another, torchrun's agents and gloo between them.
+"""Several hosts, each with a network of its own, an S3 server beside them, torchrun's agents and gloo between them.
 
 The hosts are network namespaces (``network_hosts.py``). Wrong addresses, ports that only loopback reaches and state
 that only one machine has show here, and nowhere in the tests on one host.
@@ -7,10 +7,12 @@ that only one machine has show here, and nowhere in the tests on one host.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import run
 from typing import Any, Self
 
 import pytest
@@ -50,28 +52,40 @@ def store() -> Iterator[MiniS3Server]:
 
 
 @pytest.fixture(scope="module")
-def options(hosts: Hosts, store: MiniS3Server) -> Iterator[dict[str, str]]:
-    """How the hosts reach the store."""
-    with hosts.offer(store.port) as place:
-        yield {**store.storage_options, "endpoint_url": f"http://{place}"}
+def samples(store: MiniS3Server) -> SampleSet:
+    """202 samples in 7 shards and 54 chunks, in a bucket on none of the hosts."""
+    return write_set(f"{store.create_bucket('hosts')}/train", storage_options=store.storage_options)
 
 
 @pytest.fixture(scope="module")
-def samples(store: MiniS3Server) -> SampleSet:
-    """202 samples in 7 shards and 54 chunks, in a bucket on another host."""
-    return write_set(f"{store.create_bucket('hosts')}/train", storage_options=store.storage_options)
+def opened(hosts: Hosts, store: MiniS3Server, samples: SampleSet) -> Iterator[dict[str, Any]]:
+    """How the hosts open these samples."""
+    with hosts.offer(store.port) as place:
+        options = {**store.storage_options, "endpoint_url": f"http://{place}"}
+        yield {"url": samples.url, "storage_options": options, "dataset": DATASET}
+
+
+def test_hosts_change_nothing_of_this_machines_network() -> None:
+    """Else a browser, whose test runs at the same time, gives up its requests."""
+    before = set(os.listdir("/sys/class/net"))
+    with Hosts(2) as made:
+        seen = run(
+            ["ip", "-n", made.hosts[0].name, "-br", "address"], check=True, capture_output=True, text=True
+        ).stdout
+        assert made.hosts[0].address in seen
+        assert set(os.listdir("/sys/class/net")) == before
 
 
 class Job:
     """One torchrun job over several hosts; ``start`` adds a host to it."""
 
-    def __init__(self, forked: Forked, folder: Path, base: dict[str, Any], first: Host, **config: Any) -> None:
+    def __init__(self, forked: Forked, folder: Path, opened: dict[str, Any], first: Host, **config: Any) -> None:
         folder.mkdir()
         self.folder, self._first, self._forked = folder, first, forked
         self._agents: dict[str, ForkedProcess] = {}
         self._hosts: list[Host] = []
         self._config = folder / "config.json"
-        self._config.write_text(json.dumps({**base, "folder": str(folder), **config}))
+        self._config.write_text(json.dumps({**opened, "folder": str(folder), **config}))
 
     def start(self, host: Host, nodes: str, num_processes: int) -> None:
         """Torchrun's agent on ``host``; the first host keeps the rendezvous."""
@@ -154,7 +168,7 @@ def ranks_on(
 
 
 def test_grids_of_eight_processes_on_two_hosts(
-    hosts: Hosts, store: MiniS3Server, options: dict[str, str], samples: SampleSet, tmp_path: Path, forked: Forked
+    hosts: Hosts, store: MiniS3Server, opened: dict[str, Any], samples: SampleSet, tmp_path: Path, forked: Forked
 ) -> None:
     """P1, P2 and P5, counted from what was received: data ranks partition the epoch, their replicas agree."""
     jobs = [
@@ -162,8 +176,7 @@ def test_grids_of_eight_processes_on_two_hosts(
         for name, grid in GRIDS.items()
     ]
     store.clear_log()
-    config = {"url": samples.url, "storage_options": options, "dataset": DATASET}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "folder": str(tmp_path), "jobs": jobs}))
+    (tmp_path / "config.json").write_text(json.dumps({**opened, "folder": str(tmp_path), "jobs": jobs}))
     output, script = tmp_path / "output", PROGRAMS / "torchrun_rank.py"
     with ranks_on(forked, hosts.hosts[:2], 4, output, script, tmp_path / "config.json") as ranks:
         assert set(all_end(ranks)) == {0}, output.read_text()[-4000:]
@@ -188,13 +201,12 @@ def test_grids_of_eight_processes_on_two_hosts(
 
 
 def test_a_host_is_killed_and_others_join(
-    hosts: Hosts, options: dict[str, str], samples: SampleSet, tmp_path: Path, forked: Forked
+    hosts: Hosts, opened: dict[str, Any], samples: SampleSet, tmp_path: Path, forked: Forked
 ) -> None:
     """Three hosts, then two, then four, in one job: the global batches are those of an undisturbed run."""
     first, second, lost, fourth = hosts.hosts
     sizes = {"gates": {"3": 3, "7": 2}, "worlds": {"0": 3, "3": 2, "7": 4}}
-    seen = {"url": samples.url, "storage_options": options, "dataset": DATASET}
-    with Job(forked, tmp_path / "elastic", seen, first, loader=LOADER, epochs=2, **sizes) as job:
+    with Job(forked, tmp_path / "elastic", opened, first, loader=LOADER, epochs=2, **sizes) as job:
         for host in (first, second, lost):
             job.start(host, "2:4", 1)
         job.wait_for_commits(3)

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 from PIL import Image
 
 from shard_tools.look.show.base.page import Query
-from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.base.subject import Subject, open_subject
 from shard_tools.look.show.data import windows as drawn
 from shard_tools.look.show.data.windows import TimeLeft, WindowLook, frame, window_of
+from shard_tools.look.show.decoding.workers import SECONDS, DecodingWorkers
 from shard_tools.look.show.looks import Looks, beside, looks_of
 from shard_tools.look.show.order.pages import step_page
 from streaming.errors import ConfigError, DataError, NotFoundError
@@ -176,13 +178,24 @@ def test_the_work_for_windows_is_bounded(home: Path, monkeypatch: pytest.MonkeyP
         assert (len(camera.frames), camera.others) == (drawn.SHOWN_FRAMES, 900 - drawn.SHOWN_FRAMES)
         assert len(column.steps) + column.others == 9000
         assert len(column.steps) < 20
-        late = window_of(subject, "", 3, "", TimeLeft(seconds=0))
-        assert all("has spent its 0 s" in one.error for one in (*late.cameras[0].frames, *late.columns))
         monkeypatch.setattr(drawn, "MOST_MEDIA_BYTES", 100)
         large = window_of(subject, "", 20, "", TimeLeft.of(subject))
         assert all("more than 100 B" in one.error for one in (*large.cameras[0].frames, *large.columns))
     finally:
         subject.close()
+
+
+def test_a_page_of_windows_has_the_time_of_one_value(home: Path) -> None:
+    """Where it is over, the page says so in place of what it did not decode."""
+    options = {"video": {"front.mp4": [0.0]}, "columns": {"action.npy": "0..3"}}
+    with closing(open_subject([str(home)], windows=options)) as ordinary:
+        assert TimeLeft.of(ordinary).seconds == SECONDS
+    with closing(open_subject([str(home)], windows=options)) as subject:
+        subject.keep("workers", lambda: DecodingWorkers(0.0))
+        looks = step_looks(subject)
+        found = [one for look in looks.windows for one in (*look.cameras[0].frames, *look.columns)]
+        assert len(found) == 12
+        assert all("has spent its 0 s" in one.error for one in found)
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,9 @@ class Hosts:
         """Bring a server at this port of loopback to the hosts; yields where they find it, as ``ADDRESS:PORT``."""
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there, back = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+            with contextlib.closing(writer):  # also where the server is gone
+                there, back = await asyncio.open_connection("127.0.0.1", port)
+                await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
 
         async def relay_all(ended: asyncio.Event) -> None:
             async with await asyncio.start_server(relay, sock=listener):

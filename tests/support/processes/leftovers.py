@@ -25,17 +25,20 @@ def commands_about(folder: Path) -> list[str]:
     return [command for command in commands if str(folder) in command]
 
 
-def descriptors(below: Path | str = "") -> Counter[tuple[str, int]]:
-    """Open descriptors of this process, by path or kind and inode; of files, only this one or those in this folder.
+def descriptors(below: Path | str | None = None) -> Counter[tuple[str, int]]:
+    """Return the open descriptors of this process, by path or kind, and inode.
 
-    Compare what they lead to, not their number: other threads, and what an earlier test left, may close theirs at any
-    time.
+    Subtract those of an earlier moment. Their number alone says nothing: another thread, or what an earlier test has
+    left, may close its own meanwhile.
+
+    Args:
+        below: Only this file, or the files in this folder.
     """
     found = Counter[tuple[str, int]]()
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the one that listed the folder, or closed just now
             target, inode = os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(int(descriptor)).st_ino
-            if target.startswith(str(below)):
+            if below is None or Path(target).is_relative_to(below):
                 found[target, inode] += 1
     return found
 

@@ -95,6 +95,12 @@ def decoded(
         raise NotFoundError(
             f"view: there are pictures of images, arrays, sounds and videos, not of the field {name!r}; view=raw has it"
         )
-    workers: DecodingWorkers = subject.keep("workers", DecodingWorkers)
     url = within.source.urls[place.shard]
-    return workers.known((url, *span), kind, pixels, span[1] - span[0], lambda: within.source.storage.read(url, *span))
+    return workers_of(subject).known(
+        (url, *span), kind, pixels, span[1] - span[0], lambda: within.source.storage.read(url, *span)
+    )
+
+
+def workers_of(subject: Subject) -> DecodingWorkers:
+    """Return the processes that decode for a subject."""
+    return subject.keep("workers", DecodingWorkers)

@@ -12,6 +12,7 @@ import numpy as np
 
 from shard_tools.look.show.base.page import Content, Query, address
 from shard_tools.look.show.base.subject import Subject
+from shard_tools.look.show.data.values import workers_of
 from shard_tools.look.show.decoding.window import column_facts, group_facts
 from shard_tools.look.show.decoding.workers import MOST_MEDIA_BYTES, Decoded, DecodingWorkers
 from streaming.common.arguments import counted, format_bytes
@@ -39,8 +40,8 @@ class TimeLeft:
 
     @classmethod
     def of(cls, subject: Subject) -> TimeLeft:
-        """Begin to count for a page, which has the time of one value."""
-        return cls(seconds=subject.keep("workers", DecodingWorkers).seconds)
+        """Begin to count for a page. Its windows may take as long as one value."""
+        return cls(seconds=workers_of(subject).seconds)
 
     def __post_init__(self) -> None:
         """Begin to count."""
@@ -213,7 +214,7 @@ class _Window:
         recording, row = source.reader.shard(shard).place_of(inside)
         return cls(
             source=source, name=name, number=number, shard=shard, recording=recording, row=row,
-            workers=subject.keep("workers", DecodingWorkers),
+            workers=workers_of(subject),
         )  # fmt: skip
 
     @property
