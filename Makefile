@@ -9,6 +9,7 @@
 # make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
 # make release-check  wheel and sdist in clean environments of every Python that is found, types, extras, oldest versions
 # make matrix all tests of both, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
+# make pauses the tests of make test three times, each time with another side of all loaders late: finds tests of luck
 # make flips  FLIPS=100000 flipped bits in all files of an index, under each reader, drawn from SEED=1
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, as many histories of all
 #             kinds of sets against a model, and CASES/20 against an undisturbed rank, drawn from SEED=1
@@ -33,7 +34,7 @@ RELEASE_ARGS ?=
 # interpreters, and to compile all of ours takes each half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers mlperf fuzz torture flips matrix differential set-histories clean
+.PHONY: release-check help venv demo test test-all lint types pytest thorough format bench docs gpu peers mlperf fuzz torture flips matrix pauses differential set-histories clean
 .DEFAULT_GOAL := help
 
 help:
@@ -94,6 +95,9 @@ release-check: venv
 
 matrix: venv
 	$(RUN_TESTS) --matrix $(PYTEST_ARGS)
+
+pauses: venv
+	@for side in consumer builders requests; do $(RUN_TESTS) -m "not thorough" --pause $$side $(PYTEST_ARGS) || exit 1; done
 
 fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)

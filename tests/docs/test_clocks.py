@@ -35,6 +35,7 @@ REASONS = {
     "support/code/expressions.py": "work is compared with work of the same kind, by a thread's own clock",
     "support/sets/data_sets.py": ANY_MOMENT,
     "support/programs/elastic_rank.py": SLOW,
+    "support/processes/pauses.py": "pauses that no result may depend on",
     "support/processes/forked.py": "the end of a wait",
     "support/processes/hanging_functions.py": "a thread that has stood for a while is taken to stand",
     "support/clusters/killed_node.py": "the end of a wait",

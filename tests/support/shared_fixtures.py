@@ -22,6 +22,7 @@ from streaming.storage.requests import traffic
 from tests.support.processes.forked import IMPORTS, Forked
 from tests.support.processes.forked import SHARED as SHARED_ORIGIN
 from tests.support.processes.held_workers import Held
+from tests.support.processes.pauses import Pauses
 from tests.support.servers import browser
 from tests.support.servers.on_loopback import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
@@ -34,6 +35,15 @@ def _no_waiting_for_disks() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pauses(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the side of all loaders pause that ``--pause`` names."""
+    with pytest.MonkeyPatch.context() as patch:
+        if side := request.config.getoption("--pause"):
+            Pauses(side, patch)
         yield
 
 
