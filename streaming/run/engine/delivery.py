@@ -539,7 +539,8 @@ class Delivery(ABC):
         if self._closed or not self._begin_to_close():
             return
         self._stop_reading()
-        busy = still_alive(self._threads)
+        # The second time for threads that the first builder has started meanwhile: it has ended, and starts no more.
+        busy = still_alive(self._threads) or still_alive(self._threads)
         if busy:
             self._builder.give_up()
             busy = still_alive(busy, 0 if self._builder.is_local else GRACE_S)
