@@ -23,9 +23,10 @@ from tests.support.processes.leftovers import our_threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that ``make matrix``, ``make torture`` and ``make differential`` set."""
+    """Add the options that ``make matrix``, ``make pauses``, ``make torture`` and ``make differential`` set."""
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
-    parser.addoption("--pause", metavar="consumer|builders|requests", help="the side of all loaders that pauses")
+    sides = ["consumer", "builders", "requests"]
+    parser.addoption("--pause", choices=sides, help="the side of all loaders that is late: support/processes/pauses.py")
     parser.addoption("--pictures", action="store_true", help="write the pictures of the docs anew: docs/pictures")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")

@@ -31,8 +31,3 @@ def test_a_side_pauses_and_nothing_else_changes(made: Path, side: str, monkeypat
     pauses = Pauses(side, monkeypatch)
     assert keys(made) == expected
     assert 0 < pauses.taken.total() <= MOST[side]
-
-
-def test_another_side_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pytest.UsageError, match=r"--pause loaders: the sides are consumer, builders, requests"):
-        Pauses("loaders", monkeypatch)

@@ -22,7 +22,7 @@ from streaming.run.engine.memory.mapped import FileMaps
 from streaming.run.engine.pipeline import Pipeline
 from streaming.run.engine.unindexed.batches import ShardStream
 from streaming.shards.fetch.read import FetchRange
-from tests.support.processes.leftovers import leftovers
+from tests.support.processes.leftovers import leftovers, our_threads
 from tests.support.processes.waiting import PATIENCE_S, until
 from tests.support.sets.data_sets import SMALL_WINDOW, SampleSet, write_set
 
@@ -223,6 +223,40 @@ def test_close_from_another_thread_while_the_consumer_builds(
     consumer.join()
     closer.join()
     assert [type(one) for one in found] == [IteratorEndedError], "by name, not by what its bytes are gone"
+
+
+def test_close_waits_for_builders_that_start_meanwhile(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first builder starts the second after its first batch: here while ``close`` waits for the first one."""
+    others, builders = our_threads(), ("shardstream-build-0", "shardstream-build-1")
+    taken, builds, waited_for = threading.Event(), threading.Event(), {name: threading.Event() for name in builders}
+    join, build_all = threading.Thread.join, Delivery._build_all
+
+    def noted(self: threading.Thread, timeout: float | None = None) -> None:
+        if self.name in waited_for:
+            waited_for[self.name].set()
+        join(self, timeout)
+
+    def late(self: Delivery, place: int) -> None:
+        (waited_for[builders[1]] if place else taken).wait(PATIENCE_S)
+        build_all(self, place)
+
+    def collate(rows: list[dict[str, Any]]) -> Any:
+        if threading.current_thread().name == builders[0]:
+            builds.set()
+            waited_for[builders[0]].wait(PATIENCE_S)
+        return default_collate(rows)
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    monkeypatch.setattr(Delivery, "_build_all", late)
+    loader = loader_of(samples, collate_fn=collate)
+    batches = iter(loader)
+    next(batches)
+    taken.set()
+    assert builds.wait(PATIENCE_S)
+    loader.close()
+    left = our_threads() - others
+    waited_for[builders[1]].set()
+    assert not left
 
 
 def test_a_builder_that_starts_late_finds_what_was_fetched_before(

@@ -436,7 +436,7 @@ class Delivery(ABC):
         while (number := self._next_to_build(place)) is not None:
             self._deliver(number)
             # Not by the consumer: a thread that starts needs the interpreter's lock, and its starter waits for that.
-            # A run that ends meanwhile need not wait for these threads: each looks first, and ends.
+            # If the run ends meanwhile, each looks first, and ends; close() waits for this thread, and then for them.
             while others:
                 others.pop(0).start()
 
@@ -539,8 +539,7 @@ class Delivery(ABC):
         if self._closed or not self._begin_to_close():
             return
         self._stop_reading()
-        # The second time for threads that the first builder has started meanwhile: it has ended, and starts no more.
-        busy = still_alive(self._threads) or still_alive(self._threads)
+        busy = still_alive(self._threads)
         if busy:
             self._builder.give_up()
             busy = still_alive(busy, 0 if self._builder.is_local else GRACE_S)

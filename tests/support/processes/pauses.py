@@ -35,14 +35,9 @@ class Pauses:
 
     Attributes:
         taken: Number of pauses per test.
-
-    Raises:
-        pytest.UsageError: There is no such side.
     """
 
     def __init__(self, side: str, patch: pytest.MonkeyPatch) -> None:
-        if side not in MOST:
-            raise pytest.UsageError(f"--pause {side}: the sides are {', '.join(MOST)}")
         self.taken: Counter[str] = Counter()
         self._most = MOST[side]
         match side:

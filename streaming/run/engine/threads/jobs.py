@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -90,12 +90,16 @@ class GivenUpError(Exception):
     """Signal that the batch is no longer needed. The caller that ended the run gets no error."""
 
 
-def still_alive(threads: Iterable[threading.Thread], grace_s: float = GRACE_S) -> list[threading.Thread]:
-    """Wait up to ``grace_s`` for all threads except the calling one; return those that have not ended."""
+def still_alive(threads: Sequence[threading.Thread], grace_s: float = GRACE_S) -> list[threading.Thread]:
+    """Wait up to ``grace_s`` for all threads except the calling one; return those that have not ended.
+
+    Until a thread has ended, it may start those that follow it.
+    """
     deadline_s = time.monotonic() + grace_s
-    others = [thread for thread in threads if thread is not threading.current_thread() and thread.is_alive()]
+    others = [thread for thread in threads if thread is not threading.current_thread()]
     for thread in others:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
+        if thread.is_alive():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
     return [thread for thread in others if thread.is_alive()]
 
 
